@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from victim import RANKS, Job, Watch
 
-from hpctrain.checkpoint.file.reader import verify_file
+from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.errors import CheckpointError
 
 FORMS: dict[str, tuple[str, ...]] = {"foreground": (), "background": ("checkpoint.background=true",)}  # settings

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import h5py
 
-from hpctrain.checkpoint.file.reader import verify_file
+from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.errors import CheckpointError
 
 PAGE = 4096

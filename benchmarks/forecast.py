@@ -31,7 +31,7 @@ from hpctrain.errors import UsageError
 from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.memory import HEAP_SHARE, PROGRAM, PROGRAM_WITH_MPI, Memory, memory_of
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.train.settings import load
+from hpctrain.train.config import load
 
 LONGEST = 300.0  # seconds that a run may take
 TOLERANCE = 0.1

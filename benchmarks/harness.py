@@ -21,7 +21,7 @@ def guarded(run: Callable[[], object]) -> int:
     """Run a benchmark on this rank; report errors in the input, and return the exit code."""
     from hpctrain.cli.main import report
     from hpctrain.errors import HpctrainError
-    from hpctrain.train.leaving import in_world
+    from hpctrain.train.exit import in_world
 
     try:
         run()

@@ -34,7 +34,7 @@ from wire import receive_rate
 import hpctrain
 from hpctrain.cli.main import report as report_error
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.train.leaving import in_world
+from hpctrain.train.exit import in_world
 
 TARGETS = {"wire": 1.05, LIBRARY: 1.0}  # maximum time of an all_reduce, relative to theirs
 LARGE = 16 * 2**20  # bytes from which on the bandwidth dominates, and latency is negligible

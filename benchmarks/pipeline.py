@@ -43,9 +43,9 @@ from saving.targets import Target
 
 import hpctrain
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline import schedule
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.pipeline import schedules
 from hpctrain.parallel.pipeline.timeline import Timeline
-from hpctrain.parallel.settings import ParallelSettings
 
 ROUNDS, WARMUP = 15, 2
 DRAWN = (FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE)
@@ -98,10 +98,10 @@ def run(args: argparse.Namespace) -> None:
     report(content, reached, held, found, drawn, args)
 
 
-def _schedule(name: str, ranks: int) -> schedule.Schedule:
+def _schedule(name: str, ranks: int) -> schedules.Schedule:
     """Return the schedule of an hpctrain candidate."""
     called, microbatches = OURS[name]
-    return schedule.make(called, ranks, microbatches, _chunks(name))
+    return schedules.make(called, ranks, microbatches, _chunks(name))
 
 
 def _chunks(name: str) -> int:

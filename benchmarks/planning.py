@@ -35,8 +35,8 @@ from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.forecast.time_step import StepTime
+from hpctrain.train.config import Settings, load
 from hpctrain.train.metrics import read
-from hpctrain.train.settings import Settings, load
 
 WARM = 4  # first steps, which initialize state for later ones
 LONGEST = 600.0  # seconds that a run may take

@@ -21,11 +21,11 @@ from hpctrain._version import __version__
 
 if TYPE_CHECKING:
     from hpctrain import checkpoint as checkpoint
-    from hpctrain.collectives.communicator import Communicator as Communicator
-    from hpctrain.parallel.asynchronous.settings import ServerSettings as ServerSettings
-    from hpctrain.parallel.offload.settings import OffloadSettings as OffloadSettings
-    from hpctrain.parallel.settings import ParallelSettings as ParallelSettings
-    from hpctrain.train.bootstrap import init as init
+    from hpctrain.comm.communicator import Communicator as Communicator
+    from hpctrain.parallel.asynchronous.config import ServerSettings as ServerSettings
+    from hpctrain.parallel.config import ParallelSettings as ParallelSettings
+    from hpctrain.parallel.offload.config import OffloadSettings as OffloadSettings
+    from hpctrain.train.init import init as init
     from hpctrain.train.job import Job as Job
 
 __all__ = [
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Communicator": "hpctrain.collectives.communicator",
+    "Communicator": "hpctrain.comm.communicator",
     "Job": "hpctrain.train.job",
-    "OffloadSettings": "hpctrain.parallel.offload.settings",
-    "ParallelSettings": "hpctrain.parallel.settings",
-    "ServerSettings": "hpctrain.parallel.asynchronous.settings",
-    "init": "hpctrain.train.bootstrap",
+    "OffloadSettings": "hpctrain.parallel.offload.config",
+    "ParallelSettings": "hpctrain.parallel.config",
+    "ServerSettings": "hpctrain.parallel.asynchronous.config",
+    "init": "hpctrain.train.init",
 }
 
 

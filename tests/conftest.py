@@ -135,7 +135,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.fixture(scope="session")
 def comm() -> Any:
     """Return the communicator of all ranks; in one process, a world of size 1 without MPI."""
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
     return Communicator.world()
 

@@ -15,12 +15,12 @@ import torch
 import hpctrain
 from hpctrain import checkpoint, errors
 from hpctrain.cluster.launcher import detect
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.data.job_loader import JobLoader
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.job import Job
 from hpctrain.train.options import RunOptions
-from hpctrain.train.session import Run
+from hpctrain.train.run import Run
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 CLASSES = {"job": Job, "run": Run, "comm": Communicator}

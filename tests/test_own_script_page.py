@@ -109,7 +109,7 @@ def test_both_scripts_train_the_same(launch: Any, tmp_path: Path, precision: str
     import torch
 
     from hpctrain.checkpoint import load
-    from hpctrain.checkpoint.look.place import judge
+    from hpctrain.checkpoint.tools.inspect import judge
     from hpctrain.cli.main import main
 
     call = ["--precision", precision] if precision == "float32" else ["--precision", precision, "--epochs", "3"]

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.data.arrays import ArrayDataset
 from hpctrain.models.build import build
-from hpctrain.train.settings import load
+from hpctrain.train.config import load
 
 JOBS = Path(__file__).parent.parent / "jobs"
 IMAGES = 50

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.models.build import build
 from hpctrain.parallel.fsdp.units import find_units
-from hpctrain.train.settings import load
+from hpctrain.train.config import load
 
 SAMPLES = sorted((Path(__file__).parent.parent / "jobs").glob("*.toml"))
 BYTES = 256

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from hpctrain.settings import to_tree
-from hpctrain.train.settings import Settings
+from hpctrain.train.config import Settings
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 # Defaults that the page describes in words.

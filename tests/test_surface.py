@@ -25,7 +25,7 @@ if __name__ == "__main__":
 from support import surface
 
 from hpctrain.cli.main import main
-from hpctrain.train.settings import load
+from hpctrain.train.config import load
 
 GOLDEN = Path(__file__).parent / "golden"
 EARLIER = GOLDEN / "earlier"

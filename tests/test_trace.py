@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpctrain import trace
-from hpctrain.transport.activity import Activity
+from hpctrain.comm.transport.waiting import Activity
 
 
 @pytest.fixture(autouse=True)

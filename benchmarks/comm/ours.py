@@ -12,7 +12,7 @@ from comm.operations import ROOT, Operation, share
 from comm.place import Place
 from torch import Tensor
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 
 
 def candidates(place: Place, operation: Operation, numel: int) -> Iterator[Candidate]:

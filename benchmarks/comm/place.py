@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 
 
 @dataclass

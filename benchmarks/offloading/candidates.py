@@ -9,7 +9,7 @@ from offloading.names import ALONE, OURS, OURS_16, TORCH, TORCH_16
 from offloading.task import Piece, Task, lay_out, optimizer_of
 from torch import nn
 
-from hpctrain.parallel.offload.update import OnePass
+from hpctrain.parallel.offload.one_pass import OnePass
 
 SCALE = 0.999  # factor of clipping; gradients that torch scales in place each time hardly change
 

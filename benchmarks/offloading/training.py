@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.models.gpt import GPT
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.parallel.wrap import attach
 
 CLIP = 1.0
 HERE, OFFLOAD = "on the device", "offload"

@@ -10,10 +10,10 @@ from piping.names import ALONE, CANDIDATES, MANY, OURS, TORCH
 from piping.task import Task
 from torch import Tensor, nn
 
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.attach import attach
+from hpctrain.comm.communicator import Communicator
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 
 class Candidate(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from piping.candidates import Alone, Candidate
 from piping.task import Task
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from piping.timing import Step
 
-from hpctrain.parallel.pipeline.action import Action, Kind
-from hpctrain.parallel.pipeline.schedule import Schedule
-from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Costs, Span, Timeline, simulate
+from hpctrain.parallel.pipeline.actions import Action, ActionKind
+from hpctrain.parallel.pipeline.schedules import Schedule
+from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Costs, Timeline, TimelineSpan, simulate
 
 FORMULA = ("gpipe", "1f1b")  # schedules whose idle share is (p-1)/(m+p-1) if all stages take the same time
-PASSES = tuple(kind.word for kind in Kind)
+PASSES = tuple(kind.word for kind in ActionKind)
 SENDING = "send"
 
 Ranks = Sequence[Step]  # one step of all ranks
@@ -91,10 +91,10 @@ def timeline(ranks: Ranks) -> Timeline:
     return Timeline(tuple(tuple(_within(step.spans, begin, end)) for step in ranks))
 
 
-def _within(spans: Iterable[Span], begin: float, end: float) -> Iterable[Span]:
+def _within(spans: Iterable[TimelineSpan], begin: float, end: float) -> Iterable[TimelineSpan]:
     for span in spans:
         if span.name in (*WORK, *WAITS) and span.start < end and span.end > begin:
-            yield Span(span.name, max(span.start, begin), min(span.end, end), span.chunk, span.microbatch)
+            yield TimelineSpan(span.name, max(span.start, begin), min(span.end, end), span.chunk, span.microbatch)
 
 
 def medians_of(schedule: Schedule, steps: Sequence[Ranks]) -> dict[str, list[float | None]]:
@@ -112,10 +112,16 @@ def medians_of(schedule: Schedule, steps: Sequence[Ranks]) -> dict[str, list[flo
 def costs_of(schedule: Schedule, medians: Mapping[str, Sequence[float | None]]) -> Costs:
     """Return the costs for a simulation; passes that did not occur cost 0, as they are not simulated."""
 
-    def of(kind: Kind) -> list[float]:
+    def of(kind: ActionKind) -> list[float]:
         return [each or 0.0 for each in medians.get(kind.word, [0.0] * schedule.chunks)]
 
-    return Costs(of(Kind.FORWARD), of(Kind.BACKWARD), of(Kind.INPUT), of(Kind.WEIGHT), of(Kind.UPDATE))
+    return Costs(
+        of(ActionKind.FORWARD),
+        of(ActionKind.BACKWARD),
+        of(ActionKind.INPUT),
+        of(ActionKind.WEIGHT),
+        of(ActionKind.UPDATE),
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ class _Single(Costs):
 
 def played(schedule: Schedule, ranks: Ranks) -> float:
     """Return the time of a step if every pass takes its measured time, and everything else takes no time."""
-    kinds = {kind.word: kind for kind in Kind}
+    kinds = {kind.word: kind for kind in ActionKind}
     times = {
         Action(kinds[span.name], span.chunk, span.microbatch): span.end - span.start
         for step in ranks

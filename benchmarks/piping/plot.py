@@ -9,7 +9,7 @@ from typing import Any
 
 from piping.names import ALONE, OURS, TORCH
 
-from hpctrain.parallel.pipeline.picture import figure
+from hpctrain.parallel.pipeline.render import figure
 from hpctrain.parallel.pipeline.timeline import Timeline
 
 BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # hpctrain, the machine's own limits, torch

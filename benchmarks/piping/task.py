@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.models import GPT, GPTConfig
-from hpctrain.parallel.pipeline.balance import balance
+from hpctrain.parallel.pipeline.costs import balance
 from hpctrain.parallel.pipeline.layers import find_layers
 
 BYTES = 256

@@ -12,9 +12,9 @@ from piping.candidates import Candidate
 from piping.task import Task
 
 from hpctrain import trace
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.pipeline.timeline import Span
-from hpctrain.train.clocks import offsets
+from hpctrain.comm.communicator import Communicator
+from hpctrain.parallel.pipeline.timeline import TimelineSpan
+from hpctrain.train.profile.record import clock_offsets
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Step:
 
     start: float
     end: float
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
 
     @property
     def seconds(self) -> float:
@@ -37,7 +37,7 @@ Steps = dict[str, list[Step]]
 def take_turns(comm: Communicator, candidates: Mapping[str, Candidate], task: Task, warmup: int, rounds: int) -> Steps:
     """Return this rank's timed steps, by candidate. Collective."""
     steps: Steps = {name: [] for name in candidates}
-    ahead = offsets(comm)[comm.rank]
+    ahead = clock_offsets(comm)[comm.rank]
     draw = random.Random(0)
     for number in range(warmup + rounds):
         for name in draw.sample(list(candidates), len(candidates)):
@@ -64,10 +64,10 @@ def _timed(comm: Communicator, one: Candidate, task: Task, number: int, ahead: f
     return Step(started - ahead, ended - ahead, _spans(recorded.spans, ahead))
 
 
-def _spans(spans: Sequence[trace.Span], ahead: float) -> tuple[Span, ...]:
+def _spans(spans: Sequence[trace.Span], ahead: float) -> tuple[TimelineSpan, ...]:
     """Return spans ordered by their start."""
     found = (
-        Span(one.name, one.start - ahead, one.end - ahead, one.facts.get("chunk"), one.facts.get("microbatch"))
+        TimelineSpan(one.name, one.start - ahead, one.end - ahead, one.facts.get("chunk"), one.facts.get("microbatch"))
         for one in spans
     )
     return tuple(sorted(found, key=lambda one: (one.start, -one.end)))

@@ -20,8 +20,8 @@ from racing.names import (
     SILENT,
 )
 
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.config import ParallelSettings
 
 PERIOD = 4
 NEVER = 10**9  # a period longer than any run

@@ -13,7 +13,7 @@ from racing.names import HOGWILD, LOCKED, SERVER, SILENT
 from racing.task import Task
 from racing.worker import enter, enter_alone, leave
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.train.job import Job
 
 PACED = (SERVER, LOCKED, HOGWILD)

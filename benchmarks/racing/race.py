@@ -18,7 +18,7 @@ from racing.names import DDP, EASGD
 from racing.task import Task
 from racing.worker import Worker, enter, leave
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
 from hpctrain.train.job import Job
 

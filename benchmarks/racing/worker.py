@@ -14,13 +14,12 @@ from racing.members import Member
 from racing.task import Task, correct
 from torch import nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
-from hpctrain.data.evaluation import evaluation_batches
-from hpctrain.data.loader import Loader
-from hpctrain.parallel.attach import attach
+from hpctrain.data.loader import Loader, evaluation_batches
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.wrap import attach
 from hpctrain.train.job import Job
 
 EVALUATED = 64  # samples per pass

@@ -14,7 +14,7 @@ from saving.state import Values, difference
 from saving.work import Work, compare_file
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file.reader import Reader
+from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.saver import Saver, Storage
 
 

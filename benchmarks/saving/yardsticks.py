@@ -11,7 +11,7 @@ from saving.disk import delete, read_at, write_at
 from saving.names import CRC, RAW, RAW_ONE, RAW_READ
 from saving.work import Work, bytes_of
 
-from hpctrain.checkpoint.file.checksum import crc32
+from hpctrain.checkpoint.format.integrity import crc32
 
 
 def writers(work: Work) -> Iterator[Candidate]:

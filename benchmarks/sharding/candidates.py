@@ -11,10 +11,10 @@ from sharding.names import ALONE, CANDIDATES, DDP, FSDP, PASSING, TORCH_DDP, TOR
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.comm.communicator import Communicator
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.wrap import attach
 
 LEARNING_RATE = 1e-4
 FUSED, FOREACH = "AdamW fused", "AdamW foreach"
@@ -88,7 +88,7 @@ def by_torch(names: Iterable[str]) -> bool:
 
 def apart(comm: Communicator) -> Communicator:
     """Return another communicator of the same ranks, each of which treats itself as alone on its node."""
-    from hpctrain.transport.mpi import MpiTransport
+    from hpctrain.comm.transport.mpi import MpiTransport
 
     class Apart(MpiTransport):
         def split_node(self) -> MpiTransport:

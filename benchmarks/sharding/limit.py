@@ -14,7 +14,7 @@ from sharding.task import Task
 from torch.nn.functional import cross_entropy
 
 from hpctrain.models.settings import ModelSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.train.job import Job
 
 _STATUS = Path("/proc/self/status")

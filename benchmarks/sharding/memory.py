@@ -19,7 +19,7 @@ from sharding.task import Task
 from sharding.watch import Watch
 from torch import nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 
 WARMUP, STEPS = 2, 2

@@ -11,7 +11,7 @@ from harness import slowest, summary
 from sharding.candidates import Candidate, synchronised
 from sharding.task import Task
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 
 Seconds = dict[str, list[float]]
 

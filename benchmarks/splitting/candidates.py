@@ -9,7 +9,7 @@ from splitting.names import ALONE, CANDIDATES, DTENSOR, OURS
 from splitting.task import PLAN, Task
 from torch import nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.parallel.tensor.plan import apply
 
 FUSED, FOREACH = "AdamW fused", "AdamW foreach"

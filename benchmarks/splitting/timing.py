@@ -12,8 +12,8 @@ from splitting.candidates import Candidate
 from splitting.names import MESSAGES, OURS
 from splitting.task import Task
 
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.transport.recorder import Recorder
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.base import Recorder
 
 Seconds = dict[str, list[float]]
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.folder import keep_last as keep_last
     from hpctrain.checkpoint.folder import list_checkpoints as list_checkpoints
     from hpctrain.checkpoint.folder import newest_valid as newest_valid
-    from hpctrain.checkpoint.look.place import best as best
     from hpctrain.checkpoint.rng import capture_rng as capture_rng
     from hpctrain.checkpoint.rng import restore_rng as restore_rng
     from hpctrain.checkpoint.saver import Saver as Saver
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.state import Loaded as Loaded
     from hpctrain.checkpoint.state import load as load
     from hpctrain.checkpoint.state import save as save
+    from hpctrain.checkpoint.tools.inspect import best as best
 
 _HOMES = {
     "Loaded": "state",
     "Saver": "saver",
     "Storage": "saver",
-    "best": "look.place",
+    "best": "tools.inspect",
     "capture_rng": "rng",
     "keep_last": "folder",
     "list_checkpoints": "folder",

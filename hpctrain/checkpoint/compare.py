@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Description:
+class TensorDescription:
     """Shape and element type of a tensor; ``dtype`` is the torch name."""
 
     shape: tuple[int, ...]
@@ -27,7 +28,7 @@ class Description:
         return f"{self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}"
 
 
-def compare(in_file: Mapping[str, Description], in_program: Mapping[str, Description]) -> list[Difference]:
+def compare(in_file: Mapping[str, TensorDescription], in_program: Mapping[str, TensorDescription]) -> list[Difference]:
     """Return all differences in names, shapes and dtypes: in the program's order, then names that only the file has."""
     found: list[Difference] = []
     for name, expected in in_program.items():
@@ -48,3 +49,8 @@ def table(differences: Sequence[Difference]) -> str:
     rows += [(each.name, each.problem, each.in_file, each.in_program) for each in differences]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def is_skipped(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether one of the patterns (``"head.*"``) matches a name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

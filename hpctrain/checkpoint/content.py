@@ -15,15 +15,13 @@ import numpy as np
 import torch
 
 from hpctrain._version import __version__
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.attributes import Value, pack
-from hpctrain.checkpoint.file.keys import group_of, key_groups
-from hpctrain.checkpoint.file.layout import Array
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.named import Models
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.attributes import Value, pack
+from hpctrain.checkpoint.format.layout import Array, group_of, key_groups
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.names import Models
 from hpctrain.checkpoint.optimizer import OptimizerState
-from hpctrain.checkpoint.states import pack_states
-from hpctrain.checkpoint.tensors import flat, to_numpy
+from hpctrain.checkpoint.states import flat, pack_states, to_numpy
 from hpctrain.errors import UsageError
 from hpctrain.shard import Shard
 

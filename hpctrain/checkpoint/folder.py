@@ -1,18 +1,76 @@
-"""Folder of checkpoints: listing, search for the newest valid one, retention."""
+"""Retention policy for the checkpoints of a run: the last few, one per fixed number of steps, and the best."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
-from hpctrain.errors import CheckpointError
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.util.retry import PASSING, retries
 from hpctrain.util.text import shown
+
+Best = Literal["lowest", "highest"]
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Retention policy; a checkpoint is kept if any of its three rules keeps it.
+
+    ``last`` is the number of newest checkpoints to keep. ``every`` is a number of steps: a
+    checkpoint whose step is a multiple of it is kept (0: off). ``best`` names a value that the run
+    logs: the checkpoint in whose step the value was ``lowest`` or ``highest`` is kept, the earliest
+    among equal ones (empty: off).
+    """
+
+    last: int = 2
+    every: int = 0
+    best: str = ""
+    which: Best = "lowest"
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise UsageError(f"cannot keep the last {self.last} checkpoints: keep at least 1")
+        if self.every < 0:
+            raise UsageError(f"cannot keep a checkpoint every {self.every} steps: give a number from 0")
+        if self.which not in ("lowest", "highest"):
+            raise UsageError(f"cannot keep the checkpoint with the {self.which} value: allowed are lowest, highest")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint to keep or delete; ``value`` selects the best, ``None`` if it was not logged."""
+
+    name: str
+    step: int
+    value: float | None = None
+
+
+def superseded(candidates: Sequence[StoredCheckpoint], keep: RetentionPolicy) -> list[StoredCheckpoint]:
+    """Return the candidates that no rule keeps, oldest first."""
+    ordered = sorted(candidates, key=lambda one: one.step)
+    staying = {one.name for one in ordered[-keep.last :]}
+    staying |= {one.name for one in ordered if keep.every and one.step % keep.every == 0}
+    best = best_of(ordered, keep.which) if keep.best else None
+    return [one for one in ordered if one.name not in staying and one is not best]
+
+
+def best_of(candidates: Sequence[StoredCheckpoint], which: Best = "lowest") -> StoredCheckpoint | None:
+    """Return the earliest candidate with the best value; candidates without a finite value are ignored."""
+    valued = [one for one in candidates if one.value is not None and math.isfinite(one.value)]
+    sign = 1 if which == "lowest" else -1
+    return min(valued, key=lambda one: (sign * (one.value or 0.0), one.step), default=None)
+
+
+# Folder of checkpoints: listing, search for the newest valid one, retention -------------------------------------------
+
 
 LOGGED = "logged"  # in /train: the values that the run logged in the step of the file, by name
 KEEP_BEST, BEST = "keep_best", "best"  # in /train: the value that selects the best checkpoint; "lowest" or "highest"
@@ -95,7 +153,7 @@ def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -
     If the newest checkpoint is damaged, no file is deleted. ``verified`` names a file that was just
     committed and is not verified again.
     """
-    return Keeper(folder, Keep(last=count)).tidy(verified=verified)
+    return Keeper(folder, RetentionPolicy(last=count)).tidy(verified=verified)
 
 
 class Keeper:
@@ -105,7 +163,7 @@ class Keeper:
     every restart. Each file is read once.
     """
 
-    def __init__(self, folder: str | Path, keep: Keep) -> None:
+    def __init__(self, folder: str | Path, keep: RetentionPolicy) -> None:
         self.folder, self.keep = Path(folder), keep
         self._values: dict[tuple[str, int, int], float | None] = {}
 
@@ -129,13 +187,13 @@ class Keeper:
         found = best_of(self._candidates(list_checkpoints(self.folder)), self.keep.which) if self.keep.best else None
         return self.folder / found.name if found else None
 
-    def _candidates(self, files: list[Path]) -> list[Candidate]:
+    def _candidates(self, files: list[Path]) -> list[StoredCheckpoint]:
         found = []
         for path in files:
             step = layout.step_of(path.name)
             assert step is not None, "only such files are listed"
             try:
-                found.append(Candidate(path.name, step, self._value(path) if self.keep.best else None))
+                found.append(StoredCheckpoint(path.name, step, self._value(path) if self.keep.best else None))
             except CheckpointError as error:
                 logger.warning("%s is kept: cannot determine whether it is the best: %s", path, error)
         return found

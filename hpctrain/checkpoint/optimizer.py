@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.compare import Difference
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.keys import group_of, keys_in
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.fit import fill_shard, is_skipped
-from hpctrain.checkpoint.named import Models, Parameter
-from hpctrain.checkpoint.tensors import check_storable, torch_dtype
+from hpctrain.checkpoint.compare import Difference, is_skipped
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.layout import group_of, keys_in
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.names import Models, NamedParameter
+from hpctrain.checkpoint.states import check_storable, fill_shard, torch_dtype
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.shard import Shard
 
@@ -88,7 +87,7 @@ def _with_lists(saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
-def _shards(path: str, value: torch.Tensor, parameter: Parameter) -> list[Shard]:
+def _shards(path: str, value: torch.Tensor, parameter: NamedParameter) -> list[Shard]:
     """Return the boxes of a state tensor: those of its parameter if the shapes are equal, else the whole tensor."""
     if value.shape != parameter.tensor.shape:
         return [Shard.whole(path, value)]
@@ -169,7 +168,7 @@ def restore(
         _set_hyperparameters(group, values)
 
 
-def _tensor(reader: Reader, path: str, owner: Parameter, group: dict[str, Any], old: object) -> torch.Tensor:
+def _tensor(reader: Reader, path: str, owner: NamedParameter, group: dict[str, Any], old: object) -> torch.Tensor:
     """Return the tensor into which a state is loaded: the existing one, or a new one where torch would put it.
 
     A state is on the parameter's device, except the step counters of torch's implementations with
@@ -204,7 +203,7 @@ def _set_hyperparameters(group: dict[str, Any], values: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _groups(known: Mapping[int, Parameter], optimizer: torch.optim.Optimizer) -> Groups:
+def _groups(known: Mapping[int, NamedParameter], optimizer: torch.optim.Optimizer) -> Groups:
     return [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
         | {"params": [known[id(parameter)].relative for parameter in group["params"]]}
@@ -226,7 +225,7 @@ def _members(groups: Groups, reader: Reader) -> list[set[str]]:
         raise CheckpointError(f"{reader.path}: the groups of the optimizer are not as hpctrain writes them") from error
 
 
-def _held(known: Mapping[int, Parameter], optimizer: torch.optim.Optimizer) -> Iterator[Parameter]:
+def _held(known: Mapping[int, NamedParameter], optimizer: torch.optim.Optimizer) -> Iterator[NamedParameter]:
     """Yield the optimizer's parameters with their names; a shared parameter has the first of its names."""
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

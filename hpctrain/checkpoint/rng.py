@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.tensors import from_numpy, to_numpy
+from hpctrain.checkpoint.states import from_numpy, to_numpy
 from hpctrain.errors import CheckpointError
 from hpctrain.util.text import printable, shorten
 

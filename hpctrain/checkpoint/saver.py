@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from hpctrain.checkpoint import content
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.source import described, nbytes_of
-from hpctrain.checkpoint.holdings import Description, Holdings, exchange, joined
-from hpctrain.checkpoint.named import Models, by_key
-from hpctrain.checkpoint.together.desk import Order, Place
-from hpctrain.checkpoint.together.plan import Part, Plan, plan
-from hpctrain.checkpoint.together.saving import Job, Saving
-from hpctrain.checkpoint.together.worker import Here, Places, Share, Worker
-from hpctrain.collectives.agreement import agreed
+from hpctrain.checkpoint.collective_save import CollectiveSave, RankSave
+from hpctrain.checkpoint.file_writer import InlineWriter, Places, ShareWriter, Target, WriteRequest, WriteShare
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.source import described, nbytes_of
+from hpctrain.checkpoint.local_state import Holdings, StateDescription, exchange, joined
+from hpctrain.checkpoint.names import Models, by_key
+from hpctrain.checkpoint.plan import BoxPart, WritePlan, plan
+from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Split
@@ -28,7 +27,7 @@ from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 IO = Literal["posix", "mpiio"]
 SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not divided over ranks, however wide the filesystem's stripes are
@@ -76,8 +75,8 @@ class Saver:
         self._how = how or Storage()
         self._worker = _worker(self._comm, self._how, background)
         self._background = background
-        self._saving: Saving | None = None
-        self._planned: tuple[bytes, Plan] | None = None
+        self._saving: CollectiveSave | None = None
+        self._planned: tuple[bytes, WritePlan] | None = None
         self._written: tuple[bytes, list[str]] = (b"", [])
         self.claim: Claim | None = None  # on the folder, held by rank 0: it is checked before a file is written
 
@@ -128,16 +127,16 @@ class Saver:
         known = all(knows for _, knows in told) and self._how.io == "posix"
         expected = PLACES[digest] if known else None
 
-        def job() -> Job:
+        def job() -> RankSave:
             if comm.rank:
-                return Job(Share(held.sources, parts), None, expected)
+                return RankSave(WriteShare(held.sources, parts), None, expected)
             if self.claim is not None:
                 self.claim.check()
             rest = content.rest(train or {}, states, config, provenance, comm.size)
             rest.groups.update(content.model_groups(models))
             return replace(self._order(Path(path), held, descriptions, deal, rest), expected=expected)
 
-        self._saving = Saving(comm, self._worker, agreed(comm, job))
+        self._saving = CollectiveSave(comm, self._worker, agreed(comm, job))
         self._written = digest, [dataset.name for dataset in deal.datasets]
         if not self._background:
             self.wait()
@@ -173,7 +172,7 @@ class Saver:
         self._saving = None
         self._worker.close()
 
-    def _plan(self, own: Description, target: str) -> tuple[bytes, list[Description], Plan]:
+    def _plan(self, own: StateDescription, target: str) -> tuple[bytes, list[StateDescription], WritePlan]:
         """Return the digest and descriptions of all ranks' state, and the write plan; it is cached per digest."""
         digest, descriptions = exchange(self._comm, own, target)
         alignment = self._how.alignment
@@ -183,21 +182,26 @@ class Saver:
         return digest + bytes(str(alignment), "ascii"), descriptions, self._planned[1]
 
     def _order(
-        self, path: Path, held: Holdings, descriptions: Sequence[Description], deal: Plan, rest: content.Content
-    ) -> Job:
+        self,
+        path: Path,
+        held: Holdings,
+        descriptions: Sequence[StateDescription],
+        deal: WritePlan,
+        rest: content.Content,
+    ) -> RankSave:
         """Return rank 0's job: its share, and everything that is not a tensor of a model or optimizer."""
         sources = [*held.sources, *rest.sources]
         parts = [*deal.parts[0]]
         for number, source in enumerate(rest.sources, len(held.sources)):
             if 0 not in source.box.extent:
-                parts.append(Part(number, 0, math.prod(source.box.extent)))
+                parts.append(BoxPart(number, 0, math.prod(source.box.extent)))
         datasets = [*deal.datasets, *(described(source) for source in rest.sources)]
         groups = {**rest.groups, **content.optimizer_groups(joined(descriptions))}
         nbytes = sum(map(nbytes_of, datasets))
         attributes = {source.path: source.attributes for source in rest.sources}
-        place, create = Place(path, atomic.private_name(path), nbytes), self._how.io != "mpiio"
-        order = Order(place, datasets, groups, attributes, self._how.alignment, create, self.claim)
-        return Job(Share(sources, parts), order)
+        place, create = Target(path, atomic.private_name(path), nbytes), self._how.io != "mpiio"
+        order = WriteRequest(place, datasets, groups, attributes, self._how.alignment, create, self.claim)
+        return RankSave(WriteShare(sources, parts), order)
 
 
 def _remember(written: tuple[bytes, list[str]], places: Places | None) -> None:
@@ -212,23 +216,23 @@ def _remember(written: tuple[bytes, list[str]], places: Places | None) -> None:
 
 
 def _alone() -> Communicator:
-    from hpctrain.collectives.communicator import Communicator
-    from hpctrain.transport.single import SingleTransport
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.transport.single import SingleTransport
 
     return Communicator(SingleTransport())
 
 
-def _worker(comm: Communicator, how: Storage, background: bool) -> Worker:
+def _worker(comm: Communicator, how: Storage, background: bool) -> ShareWriter:
     if how.io == "mpiio":
         return _collective(comm, how, background)
     if not background:
-        return Here()
-    from hpctrain.checkpoint.together.aside import Aside
+        return InlineWriter()
+    from hpctrain.checkpoint.background import BackgroundWriter
 
-    return Aside()
+    return BackgroundWriter()
 
 
-def _collective(comm: Communicator, how: Storage, background: bool) -> Worker:
+def _collective(comm: Communicator, how: Storage, background: bool) -> ShareWriter:
     if background:
         raise UsageError(
             "io = 'mpiio' writes by calls of all ranks, which a process beside each cannot make: "
@@ -237,8 +241,8 @@ def _collective(comm: Communicator, how: Storage, background: bool) -> Worker:
         )
     if comm.transport.name != "mpi":
         raise UsageError("io = 'mpiio' needs ranks that MPI has started: use io = 'posix'", everywhere=True)
-    from hpctrain.checkpoint.together.collective import Collective
-    from hpctrain.transport.mpi import MpiTransport
+    from hpctrain.checkpoint.collective_save import Collective
+    from hpctrain.comm.transport.mpi import MpiTransport
 
     assert isinstance(comm.transport, MpiTransport)
     return Collective(comm.transport, how.hints)

@@ -10,24 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint import content, holdings
+from hpctrain.checkpoint import content, local_state
 from hpctrain.checkpoint import optimizer as optimizers
-from hpctrain.checkpoint.compare import Description, compare, table
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.layout import Array
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.fit import fill_shard, is_skipped
-from hpctrain.checkpoint.named import Models, by_key
+from hpctrain.checkpoint.compare import TensorDescription, compare, is_skipped, table
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.layout import Array
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.names import Models, by_key
 from hpctrain.checkpoint.saver import Saver, Storage
-from hpctrain.checkpoint.states import as_unsigned, unpack_states
-from hpctrain.checkpoint.tensors import from_numpy
-from hpctrain.collectives.agreement import agreed
+from hpctrain.checkpoint.states import as_unsigned, fill_shard, from_numpy, unpack_states
+from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Shard, Split
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,9 @@ def load(
     reader = agreed(comm, lambda: Reader(path))
     with reader:
         if models.modules:
-            own = agreed(comm, lambda: holdings.Holdings.of(models, held_by)).description()
+            own = agreed(comm, lambda: local_state.Holdings.of(models, held_by)).description()
             # Without a split, every rank has all models; a rank that differs is named in the error.
-            everyone = [own] if comm is None or not models.is_split else holdings.exchange(comm, own, *skip)[1]
+            everyone = [own] if comm is None or not models.is_split else local_state.exchange(comm, own, *skip)[1]
             agreed(comm, lambda: _refuse_differences(reader, everyone, skip))
             agreed(comm, lambda: _fill(reader, models, held_by, skip))
         return agreed(comm, lambda: _rest(reader, comm.rank if comm else 0))
@@ -139,7 +137,7 @@ def load_own(path: str | Path, tensors: Mapping[str, torch.Tensor], *, comm: Com
     """
     reader = agreed(comm, lambda: Reader(path))
     with reader:
-        group = holdings.worker_group(comm.rank)
+        group = local_state.worker_group(comm.rank)
         if group not in reader.groups or reader.root.get("world_size") != comm.size:
             return False
         shards = [Shard.whole(name, one) for name, one in tensors.items()]
@@ -149,8 +147,8 @@ def load_own(path: str | Path, tensors: Mapping[str, torch.Tensor], *, comm: Com
 
 def _fill_own(reader: Reader, group: str, own: Sequence[Shard]) -> None:
     found = compare(
-        {name: Description(each.shape, each.dtype) for name, each in reader.below(group).items()},
-        {shard.name: Description(shard.shape, shard.dtype) for shard in own},
+        {name: TensorDescription(each.shape, each.dtype) for name, each in reader.below(group).items()},
+        {shard.name: TensorDescription(shard.shape, shard.dtype) for shard in own},
     )
     if found:
         raise CheckpointError(f"{reader.path} holds another worker than this one:\n{table(found)}")
@@ -158,12 +156,12 @@ def _fill_own(reader: Reader, group: str, own: Sequence[Shard]) -> None:
         fill_shard(reader, f"{group}/{shard.name}", shard)
 
 
-def _refuse_differences(reader: Reader, everyone: Sequence[holdings.Description], skip: Sequence[str]) -> None:
+def _refuse_differences(reader: Reader, everyone: Sequence[local_state.StateDescription], skip: Sequence[str]) -> None:
     """Raise ``CheckpointError`` if the file differs from the joint state of all ranks."""
-    stored = {name: Description(each.shape, each.dtype) for name, each in reader.below(layout.MODEL).items()}
+    stored = {name: TensorDescription(each.shape, each.dtype) for name, each in reader.below(layout.MODEL).items()}
     start = f"{layout.MODEL}/"
     expected = {
-        box.name.removeprefix(start): Description(box.shape, box.dtype)
+        box.name.removeprefix(start): TensorDescription(box.shape, box.dtype)
         for each in everyone
         for box in each.boxes
         if box.name.startswith(start)
@@ -175,7 +173,7 @@ def _refuse_differences(reader: Reader, everyone: Sequence[holdings.Description]
         {name: each for name, each in stored.items() if not is_skipped(name, skip)},
         {name: each for name, each in expected.items() if not is_skipped(name, skip)},
     )
-    states = holdings.joined(everyone)
+    states = local_state.joined(everyone)
     if states:
         found += optimizers.differences(reader, states, lambda name: is_skipped(name, skip))
     if found:

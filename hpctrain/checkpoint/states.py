@@ -1,29 +1,92 @@
-"""Nested states as JSON values and tensors of a file: schedulers, averaged models, generators, tables of tensors.
-
-``pack_states`` turns a nested state into JSON values and a list of tensors; ``unpack_states`` turns
-them back. Plain values (numbers, text, booleans, ``None``, lists, tables with text as keys) are
-stored as JSON. Any other value is a table with the key ``$``, which names its kind:
-
-    {"$": "tensor", "at": "/states/ema/module.weight"}      a dataset of the file
-    {"$": "array", "at": "/states/noise/key", "dtype": "uint32"}      a NumPy array
-    {"$": "tuple", "items": [...]}
-    {"$": "dict", "items": [[key, value], ...]}      a table with keys other than text, or with the key $
-    {"$": "counter", "items": [[key, count], ...]}      a collections.Counter
-"""
+"""Conversion between torch tensors and NumPy arrays, without a copy if the memory allows it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.layout import Array
-from hpctrain.checkpoint.tensors import check_storable
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.layout import STORAGE, Array, storage_of
+from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.shard import Shard
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return the torch name of the element type: ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch element type for a name in the layout's table."""
+    storage_of(name, "a tensor")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def check_storable(tensor: torch.Tensor, name: str) -> None:
+    """Raise ``CheckpointError`` unless the tensor is dense, has memory, and has a supported element type."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{name} is a {tensor.layout} tensor: a checkpoint holds dense ones")
+    if tensor.is_meta:
+        raise CheckpointError(f"{name} is on the meta device and has no values")
+    storage_of(dtype_name(tensor), name)
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """Return the elements as a C-contiguous array of the storage type; a view of a tensor contiguous on the host."""
+    plain = tensor.detach().to("cpu").contiguous()
+    if plain.dtype == torch.bfloat16:
+        plain = plain.view(torch.int16)
+    return plain.numpy().view(STORAGE[dtype_name(tensor)])
+
+
+def flat(tensor: torch.Tensor, begin: int, end: int) -> Array:
+    """Return a range of elements in C order, in the storage type; a view of a tensor contiguous on the host."""
+    return to_numpy(tensor.detach().contiguous().view(-1)[begin:end])
+
+
+def fill(tensor: torch.Tensor, read_into: Callable[[Array], None]) -> None:
+    """Fill the tensor in place by ``read_into``: directly if it is contiguous on the host, else through a host copy."""
+    target = tensor.detach()
+    if target.device.type == "cpu" and target.is_contiguous():
+        read_into(to_numpy(target))
+        return
+    staged = torch.empty(target.shape, dtype=target.dtype)
+    read_into(to_numpy(staged))
+    target.copy_(staged)
+
+
+def from_numpy(array: Array, dtype: str) -> torch.Tensor:
+    """Return a new tensor with the values of a stored array."""
+    tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
+    np.copyto(to_numpy(tensor), array)
+    return tensor
+
+
+def copy_flat(tensor: torch.Tensor, begin: int, end: int, out: Array) -> None:
+    """Copy a range of elements, in C order, to host memory; the tensor may be on a GPU."""
+    target = torch.from_numpy(out.view(np.uint8)).view(tensor.dtype)
+    target.copy_(tensor.detach().contiguous().view(-1)[begin:end])
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all elements are finite; one pass without extra memory as long as the sum is finite."""
+    if not tensor.is_floating_point():
+        return True
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    total = tensor.detach().sum(dtype=torch.float32 if narrow else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor.detach()).all())
+
+
+# Nested states as JSON values and tensors of a file
+
 
 ALLOWED = "tensors, NumPy arrays, numbers, text, true and false, None, and lists, tuples and dicts of them"
 _KIND, _AT, _ITEMS, _DTYPE = "$", "at", "items", "dtype"
@@ -162,3 +225,15 @@ def _described(value: Any) -> str:
     kind = type(value)
     name = kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def fill_shard(reader: Reader, path: str, shard: Shard) -> None:
+    """Read a shard's box of a stored tensor into the shard's memory; element types are converted."""
+    stored = torch_dtype(reader.records[path].dtype)
+    read = partial(reader.read_box, path, shard.start, shard.extent)
+    if shard.tensor.dtype == stored:
+        fill(shard.tensor, read)
+        return
+    staged = torch.empty(shard.extent, dtype=stored)
+    fill(staged, read)
+    shard.tensor.copy_(staged)

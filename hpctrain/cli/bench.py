@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cli.action import action
+from hpctrain.cli.options import action
 from hpctrain.errors import UsageError
 from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
-    from hpctrain.train.calibrate import Report
+    from hpctrain.train.calibrate import CalibrationReport
 
 _EPILOG = """\
 examples:
@@ -99,12 +99,12 @@ def _sizes(text: str) -> list[int]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from hpctrain.collectives.choice.measure import SIZES
-    from hpctrain.train.bootstrap import init
+    from hpctrain.comm.tuning.measure import SIZES
     from hpctrain.train.calibrate import calibrate
+    from hpctrain.train.init import init
 
     with init(device=args.device, oversubscribe=True) as job:
-        progress = _Progress(args.seconds, shown=job.rank == 0)
+        progress = _BenchProgress(args.seconds, shown=job.rank == 0)
         report = calibrate(
             job,
             args.sizes or SIZES,
@@ -120,7 +120,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Progress:
+class _BenchProgress:
     """Progress display: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, seconds: float, *, shown: bool) -> None:
@@ -154,7 +154,7 @@ class _Progress:
         self._bar.update(min(seconds, self._seconds) - self._bar.n)
 
 
-def _as_json(report: Report) -> dict[str, Any]:
+def _as_json(report: CalibrationReport) -> dict[str, Any]:
     from dataclasses import asdict
 
     measurement = report.measurement
@@ -173,8 +173,8 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _as_text(report: Report, verbose: bool) -> list[str]:
-    from hpctrain.collectives.choice import timetable
+def _as_text(report: CalibrationReport, verbose: bool) -> list[str]:
+    from hpctrain.comm.tuning import report as timetable
 
     lines = [f"{report.measured.layout}; {report.machine}", ""]
     if report.measurement:
@@ -198,7 +198,7 @@ def _as_text(report: Report, verbose: bool) -> list[str]:
     return lines
 
 
-def _left_out(report: Report) -> list[str]:
+def _left_out(report: CalibrationReport) -> list[str]:
     """Return one line per reason why algorithms were not measured; algorithms unknown to an operation are skipped."""
     reasons: dict[str, list[str]] = {}
     for (key, name), reason in report.measured.left_out.items():
@@ -212,13 +212,12 @@ def _left_out(report: Report) -> list[str]:
 
 def _show(args: argparse.Namespace) -> int:
     from hpctrain.cluster.launcher import first_guess_of_rank
-    from hpctrain.collectives.choice import timetable
+    from hpctrain.comm.tuning import report as timetable
 
     if first_guess_of_rank():
         return 0  # rank 0 prints for all ranks
     from hpctrain.train.calibrate import verdict_in_words
-    from hpctrain.train.calibration import place, read
-    from hpctrain.train.machine import mpi_name, this_machine
+    from hpctrain.train.calibration import mpi_name, place, read, this_machine
 
     machine = this_machine(mpi_name())
     path = args.file or place(machine)

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import detect
-from hpctrain.doctor.finding import Finding, counts, exit_code
-from hpctrain.doctor.text import summary, table
+from hpctrain.doctor.findings import Finding, counts, exit_code, summary, table
 from hpctrain.errors import UsageError
 from hpctrain.util import atomic
 from hpctrain.util.text import printable_lines
@@ -128,16 +127,16 @@ def _width() -> int:
 
 
 def _preflight(args: argparse.Namespace) -> int:
-    from hpctrain.collectives.agreement import on_first_rank
+    from hpctrain.comm.agreement import on_first_rank
     from hpctrain.doctor.preflight import verdict
-    from hpctrain.doctor.preflight.survey import Plan, survey
-    from hpctrain.train.bootstrap import init
+    from hpctrain.doctor.preflight.survey import SurveyPlan, survey
+    from hpctrain.train.init import init
 
     # This measurement looks for nodes that do not answer: a wait for one must not take ten minutes.
     os.environ.setdefault("HPCTRAIN_TIMEOUT", f"{max(_PATIENCE, 4 * (args.seconds or _SECONDS)):g}")
     with init(device=args.device or "auto", oversubscribe=True) as job:
-        say = _Progress(shown=job.rank == 0)
-        plan = Plan(seconds=args.seconds or _SECONDS, folder=args.folder or Path("."))
+        say = _StageProgress(shown=job.rank == 0)
+        plan = SurveyPlan(seconds=args.seconds or _SECONDS, folder=args.folder or Path("."))
         report = survey(job.comm, job.device, plan, say)
         findings = verdict.findings(report, detect().scheduler)
         on_first_rank(job.comm, lambda: _tell(args, report, findings))
@@ -149,7 +148,7 @@ _PATIENCE = 120.0  # minimum seconds that a rank waits for another
 _LINE_EVERY = 5.0  # seconds between two lines about one stage
 
 
-class _Progress:
+class _StageProgress:
     """Progress display: one line per stage, and further lines during a long stage."""
 
     def __init__(self, *, shown: bool) -> None:
@@ -165,7 +164,8 @@ class _Progress:
 
 def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
     """Print, write and draw a preflight report."""
-    from hpctrain.doctor.preflight import text, verdict
+    from hpctrain.doctor.preflight import report as text
+    from hpctrain.doctor.preflight import verdict
 
     leave = verdict.excluded(report)
     found = {"kind": "preflight", **report.to_json(), "exclude": leave, **_as_json(findings)}
@@ -173,7 +173,7 @@ def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> Non
     lines = [*text.lines(report), "", *table(findings, _width()), "", took]
     _print(args, found, [*lines, *([f"--exclude={leave}"] if leave and detect().scheduler != "pbs" else [])])
     if args.picture:
-        from hpctrain.checkpoint.look.output import put_in_place
+        from hpctrain.checkpoint.tools.output import put_in_place
         from hpctrain.doctor.preflight.picture import figure
 
         drawn = figure(report, f"preflight of {len(report.seats)} ranks on {len(report.hosts)} nodes")

@@ -9,19 +9,16 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hpctrain.cli.job_options import add_scheduler
-from hpctrain.cli.words import WordsParser
+from hpctrain.cli.options import WordsParser, add_scheduler
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.jobs import profile as profiles
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.modulefile import venv_of
-from hpctrain.jobs.profile import Profile
+from hpctrain.jobs.profile import Profile, srun_type
 from hpctrain.jobs.render import render, script_path
-from hpctrain.jobs.request import PROGRAM, Request, Template, run_folder
-from hpctrain.jobs.sweep import combine
-from hpctrain.jobs.wheels import srun_type
+from hpctrain.jobs.request import PROGRAM, Request, Template, combine, run_folder
 from hpctrain.settings import assign, read_toml
-from hpctrain.train.settings import load as load_settings
+from hpctrain.train.config import load as load_settings
 from hpctrain.util.reading import read_text, reason
 from hpctrain.util.text import printable, printable_lines
 

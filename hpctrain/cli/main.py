@@ -13,8 +13,8 @@ from typing import NoReturn
 from hpctrain._version import __version__
 from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
 from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
-from hpctrain.train.leaving import end_job, end_unstarted, in_world, say_once
-from hpctrain.train.signals import told_and_code
+from hpctrain.train.control import told_and_code
+from hpctrain.train.exit import end_job, end_unstarted, in_world, say_once
 from hpctrain.util.text import LINE, fitted, printable, printable_lines, shorten
 
 VERBS = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.schedule import SCHEDULES, make
+from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
 from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
 from hpctrain.util.text import printable_lines
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         return 0  # rank 0 prints for all ranks
     _check(args)
     if args.config:
-        from hpctrain.train.settings import load
+        from hpctrain.train.config import load
 
         settings = load(args.config, args.assignments or ())  # a mistake in them is told before torch is imported
         from hpctrain.cli.plan_run import plan
@@ -158,7 +158,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_pictures(args: argparse.Namespace) -> None:
-    from hpctrain.parallel.pipeline.picture import KINDS
+    from hpctrain.parallel.pipeline.render import KINDS
 
     for path in (args.output, args.scaling):
         if path and path.suffix not in KINDS:
@@ -200,7 +200,7 @@ def _costs(args: argparse.Namespace, chunks: int) -> dict[str, float]:
 
 
 def _measured(args: argparse.Namespace) -> int:
-    from hpctrain.train.trace_read import read
+    from hpctrain.train.profile.read import read
 
     found = read(args.measured, args.step)
     title = f"{args.measured}, step {found.step}, measured"
@@ -218,8 +218,8 @@ def _measured(args: argparse.Namespace) -> int:
 
 
 def _draw(output: Path, timeline: Timeline, title: str, *, names: Sequence[str] = (), unit: str = "") -> None:
-    from hpctrain.checkpoint.look.output import put_in_place
-    from hpctrain.parallel.pipeline.picture import figure
+    from hpctrain.checkpoint.tools.output import put_in_place
+    from hpctrain.parallel.pipeline.render import figure
 
     drawn = figure(timeline, title, names=names, unit=unit)
     put_in_place(output, lambda out: drawn.savefig(out, format=output.suffix[1:], dpi=150))
@@ -228,7 +228,7 @@ def _draw(output: Path, timeline: Timeline, title: str, *, names: Sequence[str] 
 def _print_text(title: str, timeline: Timeline, live: dict[str, int], output: Path | None, *, measured: bool) -> None:
     """Print a table, and the timeline unless it was drawn; ``live`` has the name and live microbatches of each row."""
     from hpctrain.cli.checkpoint.text import columns
-    from hpctrain.parallel.pipeline.text import fitted, lines
+    from hpctrain.parallel.pipeline.render import fitted, lines
 
     whole = timeline.makespan
     print(printable_lines(f"{title}: takes {whole:.6g}, bubble {timeline.bubble:.1%}"))

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.cli.checkpoint.text import columns
 from hpctrain.errors import EXIT_FAILURE, SettingsError, UsageError
 from hpctrain.forecast import text
-from hpctrain.forecast.candidates import Candidate, Limits, candidates
+from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
 from hpctrain.forecast.facts import facts_of
-from hpctrain.forecast.machine_presets import preset
+from hpctrain.forecast.machine import preset
 from hpctrain.forecast.run import Device, PlannedRun
 from hpctrain.forecast.sizes import parse, tell
 from hpctrain.settings import check_code
-from hpctrain.train.settings import LOSSES, Settings
+from hpctrain.train.config import LOSSES, Settings
 from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def plan(args: argparse.Namespace, settings: Settings) -> int:
 
     if args.machine:
         preset(args.machine)  # refuses an unknown name before the forecast starts
-    limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
+    limits = MemoryLimits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
     planned = planned_run(args, settings, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
     if sys.stderr.isatty():
@@ -44,7 +44,7 @@ def plan(args: argparse.Namespace, settings: Settings) -> int:
     return 0 if found[0].fits else EXIT_FAILURE
 
 
-def planned_run(args: argparse.Namespace, settings: Settings, limits: Limits) -> PlannedRun:
+def planned_run(args: argparse.Namespace, settings: Settings, limits: MemoryLimits) -> PlannedRun:
     """Return the run that the arguments describe. Raises ``UsageError`` for invalid arguments."""
     if not args.allow_code:
         check_functions(settings)
@@ -71,7 +71,7 @@ def check_functions(settings: Settings) -> None:
                 raise SettingsError(f"{setting} {path} is a function of torch: read the config, then add --allow-code")
 
 
-def device_of(settings: Settings, limits: Limits, machine: str | None = None) -> Device:
+def device_of(settings: Settings, limits: MemoryLimits, machine: str | None = None) -> Device:
     """Return the device of the ranks: with ``auto``, GPUs if the arguments describe any or this machine has some."""
     wanted = settings.run.device
     if wanted == "cpu" and limits.device is not None:
@@ -99,18 +99,18 @@ def _positive(number: int, option: str) -> int:
 # Output ---------------------------------------------------------------------------------------------------------------
 
 
-def _draw(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> None:
+def _draw(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Configuration], times: TimeReport) -> None:
     if args.output:
-        from hpctrain.checkpoint.look.output import put_in_place
-        from hpctrain.forecast.picture import figure
+        from hpctrain.checkpoint.tools.output import put_in_place
+        from hpctrain.forecast.plots import memory_figure
 
-        drawn = figure(text.heading(planned), found)
+        drawn = memory_figure(text.heading(planned), found)
         put_in_place(args.output, lambda out: drawn.savefig(out, format=args.output.suffix[1:], dpi=150))
     if args.scaling:
         times.draw(args.scaling)
 
 
-def _as_dict(planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> dict[str, Any]:
+def _as_dict(planned: PlannedRun, found: Sequence[Configuration], times: TimeReport) -> dict[str, Any]:
     limits = found[0].limits
     return {
         "model": planned.facts.name,
@@ -126,7 +126,7 @@ def _as_dict(planned: PlannedRun, found: Sequence[Candidate], times: TimeReport)
     }
 
 
-def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> None:
+def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Configuration], times: TimeReport) -> None:
     chosen = found[0]
     print(printable_lines(text.heading(planned)))
     for note in planned.facts.notes:
@@ -142,7 +142,7 @@ def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candid
             print(printable_lines(f"drawn into {path}"))
 
 
-def _sentence(found: Sequence[Candidate]) -> str:
+def _sentence(found: Sequence[Configuration]) -> str:
     """Return a sentence on whether the chosen strategy fits, and otherwise which strategies fit."""
     chosen, fitting = found[0], [one.name for one in found if one.fits]
     if chosen.fits:

@@ -38,12 +38,12 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the receipts, and draw them if requested; return the exit code."""
-    from hpctrain.train.receipt_read import load, runs_in
-    from hpctrain.train.receipt_text import text, to_json
+    from hpctrain.train.receipt.read import load, runs_in
+    from hpctrain.train.receipt.render import text, to_json
 
     receipts = load([folder for named in args.runs for folder in runs_in(named)])
     if args.output is not None:
-        from hpctrain.train.receipt_picture import draw
+        from hpctrain.train.receipt.render import draw
 
         draw(receipts, args.output)
     print(json.dumps(to_json(receipts), indent=2) if args.json else printable_lines("\n".join(text(receipts))))

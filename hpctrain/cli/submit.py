@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cli.job import script_of
-from hpctrain.cli.job_options import add_scheduler
-from hpctrain.cli.words import WordsParser
+from hpctrain.cli.options import WordsParser, add_scheduler
 from hpctrain.errors import HpctrainError
-from hpctrain.jobs import pbs_limits
+from hpctrain.jobs import submit as pbs_limits
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
 from hpctrain.jobs.submit import NAME, Submitted, submit
-from hpctrain.train import receipt
-from hpctrain.train.receipt_settle import number
+from hpctrain.train.receipt import write
+from hpctrain.train.receipt.attempt import number
 from hpctrain.util.text import printable
 
 _EPILOG = """\
@@ -84,6 +83,6 @@ def _warnings(request: Request, profile: Profile) -> list[str]:
         return []
     attempts: list[dict[str, Any]] = []
     with suppress(HpctrainError):  # a receipt that cannot be read is reported by the run
-        attempts = receipt.attempts_of(receipt.read(Path(request.folder)))
+        attempts = write.attempts_of(write.read_receipt(Path(request.folder)))
     slowest = max((number(one, "last_save_seconds") for one in attempts), default=0.0)
-    return pbs_limits.warnings(request.partition or profile.partition, request.folder, slowest)
+    return pbs_limits.pbs_warnings(request.partition or profile.partition, request.folder, slowest)

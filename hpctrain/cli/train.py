@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.train import signals
+from hpctrain.train import control
 
 EXAMPLES = """examples:
   hpctrain train jobs/gpt-tiny.toml                           one process, no MPI needed
@@ -50,9 +50,9 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return 0 when all steps are done."""
-    stop_request = signals.install()  # before the import of torch, because until then USR1 would kill the rank
+    stop_request = control.install()  # before the import of torch, because until then USR1 would kill the rank
     stop_request.starting = True
-    from hpctrain.train.settings import load
+    from hpctrain.train.config import load
 
     try:
         _refuse_program(args.config)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     except HpctrainError as error:
         error.everywhere = True  # every rank reads the same file and finds the same error
         raise
-    from hpctrain.train.run import train
+    from hpctrain.train.recipe import train
 
     train(settings, verbose=args.verbose)
     return 0

@@ -25,7 +25,7 @@ Ask = Callable[[Sequence[str]], str]
 
 
 @dataclass(frozen=True)
-class Account:
+class JobAccount:
     """Record of a job: its ``state`` as the scheduler names it, ``joules`` over all its starts if measured."""
 
     state: str
@@ -37,7 +37,7 @@ class Account:
         return self.state in (*_ENDED, *_AWAY, _UNKNOWN)
 
 
-def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Account]:
+def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, JobAccount]:
     """Return the accounting records by job id; unknown ids are left out."""
     wanted = sorted({job_id for job_id in job_ids if _ID.fullmatch(job_id)})
     if not wanted:
@@ -49,13 +49,13 @@ def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Accou
     return {job_id: account for job_id in wanted if (account := _account(job_id, lines)) is not None}
 
 
-def ask_pbs(job_ids: Iterable[str], ask: pbs_server.Ask | None = None) -> dict[str, Account]:
+def ask_pbs(job_ids: Iterable[str], ask: pbs_server.Ask | None = None) -> dict[str, JobAccount]:
     """Return the records of PBS by job id; a job unknown to PBS has ended long ago. Empty if no PBS answers."""
     wanted = {job_id for job_id in job_ids if pbs_server.ID.fullmatch(job_id)}
     known = pbs_server.jobs(wanted, ask) if wanted else None
     if known is None:
         return {}
-    return {job_id: Account(str(known.get(job_id, {}).get("job_state", _UNKNOWN)), None) for job_id in wanted}
+    return {job_id: JobAccount(str(known.get(job_id, {}).get("job_state", _UNKNOWN)), None) for job_id in wanted}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Line:
         return self.raw.partition(".")[2]
 
 
-def _account(job_id: str, lines: Sequence[_Line]) -> Account | None:
+def _account(job_id: str, lines: Sequence[_Line]) -> JobAccount | None:
     mine = [line for line in lines if line.is_of(job_id)]
     whole = [line for line in mine if not line.step]
     if not whole:
@@ -88,7 +88,7 @@ def _account(job_id: str, lines: Sequence[_Line]) -> Account | None:
     # nodes at the same time, so they count only if there is no other value.
     steps = sum(line.joules for line in mine if line.step.isdecimal())
     joules = steps or sum(line.joules for line in mine if line.step == "batch") or sum(line.joules for line in whole)
-    return Account(whole[-1].state.split()[0] if whole[-1].state else "", joules or None)
+    return JobAccount(whole[-1].state.split()[0] if whole[-1].state else "", joules or None)
 
 
 def _run(command: Sequence[str]) -> str:

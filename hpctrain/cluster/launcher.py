@@ -43,7 +43,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _LauncherRow:
     """Variables of one launcher; among several names for one value, the first that is set counts."""
 
     kind: Kind
@@ -56,7 +56,7 @@ class _Row:
 
 _OPENMPI = "OMPI_COMM_WORLD_"
 _TABLE = (
-    _Row(
+    _LauncherRow(
         "openmpi",
         signs=(_OPENMPI + "RANK", _OPENMPI + "SIZE"),
         rank=_OPENMPI + "RANK",
@@ -64,7 +64,7 @@ _TABLE = (
         local_rank=(_OPENMPI + "LOCAL_RANK",),
         local_size=(_OPENMPI + "LOCAL_SIZE",),
     ),
-    _Row(
+    _LauncherRow(
         "pals",
         signs=("PALS_RANKID",),
         rank="PALS_RANKID",
@@ -72,7 +72,7 @@ _TABLE = (
         local_rank=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
         local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     ),
-    _Row(
+    _LauncherRow(
         "hydra",
         signs=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
         rank="PMI_RANK",
@@ -80,7 +80,7 @@ _TABLE = (
         local_rank=("MPI_LOCALRANKID",),
         local_size=("MPI_LOCALNRANKS",),
     ),
-    _Row(
+    _LauncherRow(
         "slurm",
         signs=("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
         rank="SLURM_PROCID",
@@ -89,7 +89,7 @@ _TABLE = (
         local_size=(),
     ),
     # Other process managers with PMI, such as an older Hydra.
-    _Row(
+    _LauncherRow(
         "hydra",
         signs=("PMI_RANK", "PMI_SIZE"),
         rank="PMI_RANK",
@@ -97,8 +97,9 @@ _TABLE = (
         local_rank=("PMI_LOCAL_RANK",),
         local_size=("PMI_LOCAL_SIZE",),
     ),
-    _Row("pmix", signs=("PMIX_RANK",), rank="PMIX_RANK", size=(), local_rank=(), local_size=()),
+    _LauncherRow("pmix", signs=("PMIX_RANK",), rank="PMIX_RANK", size=(), local_rank=(), local_size=()),
 )
+
 
 # Slurm numbers job parts that are not steps of srun (interactive shell, batch script, container) from here up: slurm.h.
 _SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -197,7 +198,7 @@ def _job(environ: Environ) -> tuple[Scheduler | None, str | None, int | None]:
     return None, None, None
 
 
-def _speaks(row: _Row, environ: Environ) -> bool:
+def _speaks(row: _LauncherRow, environ: Environ) -> bool:
     if not all(sign in environ for sign in row.signs):
         return False
     if row.kind != "slurm":

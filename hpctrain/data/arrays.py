@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hpctrain.data.dataset import Indices, check_indices
 from hpctrain.data.hdf5 import BLOCK, attribute, check_whole, dataset_of, find_dataset, map_dataset, open_file
-from hpctrain.data.publish import new_file
+from hpctrain.data.pack import new_file
 from hpctrain.errors import DataError
 
 if TYPE_CHECKING:

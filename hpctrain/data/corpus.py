@@ -1,16 +1,142 @@
-"""Documents of a corpus: the source of the Python standard library, or any files and folders."""
+"""Split of the documents into training and validation."""
 
 from __future__ import annotations
 
+import codecs
+import hashlib
 import os
 import platform
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hpctrain.errors import DataError
+from hpctrain.util.reading import open_regular
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class DocumentRange:
+    """A byte range of a document; almost always the whole document."""
+
+    source: DocumentSize
+    start: int
+    stop: int
+
+
+def is_held_out(name: str, fraction: float, seed: int) -> bool:
+    """Return whether a document is held out; this depends on its name, the fraction and the seed alone.
+
+    A document stays in its split when other documents are added or removed, in whatever order they
+    are found.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def plan_splits(measured: Sequence[DocumentSize], fraction: float, seed: int) -> dict[Split, list[DocumentRange]]:
+    """Return the pieces of each split, in the given order; each byte is in exactly one split.
+
+    If hashing leaves a split empty, as for a single large file, the longest document is cut: its
+    beginning is used for training and its end is held out.
+    """
+    splits: dict[Split, list[DocumentRange]] = {"train": [], "validation": []}
+    for found in measured:
+        side: Split = "validation" if is_held_out(found.document.name, fraction, seed) else "train"
+        splits[side].append(DocumentRange(found, 0, found.length))
+    if not all(splits.values()):
+        _cut_longest(splits, fraction)
+    return splits
+
+
+def _cut_longest(splits: dict[Split, list[DocumentRange]], fraction: float) -> None:
+    pieces = splits["train"] or splits["validation"]
+    longest = max(pieces, key=lambda piece: piece.stop, default=None)
+    if longest is None or longest.stop < 2:
+        raise DataError("corpus too small to hold out a validation split: needs text files with at least 2 bytes")
+    cut = min(max(round(longest.stop * (1 - fraction)), 1), longest.stop - 1)
+    head, tail = DocumentRange(longest.source, 0, cut), DocumentRange(longest.source, cut, longest.stop)
+    position = pieces.index(longest)
+    if splits["train"]:
+        pieces[position], splits["validation"] = head, [tail]
+    else:
+        pieces[position], splits["train"] = tail, [head]
+
+
+# First reading of every document: test for text, length, checksum -----------------------------------------------------
+
+
+BLOCK = 4 << 20  # bytes of a document in memory at a time
+
+
+@dataclass(frozen=True)
+class DocumentSize:
+    """Result of reading a document: its length in bytes and its CRC-32."""
+
+    document: Document
+    length: int
+    crc32: int
+
+
+def survey(documents: Iterable[Document]) -> tuple[list[DocumentSize], int]:
+    """Return the documents that are text, in the given order, and the number of the other ones.
+
+    Text is UTF-8 without NUL bytes (which separate the documents). Empty files are skipped and not
+    counted.
+    """
+    measured: list[DocumentSize] = []
+    skipped = 0
+    for document in documents:
+        found = _measure(document)
+        if found is None:
+            skipped += 1
+        elif found.length:
+            measured.append(found)
+    return measured, skipped
+
+
+def fingerprint(measured: Sequence[DocumentSize]) -> str:
+    """Return a digest of all names and contents, which is equal only for equal corpora."""
+    digest = hashlib.sha256()
+    for found in measured:
+        digest.update(f"{found.document.name}\0{found.length}\0{found.crc32:08x}\n".encode())
+    return digest.hexdigest()
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield a file's bytes in blocks. Raises ``DataError`` if it cannot be read."""
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                yield block
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _measure(document: Document) -> DocumentSize | None:
+    """Return length and checksum; ``None`` for a file that is not text."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    length = crc32 = 0
+    try:
+        for block in read_blocks(document.path):
+            if b"\0" in block:
+                return None
+            decoder.decode(block)
+            length, crc32 = length + len(block), zlib.crc32(block, crc32)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return None
+    return DocumentSize(document, length, crc32)
+
+
+# Documents of a corpus: the source of the Python standard library, or any files and folders ---------------------------
+
 
 # Third-party packages, tests (thousands of near-equal lines), and generated tables: not useful as training text.
 _NOT_LIBRARY = {

@@ -9,8 +9,8 @@ from typing import Any
 import h5py
 
 from hpctrain.data import arrays, pack
+from hpctrain.data.corpus import SPLITS
 from hpctrain.data.hdf5 import attribute, checksum, dataset_of, find_dataset, open_file
-from hpctrain.data.holdout import SPLITS
 from hpctrain.errors import DataError
 
 _ROOT = ("format", "format_version", "creator", "created", "tokenizer", "vocab_size", "validation_fraction", "seed")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.loader import SampleOrder
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import shares_of, split_loader
 from hpctrain.errors import DataError, UsageError

@@ -1,14 +1,99 @@
-"""Loader that divides global batches over the ranks, in an order that is independent of their number."""
+"""Order of the samples as a function of seed and position alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from hpctrain.data.batch import Batch, take
-from hpctrain.data.dataset import Dataset
-from hpctrain.data.order import SampleOrder
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.data.dataset import Dataset, Indices
 from hpctrain.errors import DataError, SettingsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SampleOrder:
+    """Endless sequence of sample indices: every epoch is a permutation of its own of all ``length`` samples.
+
+    Position p is in epoch ``p // length``. Epoch e is
+    ``Generator(PCG64([seed, e])).permutation(length)``, so any position can be computed without the
+    previous ones, on any number of ranks.
+    """
+
+    def __init__(self, length: int, seed: int = 0) -> None:
+        if length < 1 or seed < 0:
+            raise SettingsError(f"order of {length} samples with seed {seed}: needs at least 1 sample and a seed >= 0")
+        self.length, self.seed = length, seed
+        self._epoch = -1
+        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the samples at positions ``start`` to ``start + count - 1``, across the boundaries of epochs."""
+        pieces = [self._permutation[:0]]
+        while count > 0:
+            epoch, offset = divmod(start, self.length)
+            piece = self._shuffled(epoch)[offset : offset + count]
+            pieces.append(piece)
+            start, count = start + len(piece), count - len(piece)
+        return np.concatenate(pieces)
+
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        if epoch != self._epoch:
+            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+            self._epoch, self._permutation = epoch, generator.permutation(self.length)
+        return self._permutation
+
+
+# A rank's part of a global batch --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one rank in one step, and their weight.
+
+    ``weight`` is local samples x ranks / global samples. The average over the ranks of weight x
+    (mean loss of the local samples) is the mean loss of the global batch. This also holds if ranks
+    have different numbers of samples; the weight is 1 if all have the same number. A rank without
+    samples has weight 0. The mean of an empty tensor is NaN: the loss of that rank is best written
+    as ``0 * outputs.sum()``, which still runs every backward hook.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    weight: float
+    samples: int
+
+    def split(self, count: int) -> list[Batch]:
+        """Return microbatches, in order, whose weights add up to that of the batch; sizes differ by at most one."""
+        pieces = []
+        for index in range(count):
+            begin, end = _bounds(self.samples, index, count)
+            weight = self.weight * (end - begin) / self.samples if self.samples else 0.0
+            pieces.append(Batch(self.inputs[begin:end], self.targets[begin:end], weight, end - begin))
+        return pieces
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
+        """Return the batch with its tensors on a device."""
+        inputs = self.inputs.to(device, non_blocking=non_blocking)
+        return Batch(inputs, self.targets.to(device, non_blocking=non_blocking), self.weight, self.samples)
+
+
+def take(dataset: Dataset, indices: Indices, rank: int, size: int) -> Batch:
+    """Return a rank's contiguous share of a global batch; shares differ by at most one sample."""
+    begin, end = _bounds(len(indices), rank, size)
+    inputs, targets = dataset.batch(indices[begin:end])
+    return Batch(inputs, targets, (end - begin) * size / len(indices), end - begin)
+
+
+def _bounds(total: int, index: int, parts: int) -> tuple[int, int]:
+    return total * index // parts, total * (index + 1) // parts
+
+
+# Loader that divides global batches over the ranks, in an order that is independent of their number -------------------
 
 
 class Loader:
@@ -109,3 +194,26 @@ def check_batch(batch: int, size: int, microbatches: int = 1) -> None:
         parts = f"{size} ranks" + (f" x {microbatches} microbatches" if microbatches > 1 else "")
         nearest = f"{below} and {above}" if below else f"{above}"
         raise SettingsError(f"a batch of {batch} samples cannot be divided evenly over {parts}: nearest are {nearest}")
+
+
+# Batches of a validation split: one pass, in order, divided over the ranks --------------------------------------------
+
+
+def evaluation_batches(
+    dataset: Dataset, *, batch: int, rank: int = 0, size: int = 1, limit: int | None = None
+) -> Iterator[Batch]:
+    """Yield a rank's shares of at most ``limit`` samples, with ``batch`` samples at a time over all ranks.
+
+    With a limit, the samples are always the same ones, spread evenly over the split: its beginning
+    alone would be the documents whose names sort first. Every rank gets the same number of batches,
+    so that a forward pass may communicate. Shares differ by at most one sample and may be empty. To
+    compute the mean loss of the split, add up ``mean loss x samples`` and ``samples`` over batches
+    with samples, then over ranks, and divide.
+    """
+    if batch < 1 or (limit is not None and limit < 1):
+        raise SettingsError(f"evaluation with batch {batch} and limit {limit}: each must be 1 or more")
+    total = len(dataset)
+    count = total if limit is None else min(limit, total)
+    chosen = np.arange(count, dtype=np.int64) * total // count
+    for start in range(0, count, batch):
+        yield take(dataset, chosen[start : start + batch], rank, size)

@@ -1,28 +1,106 @@
-"""Packing of a corpus into one HDF5 file of byte tokens with a held-out split.
-
-The file contains ``/train`` and ``/validation``, each with ``tokens`` (u1; every document is
-followed by a NUL byte), ``offsets`` (the start of each document, and the end of the last one) and
-``names``. Memory stays bounded: the corpus is read twice, once to measure and once to copy, block
-by block.
-"""
+"""Atomic writing of a data file."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 from tqdm import tqdm
 
-from hpctrain.data.corpus import find_documents, name_sources
+from hpctrain._version import __version__
+from hpctrain.data.corpus import (
+    SPLITS,
+    DocumentRange,
+    Split,
+    find_documents,
+    fingerprint,
+    name_sources,
+    plan_splits,
+    read_blocks,
+    survey,
+)
 from hpctrain.data.hdf5 import attribute, checksum, open_file
-from hpctrain.data.holdout import SPLITS, Piece, Split, plan_splits
-from hpctrain.data.publish import new_file
-from hpctrain.data.survey import fingerprint, read_blocks, survey
 from hpctrain.errors import DataError, SettingsError
+from hpctrain.util import atomic
+
+
+class _Sink(io.FileIO):
+    """The file under HDF5: after the first failure, which is stored, all further writes are ignored.
+
+    Note: HDF5 buffers data and cannot give up a file whose disk is full. It tries again at every
+    close and at the end of the process, where the library was seen to crash. So HDF5 does not see
+    the failure; the code that opened the sink checks ``failure`` and removes the file.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all bytes, or none after a failure; return the full length."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while self.failure is None and done < len(view):
+            try:
+                done += super().write(view[done:]) or 0
+            except OSError as error:
+                self.failure = error
+        return len(view)
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer; bytes that could not be written read as zeros, where HDF5 would use random memory."""
+        view = memoryview(buffer).cast("B")
+        done = super().readinto(view) or 0
+        view[done:] = bytes(len(view) - done)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the length if possible."""
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.failure = error
+            return self.tell()
+
+
+@contextlib.contextmanager
+def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
+    """Open a temporary HDF5 file that is renamed to ``out`` when the block ends without an error.
+
+    Missing parent folders are created. After an error the temporary file is removed, and an
+    existing file stays.
+    """
+    if out.is_dir():
+        raise DataError(f"cannot write {out}: it is a folder")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.private_file(out) as handle, _Sink(handle, "w+", closefd=False) as sink:
+            try:
+                with h5py.File(sink, "w") as file:
+                    _describe(file, kind, version)
+                    yield file
+            finally:
+                if sink.failure:
+                    raise sink.failure
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _describe(file: h5py.File, kind: str, version: int) -> None:
+    file.attrs["format"] = kind
+    file.attrs["format_version"] = version
+    file.attrs["creator"] = f"hpctrain {__version__}"
+    file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# Packing of a corpus into one HDF5 file of byte tokens with a held-out split ------------------------------------------
+
 
 FORMAT = "hpctrain-tokens"
 FORMAT_VERSION = 1
@@ -103,7 +181,7 @@ def _is_current(out: Path, identity: dict[str, object]) -> bool:
 
 
 def _write(
-    out: Path, splits: dict[Split, list[Piece]], identity: dict[str, object], sources: list[str], progress: bool
+    out: Path, splits: dict[Split, list[DocumentRange]], identity: dict[str, object], sources: list[str], progress: bool
 ) -> None:
     total = sum(_length(pieces) for pieces in splits.values())
     # disable=None: a progress bar only on a terminal
@@ -120,7 +198,7 @@ def _write(
                 raise DataError(f"cannot write {out}: what was written reads back differently")
 
 
-def _write_split(group: h5py.Group, pieces: list[Piece], bar: tqdm[None]) -> None:
+def _write_split(group: h5py.Group, pieces: list[DocumentRange], bar: tqdm[None]) -> None:
     tokens = group.create_dataset("tokens", shape=(_length(pieces),), dtype="u1")
     position = crc32 = 0
     for piece in pieces:
@@ -135,7 +213,7 @@ def _write_split(group: h5py.Group, pieces: list[Piece], bar: tqdm[None]) -> Non
     group.create_dataset("names", data=names, dtype=h5py.string_dtype())
 
 
-def _blocks(piece: Piece) -> Iterator[bytes]:
+def _blocks(piece: DocumentRange) -> Iterator[bytes]:
     """Yield the bytes of a piece and the separator. Raises ``DataError`` if the file has changed since the survey."""
     document, position, crc32 = piece.source.document, 0, 0
     for block in read_blocks(document.path):
@@ -151,5 +229,5 @@ def _blocks(piece: Piece) -> Iterator[bytes]:
     yield SEPARATOR
 
 
-def _length(pieces: list[Piece]) -> int:
+def _length(pieces: list[DocumentRange]) -> int:
     return sum(piece.stop - piece.start + len(SEPARATOR) for piece in pieces)

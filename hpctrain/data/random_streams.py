@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 
 _NUMPY_SEED = 2**32
 _GLOBAL: Any = np.random  # get_bit_generator and set_bit_generator have no type annotations

@@ -34,7 +34,7 @@ _RANK_NAMES = (("rank", "num_replicas"), ("rank", "world_size"), ("rank", "num_s
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """A rank's part of a batch: samples ``begin`` to ``end`` of ``total``; ``mark`` is a checksum of all indices."""
 
     total: int
@@ -60,9 +60,9 @@ class Share:
         return slice(first, max(self.end, first + 1))
 
 
-def share_of(total: int, rank: int, parts: int, mark: int = 0) -> Share:
+def share_of(total: int, rank: int, parts: int, mark: int = 0) -> BatchShare:
     """Return the contiguous share of a rank in a batch."""
-    return Share(total, total * rank // parts, total * (rank + 1) // parts, parts, mark)
+    return BatchShare(total, total * rank // parts, total * (rank + 1) // parts, parts, mark)
 
 
 class SeededIndices(list[Any]):
@@ -97,7 +97,7 @@ class SharedBatches:
         self.batches, self.rank, self.parts, self.streams, self.place = batches, rank, parts, streams, place
         self.epoch = 0
         self.skip = 0  # batches to skip at the beginning of the next epoch
-        self.drawn: deque[Share] = deque()  # shares that were drawn and are not yet returned by the loader
+        self.drawn: deque[BatchShare] = deque()  # shares that were drawn and are not yet returned by the loader
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -136,7 +136,7 @@ class ShareOfSamples:
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, parts: int) -> None:
         self.collate, self.rank, self.parts = collate, rank, parts
-        self.drawn: deque[Share] = deque()
+        self.drawn: deque[BatchShare] = deque()
 
     def __call__(self, samples: list[Any]) -> Any:
         share = share_of(len(samples), self.rank, self.parts)
@@ -177,10 +177,10 @@ def split_loader(
     return twin
 
 
-def shares_of(twin: DataLoader[Any]) -> deque[Share]:
+def shares_of(twin: DataLoader[Any]) -> deque[BatchShare]:
     """Return the shares that a split loader has drawn, oldest first."""
     drawing: Any = twin.collate_fn if isinstance(twin.collate_fn, ShareOfSamples) else twin.batch_sampler
-    drawn: deque[Share] = drawing.drawn
+    drawn: deque[BatchShare] = drawing.drawn
     return drawn
 
 

@@ -10,15 +10,14 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.forecast import candidates, scaling
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.scaling import Curve, readable
+from hpctrain.forecast.scaling import MARGIN, START, Curve, RunTime, readable, run_time
 from hpctrain.forecast.sizes import tell, tell_rate
 from hpctrain.forecast.time_forecasts import Forecasts
-from hpctrain.forecast.time_run import MARGIN, START, RunTime, run_time
 from hpctrain.forecast.time_step import StepTime
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ForecastOption:
     """Configuration to compare, and its need in bytes of its scarcest memory limit; 0 where the limit is unknown."""
 
     name: str
@@ -67,7 +66,7 @@ class TimeReport:
 
     def draw(self, path: str | Path) -> None:
         """Plot the scaling curve into a file; raises ``UsageError`` if that is not possible."""
-        from hpctrain.forecast.scaling_picture import draw
+        from hpctrain.forecast.plots import draw
 
         draw(self.curve, self.run, path)
 
@@ -97,7 +96,9 @@ class TimeReport:
         return ["assumed", *(f"  {one}" for one in self.assumptions)]
 
 
-def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[candidates.Candidate] = ()) -> TimeReport:
+def time_report(
+    run: PlannedRun, machine: str | None = None, others: Sequence[candidates.Configuration] = ()
+) -> TimeReport:
     """Return the time forecast of a run, on the machine of that name or, without a name, on this machine.
 
     ``others`` are the configurations to recommend one from. Raises ``UsageError`` if the machine is
@@ -117,15 +118,15 @@ def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[ca
     )
 
 
-def considered(one: candidates.Candidate) -> Candidate:
+def considered(one: candidates.Configuration) -> ForecastOption:
     """Return a configuration with its scarcest memory: that of a rank's device or that of a node."""
     limits, rank, node = one.limits, one.memory.rank.device_total, one.memory.node.host_total
     known = [(float(needs), float(most)) for needs, most in ((rank, limits.device), (node, limits.host)) if most]
     needs, limit = max(known, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
-    return Candidate(one.name, one.fits, one.run, needs, limit)
+    return ForecastOption(one.name, one.fits, one.run, needs, limit)
 
 
-def recommend(ways: Sequence[Candidate], forecasts: Forecasts | None = None) -> Advice:
+def recommend(ways: Sequence[ForecastOption], forecasts: Forecasts | None = None) -> Advice:
     """Return the fastest configuration that fits, and the reason; all configurations run the same model.
 
     Raises ``UsageError`` if ``ways`` is empty.
@@ -143,7 +144,7 @@ def recommend(ways: Sequence[Candidate], forecasts: Forecasts | None = None) -> 
     return Advice(best.name, reason(best, ways, seconds), seconds)
 
 
-def reason(best: Candidate, ways: Sequence[Candidate], seconds: Mapping[str, float]) -> str:
+def reason(best: ForecastOption, ways: Sequence[ForecastOption], seconds: Mapping[str, float]) -> str:
     """Return the reason for the best configuration: its need, the second best, and one that is too large."""
     others = [name for name in seconds if name != best.name]
     if best.limit:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from hpctrain.errors import UsageError
 from hpctrain.forecast.memory import Memory, memory_of
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import SHARDED, ParallelSettings
+from hpctrain.parallel.config import SHARDED, ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
 
 Way = tuple[ParallelSettings, OffloadSettings]
 
 
 @dataclass(frozen=True)
-class Limits:
+class MemoryLimits:
     """Memory limits in bytes, of each rank's device and of each node; None if unknown."""
 
     device: int | None = None
@@ -28,13 +28,13 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Configuration:
     """Parallel configuration with the memory that it needs."""
 
     name: str
     run: PlannedRun
     memory: Memory
-    limits: Limits
+    limits: MemoryLimits
     chosen: bool = False
 
     @property
@@ -52,9 +52,9 @@ class Candidate:
         return self.excess == (0, 0)
 
 
-def candidates(run: PlannedRun, limits: Limits, *, everything: bool = False) -> list[Candidate]:
+def candidates(run: PlannedRun, limits: MemoryLimits, *, everything: bool = False) -> list[Configuration]:
     """Return the configured run first, then other valid ones: all meshes with ``everything``, else the usual."""
-    found = [Candidate(name_of(run), run, memory_of(run), limits, chosen=True)]
+    found = [Configuration(name_of(run), run, memory_of(run), limits, chosen=True)]
     seen = {found[0].name}
     for parallel, offload in _ways(run, everything=everything):
         try:
@@ -62,7 +62,7 @@ def candidates(run: PlannedRun, limits: Limits, *, everything: bool = False) -> 
             name = name_of(other)
             if name not in seen:
                 seen.add(name)
-                found.append(Candidate(name, other, memory_of(other), limits))
+                found.append(Configuration(name, other, memory_of(other), limits))
         except UsageError:
             continue  # this mesh, batch size or split is not valid
     return found

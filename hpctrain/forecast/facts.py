@@ -19,7 +19,7 @@ from hpctrain.parallel.fsdp.units import find_units
 from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.skip import Join, Keep
 from hpctrain.settings import UserCodeError
-from hpctrain.train.settings import Settings
+from hpctrain.train.config import Settings
 
 META = torch.device("meta")
 
@@ -42,7 +42,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterFacts:
     """Shape and dtype of one parameter; ``layer`` is the number of the first layer that uses it."""
 
     name: str
@@ -63,7 +63,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class LayerFacts:
     """Layer of a sequential model; layers of the same ``kind`` differ only in their names and values.
 
     A model that is not sequential is a single layer.
@@ -75,13 +75,13 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
+class ModelFacts:
     """Description of a model; ``why_no_row`` is the reason why it cannot be partitioned into stages, else empty."""
 
     name: str
     model: nn.Module  # on the meta device
-    parameters: tuple[Parameter, ...]  # each once, under its first name
-    layers: tuple[Layer, ...]
+    parameters: tuple[ParameterFacts, ...]  # each once, under its first name
+    layers: tuple[LayerFacts, ...]
     inputs: Spec
     targets: Spec
     why_no_row: str = ""
@@ -128,7 +128,7 @@ class Facts:
         return not self.why_no_row
 
 
-def facts_of(settings: Settings) -> Facts:
+def facts_of(settings: Settings) -> ModelFacts:
     """Return the description of the model that the settings select.
 
     If the token files do not exist yet, the vocabulary size comes from the settings; a model of
@@ -139,7 +139,7 @@ def facts_of(settings: Settings) -> Facts:
     return describe(model, settings.model.factory or settings.model.name, *sample, notes=tuple(notes))
 
 
-def describe(model: nn.Module, name: str, inputs: Spec, targets: Spec, *, notes: tuple[str, ...] = ()) -> Facts:
+def describe(model: nn.Module, name: str, inputs: Spec, targets: Spec, *, notes: tuple[str, ...] = ()) -> ModelFacts:
     """Return the description of a model on the meta device."""
     try:
         named = [(layer.name, layer.module) for layer in find_layers(model)]
@@ -147,16 +147,16 @@ def describe(model: nn.Module, name: str, inputs: Spec, targets: Spec, *, notes:
     except UsageError as error:
         named, why = [("model", model)], str(error)
     kinds: dict[Any, int] = {}
-    layers = tuple(Layer(own, module, kinds.setdefault(_kind(module, own), len(kinds))) for own, module in named)
+    layers = tuple(LayerFacts(own, module, kinds.setdefault(_kind(module, own), len(kinds))) for own, module in named)
     users: dict[nn.Parameter, int] = {}
     for number, layer in enumerate(layers):
         for parameter in layer.module.parameters():
             users.setdefault(parameter, number)
     parameters = tuple(
-        Parameter(own, tuple(one.shape), one.dtype, one.requires_grad, users[one])
+        ParameterFacts(own, tuple(one.shape), one.dtype, one.requires_grad, users[one])
         for own, one in model.named_parameters()
     )
-    return Facts(name, model, parameters, layers, inputs, targets, why, notes)
+    return ModelFacts(name, model, parameters, layers, inputs, targets, why, notes)
 
 
 def _kind(module: nn.Module, name: str) -> Any:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hpctrain.forecast.ledger import set_apart
+from hpctrain.forecast.memory_tracker import set_apart
 
 
 class FakeRanks:

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from hpctrain.collectives.node.slots import Handover
-from hpctrain.forecast.pieces import Held
+from hpctrain.comm.shm.spsc_ring import RingHandle
 from hpctrain.forecast.rank import RankModel
-from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.stages import line_of
-from hpctrain.parallel.asynchronous.settings import APART, at_own_pace
+from hpctrain.forecast.run import PlannedRun, line_of
+from hpctrain.forecast.shard_layout import HeldParameter
+from hpctrain.parallel.asynchronous.config import APART, at_own_pace
 from hpctrain.parallel.buckets import memory_needed
-from hpctrain.parallel.offload.landing import ROOMS
+from hpctrain.parallel.offload.gradients import ROOMS
 from hpctrain.parallel.offload.memory import CHUNK
-from hpctrain.parallel.pipeline.parcel import Parcel
+from hpctrain.parallel.pipeline.channels import Parcel
 from hpctrain.parallel.pipeline.route import ACTIVATIONS, AHEAD, GRADIENTS, most_held
 from hpctrain.train.optimizer import kept_per_element
 
@@ -93,7 +92,7 @@ def lives_in_bucket(run: PlannedRun) -> bool:
     return run.device == "cpu" and plain
 
 
-def _buckets(run: PlannedRun, trained: list[Held]) -> int:
+def _buckets(run: PlannedRun, trained: list[HeldParameter]) -> int:
     kinds: dict[torch.dtype, list[Any]] = {}
     for one in trained:
         narrow = run.parallel.compression == "bfloat16" and one.dtype is torch.float32
@@ -186,7 +185,7 @@ def _links(run: PlannedRun, model: RankModel) -> list[Holding]:
         )
         near = run.node_of(line.ranks[here]) == run.node_of(line.ranks[there]) and line.shares_memory
         for source, target, count, nbytes in ways:
-            room = count * Handover(source, target, count, nbytes).room
+            room = count * RingHandle(source, target, count, nbytes).room
             if near and model.stage in (source, target):
                 found.append(Holding("buffers", room, on_host=True, sharers=2))
             elif not near and model.stage == target:

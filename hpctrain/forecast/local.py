@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.forecast.facts import Facts
+from hpctrain.comm.communicator import Communicator
+from hpctrain.forecast.facts import ModelFacts
 from hpctrain.forecast.fake import FakeRanks, fake_copy, faked, faking
 from hpctrain.forecast.passes import LayerPass, Passed, measure
 from hpctrain.parallel.objective import Compare, cross_entropy, loss_named
-from hpctrain.parallel.pipeline.parcel import Parcel
+from hpctrain.parallel.pipeline.channels import Parcel
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.recompute import recompute
 from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
-from hpctrain.parallel.tensor.split import TensorSplit
-from hpctrain.train.settings import Settings
+from hpctrain.parallel.tensor.sharding import TensorSplit
+from hpctrain.train.config import Settings
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LocalModel:
 
 
 @lru_cache(maxsize=512)
-def local_model(facts: Facts, how: How) -> LocalModel:
+def local_model(facts: ModelFacts, how: How) -> LocalModel:
     """Return the part of the model that a rank has; raises ``UsageError`` if the model cannot be split this way."""
     firsts: dict[int, nn.Module] = {}
     same = {layer.module: firsts.setdefault(layer.kind, layer.module) for layer in facts.layers}
@@ -103,7 +103,7 @@ def local_model(facts: Facts, how: How) -> LocalModel:
 
 
 def _recomputed(
-    facts: Facts, modules: dict[str, nn.Module], rows: Sequence[nn.Module], how: How
+    facts: ModelFacts, modules: dict[str, nn.Module], rows: Sequence[nn.Module], how: How
 ) -> list[nn.Module]:
     """Return the units that are recomputed (activation checkpointing), chosen as the strategies choose them."""
     names = [name for name in dict.fromkeys(facts.unit_of(how.units).values()) if name]
@@ -120,7 +120,7 @@ def _split(model: nn.Module, ranks: FakeRanks, how: How) -> TensorSplit:
     return apply(model, cast(Communicator, ranks), plan, sequence=how.sequence)
 
 
-def _numels(facts: Facts, rows: Sequence[nn.Module]) -> dict[str, int]:
+def _numels(facts: ModelFacts, rows: Sequence[nn.Module]) -> dict[str, int]:
     """Return the number of elements of each parameter on this rank."""
     numels = {}
     for names, module in zip(facts.inside, rows):
@@ -132,7 +132,7 @@ def _numels(facts: Facts, rows: Sequence[nn.Module]) -> dict[str, int]:
 # Passes ---------------------------------------------------------------------------------------------------------------
 
 
-def _layers(facts: Facts, rows: Sequence[nn.Module], how: How) -> tuple[list[LocalLayer], Any]:
+def _layers(facts: ModelFacts, rows: Sequence[nn.Module], how: How) -> tuple[list[LocalLayer], Any]:
     """Measure all layers, once per kind; return the results and the output of the last layer."""
     given: Any = facts.inputs.of(how.samples)
     given = faked(given.to(torch.bfloat16) if how.narrow and given.is_floating_point() else given)
@@ -174,7 +174,7 @@ def _comparison(split: TensorSplit | None, how: How) -> tuple[Compare, AbstractC
     return split.cross_entropy, split.split_outputs()
 
 
-def _loss(facts: Facts, outputs: Any, compare: Compare, how: How) -> LayerPass:
+def _loss(facts: ModelFacts, outputs: Any, compare: Compare, how: How) -> LayerPass:
     """Measure the loss function."""
     targets = faked(facts.targets.of(how.samples))
     return measure(lambda given: compare(given, targets), _tensors(outputs)[0], []).found

@@ -8,12 +8,13 @@ from itertools import pairwise
 
 from hpctrain.cluster.binding import threads_for
 from hpctrain.errors import UsageError
+from hpctrain.settings import unknown
 
 Curve = Mapping[int, float]  # rate of all threads together, by number of threads
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """Cost model of a message: ``latency + bytes / bandwidth`` seconds."""
 
     latency: float
@@ -25,7 +26,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankShare:
     """Per-rank share of a node's resources, in operations, bytes and seconds."""
 
     threads: int
@@ -37,7 +38,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """Rates of a node and of its network; ``flops`` is for one dtype.
 
     For a ``cpu``, rates are by the number of busy cores. For ``cuda``, they are those of one GPU,
@@ -53,8 +54,8 @@ class Machine:
     call: float
     meeting: float  # seconds of one synchronization between the ranks of a node
     turn: float  # the same on oversubscribed cores
-    inside: Link  # between ranks of a node that do not share memory
-    between: Link  # between nodes, for a whole node
+    inside: LinkModel  # between ranks of a node that do not share memory
+    between: LinkModel  # between nodes, for a whole node
     disk: float  # bytes per second
     host_link: float = 25e9  # bytes per second between a GPU and its host, in either direction
     host_bandwidth: float = 100e9  # of host memory, for optimizer steps on the host
@@ -64,16 +65,16 @@ class Machine:
     at_work: float | None = None  # share of the cores that other processes used then; None if not measured
     slowest: float = 1.0  # time of the slowest tenth of repeats, as a multiple of the time at the stated rates
 
-    def seat(self, ranks: int) -> Seat:
+    def seat(self, ranks: int) -> RankShare:
         """Return the share of one rank if ``ranks`` ranks share a node."""
         if self.kind != "cpu":
-            return Seat(1, self.flops[1], self.bandwidth[1], self.call, 1.0, self.meeting)
+            return RankShare(1, self.flops[1], self.bandwidth[1], self.call, 1.0, self.meeting)
         threads = threads_of(self.cores, ranks)
         wanted = threads * ranks
         busy = min(wanted, self.cores)
         crowd = max(1.0, wanted / self.cores)
         share = threads / busy / crowd
-        return Seat(
+        return RankShare(
             threads=threads,
             flops=rate(self.flops, busy) * share,
             bandwidth=rate(self.bandwidth, busy) * share,
@@ -105,3 +106,65 @@ def rate(curve: Curve, threads: int) -> float:
         if threads <= high:
             return curve[low] + (curve[high] - curve[low]) * (threads - low) / (high - low)
     return curve[known[-1]]
+
+
+# Presets of known machines: data-sheet rates, and the fraction of them that a training run is assumed to reach --------
+
+
+TERA, GIGA = 1e12, 1e9
+# Fractions of the peak that matrix products and streams reach in well-tuned training. Megatron-LM
+# reports 41 to 48 % of an H100's peak for whole steps; their products alone run at about 60 %.
+# Streams reach 80 to 90 % of the memory bandwidth.
+PRODUCTS, STREAMS = 0.6, 0.8
+
+
+@dataclass(frozen=True)
+class Device:
+    """Data-sheet rates of a GPU, and of the network of nodes that have it."""
+
+    bfloat16: float  # operations per second
+    float32: float  # default float32 products of torch: without TF32
+    memory: float  # bytes per second
+    inside: float  # bytes per second from a GPU to others of its node
+    between: float  # bytes per second of a node's network
+
+
+DEVICES = {
+    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GIGA, 300 * GIGA, 100 * GIGA),
+    "H100": Device(989 * TERA, 67 * TERA, 3350 * GIGA, 450 * GIGA, 200 * GIGA),
+    "H200": Device(989 * TERA, 67 * TERA, 4800 * GIGA, 450 * GIGA, 200 * GIGA),
+    "MI250X": Device(191.5 * TERA, 47.9 * TERA, 1600 * GIGA, 150 * GIGA, 100 * GIGA),
+}
+_LAUNCH = 5e-6  # seconds for the host to launch a kernel
+_DISK = 2 * GIGA
+
+
+def preset(name: str, dtype: str = "float32") -> MachineRates:
+    """Return the machine of a name in ``DEVICES``; raises ``UsageError`` for any other name."""
+    known = {one.lower(): one for one in DEVICES}
+    if name.lower() not in known:
+        raise UsageError(unknown(f"machine {name!r}", name, list(DEVICES)))
+    chosen = known[name.lower()]
+    device = DEVICES[chosen]
+    peak = device.bfloat16 if dtype == "bfloat16" else device.float32
+    return MachineRates(
+        name=chosen,
+        source=f"data sheet of {chosen}",
+        kind="cuda",
+        cores=1,
+        flops={1: peak * PRODUCTS},
+        bandwidth={1: device.memory * STREAMS},
+        call=_LAUNCH,
+        meeting=_LAUNCH,
+        turn=_LAUNCH,
+        inside=LinkModel(5e-6, device.inside * STREAMS),
+        between=LinkModel(10e-6, device.between * STREAMS),
+        disk=_DISK,
+        peak=peak,
+        assumed=(
+            f"products in {dtype} reach {PRODUCTS:.0%} of {peak / TERA:g} TFLOP/s, streams and links {STREAMS:.0%} of "
+            f"{device.memory / GIGA:g} GB/s in memory, {device.inside / GIGA:g} between GPUs of a node, "
+            f"{device.between / GIGA:g} between nodes",
+            f"starting a kernel takes {_LAUNCH * 1e6:g} us; a checkpoint is written at {_DISK / GIGA:g} GB/s",
+        ),
+    )

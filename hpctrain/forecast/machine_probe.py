@@ -22,9 +22,8 @@ import torch
 
 from hpctrain.cluster.binding import cpu_affinity
 from hpctrain.errors import UsageError
-from hpctrain.forecast.machine import Curve, Link, Machine
-from hpctrain.forecast.machine_presets import DEVICES, preset
-from hpctrain.train.machine import processor
+from hpctrain.forecast.machine import DEVICES, Curve, LinkModel, MachineRates, preset
+from hpctrain.train.calibration import processor
 
 SIDE = 512  # rows and columns of the products: large enough for a core, small enough for a burst of milliseconds
 STREAM = 2**24  # bytes of each streamed array: three of them exceed most caches
@@ -36,10 +35,10 @@ OPERATORS = 64  # operators in a row, to measure the overhead of each
 # synchronization of two spinning ranks, and of ranks that wait for a time slice of a core; messages
 # through memory; a network of 100 Gbit/s.
 MEETING, TURN = 6e-6, 1e-4
-MESSAGE, WIRE = Link(2e-5, 5e9), Link(2e-5, 10e9)
+MESSAGE, WIRE = LinkModel(2e-5, 5e9), LinkModel(2e-5, 10e9)
 
 
-def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
+def probe(dtype: str = "float32", folder: Path | None = None) -> MachineRates:
     """Return this machine's rates; the disk's rate is that of ``folder`` or of its nearest existing parent."""
     cores = len(cpu_affinity())
     kind = getattr(torch, dtype)
@@ -53,7 +52,7 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
         slowest = _slowest_product(kind)
     disk, said = _disk(folder)
     together = (f"other processes are running: {cores} cores are taken to do {cores} times what one does",)
-    return Machine(
+    return MachineRates(
         name=f"{processor()}, {cores} core{'s' if cores > 1 else ''}",
         source="measured on this machine just now",
         kind="cpu",
@@ -100,7 +99,7 @@ def _ticks() -> list[int]:
     return [sum(core[3] + core[4] for core in cores), sum(map(sum, cores))] if cores else []
 
 
-def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> Machine:
+def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> MachineRates:
     """Return the preset of the visible GPU, chosen by its name."""
     if not torch.cuda.is_available():
         raise UsageError(f"no GPU is visible to measure: name the machine, known are {', '.join(DEVICES)}")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.nn.modules.conv import _ConvNd
 
 from hpctrain.forecast.holdings import Holding, holdings_of
-from hpctrain.forecast.moments import moments_of
+from hpctrain.forecast.memory_events import moments_of
 from hpctrain.forecast.rank import RankModel, rank_models
 from hpctrain.forecast.run import PlannedRun
 

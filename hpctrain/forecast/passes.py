@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.forecast.fake import faked
-from hpctrain.forecast.ledger import Ledger, key_of
-from hpctrain.parallel.pipeline.deferred import Deferred
+from hpctrain.forecast.memory_tracker import Ledger, key_of
+from hpctrain.parallel.pipeline.split_backward import WeightGradStore
 
 Call = Callable[[Any], Any]
 
@@ -65,7 +65,7 @@ def _pass(call: Call, given: Any, parameters: Sequence[nn.Parameter], *, takes_a
     leaves = tree_map_only(Tensor, _leaf, given)
     ledger = Ledger(fake=True)
     ledger.ignore([*parameters, *tree_leaves(leaves)])
-    store = Deferred() if splits else None
+    store = WeightGradStore() if splits else None
     hooks = [_hook(one) for one in parameters if takes_away]
     with ledger:
         came = tree_map_only(Tensor, _enter, leaves)
@@ -95,7 +95,7 @@ def _pass(call: Call, given: Any, parameters: Sequence[nn.Parameter], *, takes_a
     return Passed(LayerPass(inside, output, keeps, needed > 0, forward, backward, 0, held, weights), gives)
 
 
-def _flush(store: Deferred | None, ledger: Ledger, leaves: Sequence[Tensor]) -> tuple[int, int]:
+def _flush(store: WeightGradStore | None, ledger: Ledger, leaves: Sequence[Tensor]) -> tuple[int, int]:
     """Compute deferred weight gradients; return the bytes that were held for them, and the peak that they add."""
     if store is None:
         return 0, 0
@@ -109,7 +109,7 @@ def _flush(store: Deferred | None, ledger: Ledger, leaves: Sequence[Tensor]) -> 
 _KEY = "the one pass"
 
 
-def _putting_off(store: Deferred | None) -> AbstractContextManager[None]:
+def _putting_off(store: WeightGradStore | None) -> AbstractContextManager[None]:
     return nullcontext() if store is None else store.putting_off(_KEY)
 
 

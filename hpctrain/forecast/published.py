@@ -12,7 +12,7 @@ STREAMS = 6  # number of [batch, context, width] tensors counted per layer
 
 
 @dataclass(frozen=True)
-class Account:
+class ModelMemory:
     """Memory account in bytes, as usually drawn up for training a GPT in float32 with Adam."""
 
     parameters: int
@@ -35,9 +35,9 @@ def layer_activations(batch: int, context: int, width: int) -> int:
     return FLOAT32 * (STREAMS * batch * context * width + context**2)
 
 
-def usual_account(parameters: int, layers: int, batch: int, context: int, width: int) -> Account:
+def usual_account(parameters: int, layers: int, batch: int, context: int, width: int) -> ModelMemory:
     """Return the account; its states take 12 bytes per parameter: two moments, and a copy superfluous in float32."""
-    return Account(
+    return ModelMemory(
         FLOAT32 * parameters,
         FLOAT32 * parameters,
         3 * FLOAT32 * parameters,

@@ -9,11 +9,10 @@ from functools import cached_property
 import torch
 
 from hpctrain.forecast.local import How, LocalModel, local_model
-from hpctrain.forecast.pieces import Held, Pieces, gathered_for, pieces_of
-from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.stages import Line, cuts_of, line_of
-from hpctrain.forecast.walk import Step, Walk, walk
-from hpctrain.parallel.settings import SHARDED
+from hpctrain.forecast.pass_memory import PassMemory, Step, walk
+from hpctrain.forecast.run import AxisGroup, PlannedRun, cuts_of, line_of
+from hpctrain.forecast.shard_layout import HeldParameter, Pieces, gathered_for, pieces_of
+from hpctrain.parallel.config import SHARDED
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +24,9 @@ class RankModel:
     local: LocalModel
     cuts: tuple[range, ...]  # layers of all chunks of the whole model
     chunks: dict[int, range]  # layers of each of the rank's own chunks
-    held: tuple[Held, ...]  # its parameters, in the model's order
+    held: tuple[HeldParameter, ...]  # its parameters, in the model's order
     buffer_bytes: int
-    data: Line
+    data: AxisGroup
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -70,7 +69,7 @@ class RankModel:
         return sum(one.nbytes for one in self.held)
 
     @cached_property
-    def trained(self) -> list[Held]:
+    def trained(self) -> list[HeldParameter]:
         """Return the parameters that require gradients."""
         return [one for one in self.held if one.trained]
 
@@ -88,7 +87,7 @@ class RankModel:
         """Return the bytes of all gradients, unsharded."""
         return sum(self.gradients.values())
 
-    def chunk(self, number: int) -> Walk:
+    def chunk(self, number: int) -> PassMemory:
         """Simulate a pass of one of its chunks; the last chunk computes the loss."""
         facts, parallel = self.run.facts, self.run.parallel
         last = self.chunks[number].stop == len(facts.layers)
@@ -137,11 +136,13 @@ def rank_models(run: PlannedRun) -> list[RankModel]:
     return found
 
 
-def _held(run: PlannedRun, local: LocalModel, layers: Sequence[int]) -> tuple[tuple[Held, ...], int]:
+def _held(run: PlannedRun, local: LocalModel, layers: Sequence[int]) -> tuple[tuple[HeldParameter, ...], int]:
     """Return the parameters of some layers, each once, and the bytes of their buffers."""
     facts = run.facts
     names = {name for place in layers for name in facts.inside[place].values()}
     held = tuple(
-        Held(one.name, local.numels[one.name], one.dtype, one.trained) for one in facts.parameters if one.name in names
+        HeldParameter(one.name, local.numels[one.name], one.dtype, one.trained)
+        for one in facts.parameters
+        if one.name in names
     )
     return held, sum(buffer.nbytes for place in layers for buffer in facts.layers[place].module.buffers())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpctrain.forecast.candidates import Candidate
+from hpctrain.forecast.candidates import Configuration
 from hpctrain.forecast.memory import PARTS, Memory, Need
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.sizes import tell
@@ -53,7 +53,7 @@ def peak_line(run: PlannedRun, memory: Memory) -> str:
     return f"the fullest stage is {memory.fullest} ({span}); stages need {totals}"
 
 
-def verdict(one: Candidate) -> str:
+def verdict(one: Configuration) -> str:
     """Return whether a configuration fits, or by how much it exceeds its limits."""
     if not one.limits.known:
         return ""
@@ -65,7 +65,7 @@ def verdict(one: Candidate) -> str:
     return ", ".join(lacking)
 
 
-def lines_of(found: Sequence[Candidate]) -> list[list[str]]:
+def lines_of(found: Sequence[Configuration]) -> list[list[str]]:
     """Return one row per configuration: a star at the chosen one, its name, its memory needs, and whether it fits."""
     cpu = found[0].run.device == "cpu"
     rows = [["", "", "per rank", "per node", ""] if cpu else ["", "", "GPU per rank", "host per node", ""]]
@@ -76,7 +76,7 @@ def lines_of(found: Sequence[Candidate]) -> list[list[str]]:
     return rows
 
 
-def as_dict(one: Candidate) -> dict[str, Any]:
+def as_dict(one: Configuration) -> dict[str, Any]:
     """Return a configuration as plain values, in bytes."""
     return {
         "name": one.name,

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from math import exp, log
 
-from hpctrain.collectives.choice.table import Layout
-from hpctrain.collectives.mesh import Shape
-from hpctrain.collectives.messages.cost import FORMULAS, cost
-from hpctrain.forecast.machine import Machine, Seat
+from hpctrain.comm.algorithms.cost import FORMULAS, cost
+from hpctrain.comm.mesh import Shape
+from hpctrain.comm.tuning.table import RankLayout
+from hpctrain.forecast.machine import MachineRates, RankShare
 from hpctrain.train.calibration import Measurement
 
 
@@ -31,9 +31,9 @@ class Group:
     local: int
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """Return the layout that a calibration stores it under."""
-        return Layout(self.size, self.nodes, self.local)
+        return RankLayout(self.size, self.nodes, self.local)
 
 
 def group_of(shape: Shape, axis: str, ranks_per_node: int) -> Group:
@@ -50,9 +50,9 @@ def group_of(shape: Shape, axis: str, ranks_per_node: int) -> Group:
 class Network:
     """Timing of collectives between the ranks of a machine, in the memory of their device."""
 
-    machine: Machine
-    seat: Seat
-    calibrated: Mapping[Layout, Measurement] = field(default_factory=dict)
+    machine: MachineRates
+    seat: RankShare
+    calibrated: Mapping[RankLayout, Measurement] = field(default_factory=dict)
 
     def seconds(self, operation: str, nbytes: float, group: Group) -> float:
         """Return the time of one collective on ``nbytes``, the size of the whole tensor."""

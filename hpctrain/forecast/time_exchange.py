@@ -18,8 +18,8 @@ from math import ceil
 
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_collectives import Group, Network, group_of
-from hpctrain.parallel.asynchronous.settings import APART, at_own_pace
-from hpctrain.parallel.settings import SHARDED
+from hpctrain.parallel.asynchronous.config import APART, at_own_pace
+from hpctrain.parallel.config import SHARDED
 
 MIB = 2**20
 FLOAT = 4  # bytes
@@ -28,7 +28,7 @@ PULLS = 40  # bytes per parameter: into the window, the worker towards the centr
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTotals:
     """Trained elements, parameters and units that a rank holds, unsharded."""
 
     numel: float
@@ -45,7 +45,7 @@ class Exchange:
     hidden: float = 0.0
 
 
-def exchange_of(run: PlannedRun, held: Held, network: Network, forward: float, backward: float) -> Exchange:
+def exchange_of(run: PlannedRun, held: HeldTotals, network: Network, forward: float, backward: float) -> Exchange:
     """Return the communication time of the data axis in a step with these compute times of its passes."""
     data = group_of(run.shape, "data", run.ranks_per_node)
     if data.size == 1:
@@ -90,7 +90,7 @@ def sharers_of(run: PlannedRun) -> Group:
     return Group(data.local, 1, data.local) if run.parallel.shard_within == "node" and data.nodes > 1 else data
 
 
-def _gradients(run: PlannedRun, held: Held, network: Network, data: Group) -> float:
+def _gradients(run: PlannedRun, held: HeldTotals, network: Network, data: Group) -> float:
     """Return the seconds of one reduction of all gradients, in buckets."""
     whole = gradient_bytes(run) * held.numel
     buckets = max(ceil(whole / (run.parallel.bucket_mib * MIB)), 1)
@@ -106,7 +106,7 @@ def _gradients(run: PlannedRun, held: Held, network: Network, data: Group) -> fl
     return found
 
 
-def _apart(run: PlannedRun, held: Held, network: Network, data: Group) -> float:
+def _apart(run: PlannedRun, held: HeldTotals, network: Network, data: Group) -> float:
     """Return the communication time of asynchronous workers, which do not reduce gradients together."""
     server, whole = run.settings.server, gradient_bytes(run) * held.numel
     if run.parallel.data == "hogwild":
@@ -119,7 +119,7 @@ def _apart(run: PlannedRun, held: Held, network: Network, data: Group) -> float:
     return (seconds + network.seconds("all_reduce", whole, data)) / server.period
 
 
-def _gather(run: PlannedRun, held: Held, network: Network, data: Group) -> float:
+def _gather(run: PlannedRun, held: HeldTotals, network: Network, data: Group) -> float:
     """Return the seconds of gathering all parameters once."""
     sharers = sharers_of(run)
     whole = (2 if run.parallel.mixed_precision == "bfloat16" else FLOAT) * held.numel

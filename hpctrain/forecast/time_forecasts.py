@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 
-from hpctrain.collectives.choice.table import Layout
-from hpctrain.forecast.machine import Machine
-from hpctrain.forecast.machine_presets import preset
+from hpctrain.comm.tuning.table import RankLayout
+from hpctrain.forecast.dry_run import Rehearsal, rehearse
+from hpctrain.forecast.machine import MachineRates, preset
 from hpctrain.forecast.machine_probe import probe, probe_gpu
-from hpctrain.forecast.rehearsal import Rehearsal, rehearse
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_layers import Timed, time_layers
 from hpctrain.forecast.time_passes import Clock, dtype_of, one_thread, recomputed_layers
 from hpctrain.forecast.time_step import Forecast, StepTime
 from hpctrain.forecast.time_work import ModelWork, count
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.train.calibration import Measurement, find, folder, place
-from hpctrain.train.machine import mpi_name, this_machine
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.train.calibration import Measurement, find, folder, mpi_name, place, this_machine
 
 HERE = "this"  # name of this machine
 ASSUMED_GPU = "A100"
@@ -32,7 +30,7 @@ class Forecasts:
 
     def __init__(self, run: PlannedRun, name: str | None = None) -> None:
         self.machine, self._here = machine_for(run, name)
-        self.calibrated: Mapping[Layout, Measurement] = calibration() if self._here else {}
+        self.calibrated: Mapping[RankLayout, Measurement] = calibration() if self._here else {}
         self._first = run
         self._works: dict[Any, ModelWork] = {}
         self._times: dict[Any, dict[int, Timed] | None] = {}
@@ -123,7 +121,7 @@ class Forecasts:
         return time_layers(run.facts, whole, run.microbatch, one_thread(self.machine), run.settings.train.loss, dtype)
 
 
-def machine_for(run: PlannedRun, name: str | None = None) -> tuple[Machine, bool]:
+def machine_for(run: PlannedRun, name: str | None = None) -> tuple[MachineRates, bool]:
     """Return the named machine, or the rates of this one, and whether it is this one.
 
     Raises ``UsageError`` if the name is unknown.
@@ -141,7 +139,7 @@ def machine_for(run: PlannedRun, name: str | None = None) -> tuple[Machine, bool
     return replace(found, assumed=(why, *found.assumed)), False
 
 
-def calibration() -> Mapping[Layout, Measurement]:
+def calibration() -> Mapping[RankLayout, Measurement]:
     """Return the calibrated collective times of machines like this one, by layout."""
     kept = folder()
     if kept is not None and not any(kept.glob("*.json")):

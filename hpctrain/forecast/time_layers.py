@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.forecast.facts import Facts
-from hpctrain.forecast.machine import Seat
+from hpctrain.forecast.facts import ModelFacts
+from hpctrain.forecast.machine import RankShare
 from hpctrain.forecast.machine_probe import threads_as_before
 from hpctrain.forecast.time_work import LayerWork, ModelWork, Values, calling, each, looks
 from hpctrain.parallel.objective import loss_named
@@ -34,7 +34,7 @@ _CACHES = 2**26  # bytes: more than the caches of a core have
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """Straight line over the number of samples."""
 
     fixed: float
@@ -49,12 +49,12 @@ class Line:
 class Timed:
     """Seconds of a layer's two passes on one thread, as lines over the number of samples."""
 
-    forward: Line
-    backward: Line
+    forward: LinearFit
+    backward: LinearFit
 
 
 def time_layers(
-    facts: Facts, work: ModelWork, samples: int, seat: Seat, loss: str, dtype: torch.dtype | None = None
+    facts: ModelFacts, work: ModelWork, samples: int, seat: RankShare, loss: str, dtype: torch.dtype | None = None
 ) -> dict[int, Timed] | None:
     """Return the times by kind of layer; None if a layer is too large to be timed here.
 
@@ -74,7 +74,7 @@ def time_layers(
     }
 
 
-def _samples(work: ModelWork, samples: int, seat: Seat) -> tuple[int, int] | None:
+def _samples(work: ModelWork, samples: int, seat: RankShare) -> tuple[int, int] | None:
     """Return the two numbers of samples to time: the requested number, halved while too slow, and a quarter of it."""
     high = samples
     while high > 1 and _longest(work.at(high), seat) > MOST_SECONDS:
@@ -84,7 +84,7 @@ def _samples(work: ModelWork, samples: int, seat: Seat) -> tuple[int, int] | Non
     return (high // 4, high) if high >= 4 else (1, max(high, 2))
 
 
-def _longest(layers: tuple[LayerWork, ...], seat: Seat) -> float:
+def _longest(layers: tuple[LayerWork, ...], seat: RankShare) -> float:
     return max(
         (layer.forward.flops + layer.backward.flops) / seat.flops
         + (layer.forward.other_bytes + layer.backward.other_bytes) / seat.bandwidth
@@ -92,12 +92,12 @@ def _longest(layers: tuple[LayerWork, ...], seat: Seat) -> float:
     )
 
 
-def _through(low: int, first: float, high: int, second: float) -> Line:
+def _through(low: int, first: float, high: int, second: float) -> LinearFit:
     slope = max((second - first) / (high - low), 0.0)
-    return Line(max(second - slope * high, 0.0), slope if slope > 0 else 0.0)
+    return LinearFit(max(second - slope * high, 0.0), slope if slope > 0 else 0.0)
 
 
-def _walk(facts: Facts, samples: int, loss: str, dtype: torch.dtype | None) -> dict[int, tuple[float, float]]:
+def _walk(facts: ModelFacts, samples: int, loss: str, dtype: torch.dtype | None) -> dict[int, tuple[float, float]]:
     """Return the seconds of a forward and a backward pass of each kind of layer."""
     x: Values = facts.inputs.of(samples, CPU)
     targets = facts.targets.of(samples, CPU)

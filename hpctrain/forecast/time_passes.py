@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hpctrain.forecast.facts import Facts
-from hpctrain.forecast.machine import Machine, Seat
+from hpctrain.forecast.facts import ModelFacts
+from hpctrain.forecast.machine import MachineRates, RankShare
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_collectives import Group, Network, group_of
 from hpctrain.forecast.time_layers import Timed
-from hpctrain.forecast.time_tally import Work
+from hpctrain.forecast.time_tally import OpCounts
 from hpctrain.forecast.time_work import LayerWork, ModelWork
 from hpctrain.parallel.fsdp.units import find_units
 
@@ -36,7 +36,7 @@ class Passes:
 class Clock:
     """Timing of layers, from measured layers of each kind (``timed``) or from the machine's rates."""
 
-    machine: Machine
+    machine: MachineRates
     whole: ModelWork  # of the whole model
     local: ModelWork  # of the part of a tensor rank; the same without tensor parallelism
     timed: Mapping[int, Timed] | None = None  # unsplit layers
@@ -55,11 +55,11 @@ class Clock:
             found.append(Passes(forward, backward, *sent))
         return found
 
-    def _seconds(self, layer: LayerWork, whole: LayerWork, samples: float, seat: Seat) -> tuple[float, float]:
+    def _seconds(self, layer: LayerWork, whole: LayerWork, samples: float, seat: RankShare) -> tuple[float, float]:
         forward, backward = self._alone(layer, whole, samples, seat)
         return forward * self.together[0], backward * self.together[1]
 
-    def _alone(self, layer: LayerWork, whole: LayerWork, samples: float, seat: Seat) -> tuple[float, float]:
+    def _alone(self, layer: LayerWork, whole: LayerWork, samples: float, seat: RankShare) -> tuple[float, float]:
         forward, backward = (seconds_of(work, self.machine, seat) for work in (layer.forward, layer.backward))
         if self.timed is None:
             return forward, backward
@@ -73,16 +73,18 @@ class Clock:
         )
 
 
-def _ratio(here: float, there: float, seat: Seat) -> float:
+def _ratio(here: float, there: float, seat: RankShare) -> float:
     return here / there if there > 0 else seat.crowd
 
 
-def one_thread(machine: Machine) -> Seat:
+def one_thread(machine: MachineRates) -> RankShare:
     """Return the rates of a single thread, on which layers are timed."""
-    return Seat(1, machine.flops[min(machine.flops)], machine.bandwidth[min(machine.bandwidth)], machine.call, 1.0, 0.0)
+    return RankShare(
+        1, machine.flops[min(machine.flops)], machine.bandwidth[min(machine.bandwidth)], machine.call, 1.0, 0.0
+    )
 
 
-def seconds_of(work: Work, machine: Machine, seat: Seat) -> float:
+def seconds_of(work: OpCounts, machine: MachineRates, seat: RankShare) -> float:
     """Return the time of a pass at the rates of a rank.
 
     Products take the time of their operations or of their memory traffic, whichever is longer;
@@ -94,7 +96,7 @@ def seconds_of(work: Work, machine: Machine, seat: Seat) -> float:
     return kernels + calls if machine.kind == "cpu" else max(kernels, calls)
 
 
-def exchange_seconds(work: Work, network: Network, tensor: Group) -> float:
+def exchange_seconds(work: OpCounts, network: Network, tensor: Group) -> float:
     """Return the time of tensor-parallel communication in a pass."""
     found = 0.0
     if work.reductions >= 0.5:
@@ -105,7 +107,7 @@ def exchange_seconds(work: Work, network: Network, tensor: Group) -> float:
     return found
 
 
-def recomputed_layers(facts: Facts, run: PlannedRun) -> frozenset[int]:
+def recomputed_layers(facts: ModelFacts, run: PlannedRun) -> frozenset[int]:
     """Return the numbers of the layers that are recomputed in the backward pass."""
     if not run.parallel.recompute:
         return frozenset()

@@ -1,21 +1,128 @@
-"""Time of a step: passes, pipeline, communication and optimizer step of the slowest rank."""
+"""Time after the passes: gradient norm, optimizer step, and the fixed overhead of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from math import prod
 
-from hpctrain.collectives.choice.table import Layout
-from hpctrain.forecast.machine import Machine
-from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.stages import cuts_of
+from hpctrain.comm.tuning.table import RankLayout
+from hpctrain.forecast.machine import MachineRates, RankShare
+from hpctrain.forecast.run import PlannedRun, cuts_of
 from hpctrain.forecast.time_collectives import Network, group_of
-from hpctrain.forecast.time_exchange import Held, exchange_of
+from hpctrain.forecast.time_exchange import FLOAT, HeldTotals, exchange_of, gradient_bytes, sharers_of
 from hpctrain.forecast.time_passes import Clock, Passes
-from hpctrain.forecast.time_pipeline import pipeline
-from hpctrain.forecast.time_update import update_of, update_seconds
+from hpctrain.parallel.pipeline.timeline import Costs, simulate
 from hpctrain.train.calibration import Measurement
+from hpctrain.train.optimizer import kept_per_element
+
+# Memory traffic per element: the norm reads each gradient once; clipping reads and writes it.
+NORM, CLIP = FLOAT, 2 * FLOAT
+# Operators per parameter, in both; and the fixed overhead of a step, in operators: batch, learning
+# rate, log.
+EACH, OPERATORS_BESIDE = 3, 150
+
+
+@dataclass(frozen=True)
+class Update:
+    """Seconds of the work after the passes."""
+
+    clip: float
+    optimizer: float
+    offload: float  # exposed time of the link to the host
+    beside: float
+
+
+def update_bytes(run: PlannedRun) -> float:
+    """Return the memory traffic per element of an optimizer step: 28 bytes for AdamW.
+
+    One pass reads parameter, gradient and optimizer state (two moments), and writes all except the
+    gradient.
+    """
+    return FLOAT * (3 + 2 * kept_per_element(run.settings.optimizer))
+
+
+def update_of(run: PlannedRun, held: HeldTotals, machine: MachineRates, seat: RankShare, backward: float) -> Update:
+    """Return the time after the passes; copies to the host may overlap with ``backward`` seconds."""
+    owned = held.numel / sharers_of(run).size
+    tensors = held.tensors / sharers_of(run).size if run.parallel.data != "ddp" else held.tensors
+    each = EACH * tensors * seat.call if machine.kind == "cpu" else EACH * seat.call  # a GPU has one kernel for many
+    clip = (NORM + (CLIP if run.settings.train.clip else 0)) * owned / seat.bandwidth + each
+    beside = OPERATORS_BESIDE * seat.call
+    if run.parallel.pipe > 1 and run.parallel.schedule == "pipedream":
+        return Update(0.0, 0.0, 0.0, beside)  # updates are made between the passes
+    if not run.offload.any_update:
+        return Update(clip, update_bytes(run) * owned / seat.bandwidth + each, 0.0, beside)
+    return Update(clip, *_offloaded(run, owned, machine, seat, backward), beside)
+
+
+def update_seconds(run: PlannedRun, held: HeldTotals, seat: RankShare) -> float:
+    """Return the seconds of an optimizer step for all parameters of a rank, clipping included."""
+    return (update_bytes(run) + NORM + CLIP) * held.numel / seat.bandwidth + 2 * EACH * held.tensors * seat.call
+
+
+def _offloaded(
+    run: PlannedRun, owned: float, machine: MachineRates, seat: RankShare, backward: float
+) -> tuple[float, float]:
+    """Return the seconds of an optimizer step on the host, and of the exposed copies.
+
+    Gradients are copied to the host while backward computes them. Parameters are copied back chunk
+    by chunk, while the next chunk is updated.
+    """
+    ranks, up = run.ranks_on_node, 2 if run.parallel.mixed_precision == "bfloat16" else FLOAT
+    if machine.kind == "cpu":  # one memory: the copies are passes over it
+        return update_bytes(run) * owned / seat.bandwidth, 2 * (FLOAT + up) * owned / seat.bandwidth
+    kept = max(run.offload.device_fraction, 0.0)
+    moved = (1 - kept) * owned
+    down = max(gradient_bytes(run) * moved / machine.host_link - backward, 0.0)
+    host = update_bytes(run) * moved / (machine.host_bandwidth / ranks)
+    device = update_bytes(run) * kept * owned / seat.bandwidth
+    return max(host, device), down + max(up * moved / machine.host_link - host, 0.0)
+
+
+# Time of a pipeline, by simulation of its schedule --------------------------------------------------------------------
+
+
+def pipeline(
+    run: PlannedRun, layers: Sequence[Passes], cuts: Sequence[range], updates: Sequence[float], send: float
+) -> dict[str, float]:
+    """Return the parts of one backward pass of a run: the compute times of the slowest stage, and its bubble.
+
+    ``cuts`` are the layers of each chunk, ``updates`` the seconds of an optimizer step of each
+    stage, and ``send`` the seconds of a message between stages.
+    """
+    schedule = run.schedule
+    assert schedule is not None  # there is more than one stage
+    chunks = [_sum(layers[number] for number in cut) for cut in cuts]
+    every = run.parallel.schedule == "pipedream"  # an optimizer step after each microbatch
+    each = [updates[schedule.rank_of(number)] / run.parallel.chunks_a_rank * every for number in range(len(cuts))]
+    timeline = simulate(schedule, costs_of(chunks, each, send))
+    longest = max(range(schedule.ranks), key=timeline.busy)
+    own = _sum(chunk for number, chunk in enumerate(chunks) if schedule.rank_of(number) == longest)
+    busy = own.forward + own.backward + own.exchange
+    return {
+        "forward": run.microbatches * own.forward,
+        "backward": run.microbatches * own.backward,
+        "activations": run.microbatches * own.exchange,
+        "bubble": max(timeline.makespan - run.microbatches * busy, 0.0),
+    }
+
+
+def costs_of(chunks: Sequence[Passes], updates: Sequence[float], send: float) -> Costs:
+    """Return the costs for the simulation; each half of a split backward pass takes half of its time."""
+    backward = [chunk.backward + chunk.exchange_backward for chunk in chunks]
+    half = [seconds / 2 for seconds in backward]
+    forward = [chunk.forward + chunk.exchange_forward for chunk in chunks]
+    return Costs(forward=forward, backward=backward, input=half, weight=half, update=updates, send=send)
+
+
+def _sum(passes: Iterable[Passes]) -> Passes:
+    """Return the sum of several passes."""
+    return Passes(*(sum(numbers) for numbers in zip(*map(astuple, passes))))
+
+
+# Time of a step: passes, pipeline, communication and optimizer step of the slowest rank -------------------------------
+
 
 PARTS = ("forward", "backward", "activations", "bubble", "gradients", "parameters", "clip", "optimizer", "offload")
 BESIDE = "beside"
@@ -66,9 +173,9 @@ class StepTime:
 class Forecast:
     """Forecast of steps on a machine."""
 
-    machine: Machine
+    machine: MachineRates
     clock: Clock
-    calibrated: Mapping[Layout, Measurement] = field(default_factory=dict)
+    calibrated: Mapping[RankLayout, Measurement] = field(default_factory=dict)
 
     def network(self, run: PlannedRun) -> Network:
         """Return the timing of collectives between a run's ranks."""
@@ -111,7 +218,7 @@ class Forecast:
         largest = max(outputs[cut.stop - 1].output for cut in cuts[:-1])
         return self.network(run).message(largest, crosses=line.nodes > 1)
 
-    def _held(self, run: PlannedRun, cuts: Sequence[range]) -> list[Held]:
+    def _held(self, run: PlannedRun, cuts: Sequence[range]) -> list[HeldTotals]:
         """Return the parameters of each pipeline stage, over all its chunks."""
         layers, pipe = self.clock.local.at(1), run.parallel.pipe
         found = []
@@ -119,7 +226,7 @@ class Forecast:
             own = [layers[number] for cut in cuts[stage::pipe] for number in cut]
             with_parameters = sum(1 for layer in own if layer.numel)
             numel, tensors = sum(layer.numel for layer in own), sum(layer.tensors for layer in own)
-            found.append(Held(numel, tensors, with_parameters))
+            found.append(HeldTotals(numel, tensors, with_parameters))
         return found
 
 

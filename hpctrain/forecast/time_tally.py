@@ -19,7 +19,7 @@ _READS = (Tensor.__int__, Tensor.item)
 
 
 @dataclass(frozen=True)
-class Work:
+class OpCounts:
     """Operations and memory traffic of a pass."""
 
     flops: float = 0.0  # of products
@@ -31,36 +31,36 @@ class Work:
     moved: float = 0.0  # bytes of tensor-parallel scatters and gathers
     moves: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: OpCounts) -> OpCounts:
         """Return the work of one pass after the other."""
-        return Work(*(one + two for one, two in zip(astuple(self), astuple(other))))
+        return OpCounts(*(one + two for one, two in zip(astuple(self), astuple(other))))
 
-    def __mul__(self, times: float) -> Work:
+    def __mul__(self, times: float) -> OpCounts:
         """Return the work of ``times`` such passes."""
-        return Work(*(one * times for one in astuple(self)))
+        return OpCounts(*(one * times for one in astuple(self)))
 
 
 class Noted:
     """Recorder of work that is not visible as an operator; it adds to the active operation counter."""
 
     def __init__(self) -> None:
-        self.tally: Tally | None = None
+        self.tally: OpCounter | None = None
 
-    def add(self, work: Work) -> None:
+    def add(self, work: OpCounts) -> None:
         """Add work to the active counter; without one, do nothing."""
         if self.tally is not None:
             self.tally.work += work
 
 
-class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operation counter: counts the operators that run in the ``with`` block in ``work``."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work = Work()
+        self.work = OpCounts()
         self._noted, self._fusing = noted, _Fusing(noted)
 
-    def __enter__(self) -> Tally:
+    def __enter__(self) -> OpCounter:
         self._noted.tally = self
         self._fusing.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -77,20 +77,20 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Work:
+def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> OpCounts:
     """Return the work of one operator."""
     given, made = list(tensors([*args, *kwargs.values()])), list(tensors(result))
     memories = {one.untyped_storage()._cdata for one in given}
     writes = func._schema.is_mutable
     if not given or not made or not writes and all(one.untyped_storage()._cdata in memories for one in made):
-        return Work()  # a view, or an uninitialized allocation
+        return OpCounts()  # a view, or an uninitialized allocation
     if func._overloadpacket.__name__ in _LOOKED_UP:
         given = made  # only the selected rows of a table are read
     moved = float(sum(one.nbytes for one in chain(given, made)))
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
-        return Work(other_bytes=moved, calls=1)
-    return Work(float(formula(*args, **kwargs, out_val=result)), moved, 0.0, 1)
+        return OpCounts(other_bytes=moved, calls=1)
+    return OpCounts(float(formula(*args, **kwargs, out_val=result)), moved, 0.0, 1)
 
 
 class _Fusing(TorchFunctionMode):
@@ -131,12 +131,12 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Work:
+def attention(query: Tensor, key: Tensor, value: Tensor) -> OpCounts:
     """Return the products of queries with keys and of scores with values; memory traffic is that of the vectors."""
     queries, result = query[..., 0].numel(), value.shape[-1]
     flops = 2.0 * queries * key.shape[-2] * (query.shape[-1] + result)
     moved = query.nbytes + key.nbytes + value.nbytes + queries * result * query.itemsize
-    return Work(flops, float(moved), 0.0, 1)
+    return OpCounts(flops, float(moved), 0.0, 1)
 
 
 def tensors(values: Any) -> Iterator[Tensor]:

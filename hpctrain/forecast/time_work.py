@@ -1,29 +1,102 @@
-"""Operation count of a model's passes, layer by layer, on tensors without memory.
-
-Note: method. Every layer runs forward and backward on the meta device, at two numbers of samples; a
-line through both separates work that grows with the samples from fixed work (such as reading
-weights). Layers of one kind run once. The count has three parts. First, the operations of matrix
-products, convolutions and attention, as torch's own counter counts them (a multiplication and an
-addition are two). Second, the bytes that operators read and write, with those of products apart.
-Third, the number of operators. Views cost nothing. Attention counts as one operator that does not
-write its scores to memory, like its fused kernels; its backward pass counts as two products for
-each product of the forward pass.
-"""
+"""Preparation of a model for operation counting: unsplit, or as one of several simulated tensor ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.forecast.facts import Facts, Layer
-from hpctrain.forecast.time_subject import Subject, subject
-from hpctrain.forecast.time_tally import Tally, Work, tensors
+from hpctrain.comm.communicator import Communicator
+from hpctrain.forecast.facts import LayerFacts, ModelFacts
+from hpctrain.forecast.fake import FakeRanks, fake_copy, faked, faking
+from hpctrain.forecast.time_tally import Noted, OpCounter, OpCounts, tensors
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.objective import cross_entropy, loss_named
 from hpctrain.parallel.pipeline.skip import carrying
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """Layers on tensors without memory, and the functions to run them with."""
+
+    layers: Sequence[LayerFacts]
+    compare: Callable[[Tensor, Tensor], Tensor]
+    make: Callable[[Tensor], Tensor]  # converts a tensor on the meta device to one that the layers accept
+    noted: Noted
+
+
+@contextmanager
+def subject(facts: ModelFacts, loss: str, dtype: torch.dtype | None, parallel: ParallelSettings) -> Iterator[Subject]:
+    """Provide a model's layers for the ``with`` block, with floating-point parameters in ``dtype``.
+
+    Raises ``UsageError`` if the model cannot be split over that number of tensor ranks.
+    """
+    noted = Noted()
+    if parallel.tensor == 1:
+        model = facts.model if dtype is None else copy.deepcopy(facts.model).to(dtype)
+        yield Subject(_layers(facts, model), loss_named(loss), _same, noted)
+        return
+    with ExitStack() as stack:
+        stack.enter_context(faking())
+        model = fake_copy(facts.model, dtype)
+        ranks = _Listening(parallel.tensor, noted)
+        plan = plan_of(model, parallel.tensor_plan)
+        check(choose(model, plan), parallel.tensor)
+        split = apply(model, cast(Communicator, ranks), plan, sequence=parallel.sequence)
+        compare = loss_named(loss)
+        if split.has_head and compare is cross_entropy:
+            compare = split.cross_entropy
+            stack.enter_context(split.split_outputs())
+        yield Subject(_layers(facts, model), compare, faked, noted)
+
+
+def _layers(facts: ModelFacts, model: nn.Module) -> list[LayerFacts]:
+    """Return the layers of a copy that correspond to those of the facts; other layers are kept unchanged."""
+    names = {id(module): name for name, module in facts.model.named_modules()}
+    inside = dict(model.named_modules())
+    return [
+        LayerFacts(
+            layer.name, inside[names[id(layer.module)]] if id(layer.module) in names else layer.module, layer.kind
+        )
+        for layer in facts.layers
+    ]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Listening(FakeRanks):
+    """Fake communicator that records the tensor-parallel communication."""
+
+    def __init__(self, size: int, noted: Noted) -> None:
+        super().__init__(size)
+        self._noted = noted
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Record an all-reduce."""
+        self._noted.add(OpCounts(reduced=float(tensor.nbytes), reductions=1))
+        return super().all_reduce(tensor, op, async_op=async_op)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Record a reduce-scatter."""
+        self._noted.add(OpCounts(moved=float(tensor.nbytes), moves=1))
+        return super().reduce_scatter(out, tensor, op, async_op=async_op)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
+        """Record an all-gather."""
+        self._noted.add(OpCounts(moved=float(out.nbytes), moves=1))
+        return super().all_gather(out, tensor)
+
+
+# Operation count of a model's passes, layer by layer, on tensors without memory ---------------------------------------
+
 
 _COUNTED_AT = (2, 4)  # samples; batch norm rejects a single one
 LOSS, LOSS_KIND = "loss", -1
@@ -36,8 +109,8 @@ class LayerWork:
 
     name: str
     kind: int
-    forward: Work
-    backward: Work
+    forward: OpCounts
+    backward: OpCounts
     output: float
     numel: float = 0.0  # trained elements; a shared parameter counts in the first layer that has it
     tensors: float = 0.0  # number of these parameters
@@ -60,7 +133,7 @@ class ModelWork:
 
 
 def count(
-    facts: Facts, loss: str, dtype: torch.dtype | None = None, parallel: ParallelSettings = ParallelSettings()
+    facts: ModelFacts, loss: str, dtype: torch.dtype | None = None, parallel: ParallelSettings = ParallelSettings()
 ) -> ModelWork:
     """Return the work of one rank on a model and its loss; ``dtype`` is the compute dtype.
 
@@ -86,7 +159,7 @@ def _blend(one: LayerWork, first: float, two: LayerWork, second: float) -> Layer
     )
 
 
-def _walk(facts: Facts, given: Subject, samples: int, dtype: torch.dtype | None) -> list[LayerWork]:
+def _walk(facts: ModelFacts, given: Subject, samples: int, dtype: torch.dtype | None) -> list[LayerWork]:
     """Return the work of each layer; a layer of a known kind with known input shapes is not run again."""
     inputs = facts.inputs.of(samples)
     x: Values = given.make(inputs.to(dtype) if dtype is not None and inputs.is_floating_point() else inputs)
@@ -104,7 +177,7 @@ def _walk(facts: Facts, given: Subject, samples: int, dtype: torch.dtype | None)
         numel = float(sum(one.numel() for one in own))
         found.append(replace(work, name=layer.name, numel=numel, tensors=float(len(own))))
     targets = given.make(facts.targets.of(samples))
-    row = Layer(LOSS, calling(lambda outputs: given.compare(outputs, targets)), LOSS_KIND)
+    row = LayerFacts(LOSS, calling(lambda outputs: given.compare(outputs, targets)), LOSS_KIND)
     return [*found, _count_layer(row, x, kept, given)[0]]
 
 
@@ -125,18 +198,18 @@ class _Calling(nn.Module):
         return self.function(x)
 
 
-def _count_layer(layer: Layer, x: Values, kept: dict[str, Tensor], given: Subject) -> tuple[LayerWork, Values]:
+def _count_layer(layer: LayerFacts, x: Values, kept: dict[str, Tensor], given: Subject) -> tuple[LayerWork, Values]:
     """Return the work of one layer, and its output."""
     module = layer.module
     inputs = each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
     for name, one in list(kept.items()):
         kept[name] = one.detach().requires_grad_(one.is_floating_point())
     try:
-        with torch.enable_grad(), carrying(kept), Tally(given.noted) as forward:
+        with torch.enable_grad(), carrying(kept), OpCounter(given.noted) as forward:
             result = module(inputs)
         outputs = [one for one in tensors(result) if one.requires_grad]
         gradients = [torch.empty_like(one) for one in outputs]
-        with Tally(given.noted) as backward:
+        with OpCounter(given.noted) as backward:
             if outputs:
                 torch.autograd.backward(outputs, gradients)
     except Exception as error:

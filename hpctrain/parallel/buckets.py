@@ -12,7 +12,7 @@ ALIGN = 64  # bytes: gradients start on cache lines
 
 
 @dataclass(eq=False)
-class Bucket:
+class GradBucket:
     """Gradient bucket: the gradients of some parameters, stored consecutively in ``flat``.
 
     The last elements of ``flat`` are flags, one per parameter: 1 if this rank's backward pass
@@ -94,7 +94,7 @@ def memory_needed(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int
 
 def lay_out(
     memory: Tensor, parameters: Sequence[nn.Parameter], groups: Sequence[Sequence[int]]
-) -> list[Bucket]:
+) -> list[GradBucket]:
     """Cut consecutive buckets from flat ``memory``."""
     align = ALIGN // memory.dtype.itemsize
     buckets, start = [], 0
@@ -111,7 +111,7 @@ def lay_out(
         flags = memory[end : end + len(members)]
         end += _padded(len(members), align)
         memory[start:end].zero_()  # padding is reduced too, and must stay finite
-        buckets.append(Bucket(memory[start:end], list(members), views, flags))
+        buckets.append(GradBucket(memory[start:end], list(members), views, flags))
         start = end
     return buckets
 

@@ -31,18 +31,17 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
-from hpctrain.parallel.buckets import Bucket, group, lay_out, memory_needed
+from hpctrain.parallel.buckets import GradBucket, group, lay_out, memory_needed
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.guard.updates import LateParameters
-from hpctrain.parallel.module_hooks import ModuleHook, after_gradient
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.guard.guard import LateParameters
+from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, after_gradient
 from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.parallel.update_hooks import UpdateHooks
-from hpctrain.transport.base import Work
 
 FIRST_BUCKET = 2**20  # bytes
 
@@ -70,7 +69,7 @@ class DataParallel(Strategy):
         self._works: list[Work] = []
         self._observed: list[int] = []
         self._rebuilt = False
-        self._buckets: list[Bucket] = []
+        self._buckets: list[GradBucket] = []
         self._reductions = 0
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with averaged closure losses
@@ -186,7 +185,7 @@ class DataParallel(Strategy):
         """Cut the memory into buckets with their members in the given order."""
         limit = int(self.settings.bucket_mib * 2**20)
         sizes = [parameter.numel() * self._travels_as(parameter).itemsize for parameter in self._parameters]
-        buckets: list[Bucket] = []
+        buckets: list[GradBucket] = []
         for dtype, memory in self._memory.items():
             members = [number for number in order if self._travels_as(self._parameters[number]) is dtype]
             groups = group(sizes, members, min(FIRST_BUCKET, limit), limit)
@@ -357,7 +356,7 @@ class DataParallel(Strategy):
         copied = self._reductions == 1 or not self._lives_in_bucket(parameter, view)
         return copied or gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
 
-    def _hand_out(self, bucket: Bucket, absent: set[int]) -> None:
+    def _hand_out(self, bucket: GradBucket, absent: set[int]) -> None:
         """Assign the reduced gradients that are not in place yet."""
         for place, (member, view) in enumerate(zip(bucket.members, bucket.views)):
             parameter = self._parameters[member]

@@ -16,25 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.collectives.mesh import AXES, Mesh
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
-from hpctrain.parallel.fsdp.norm import clip_factor, norm_of, sum_of_squares
+from hpctrain.parallel.config import ParallelSettings, shape_of
+from hpctrain.parallel.fsdp.optimizer import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.guard.gradient_hooks import INSTEAD, GradientHooks
-from hpctrain.parallel.materialise import is_meta
+from hpctrain.parallel.meta_init import is_meta
 from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.pipeline.parameters import TiedGradients
 from hpctrain.parallel.pipeline.pipeline import Pipeline
-from hpctrain.parallel.pipeline.tied import TiedGradients
-from hpctrain.parallel.plan import shape_of
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.parallel.split_checks import FirstStep, whole_copy
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+from hpctrain.parallel.tensor.first_step_checks import FirstStep, whole_copy
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.rng import agree
-from hpctrain.parallel.tensor.split import TensorSplit
+from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Shard, Split
 

@@ -1,14 +1,9 @@
-"""Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it.
-
-After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by non-reentrant
-``torch.utils.checkpoint``.
-
-Note: a module gets a subclass of its own class (``forward_subclass``), and so do its copies. Hooks
-are called around ``forward``, so they run once, outside of the recomputation.
-"""
+"""Snapshots of a recomputed module's mutable inputs: key-value caches, lists, tables."""
 
 from __future__ import annotations
 
+import copy
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,9 +15,68 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.forward_subclass import subclass_with
-from hpctrain.parallel.pipeline import deferred, skip
-from hpctrain.parallel.recompute_inputs import snapshot
+from hpctrain.parallel.hooks import subclass_with
+from hpctrain.parallel.pipeline import skip, split_backward
+
+# Never copied, because their identity matters or they are immutable.
+_SHARED = (
+    torch.Tensor,
+    nn.Module,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    torch.Generator,
+)
+_CONSTANT = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def snapshot(value: Any) -> Any:
+    """Return a copy of a nest of objects that shares its tensors and modules; return immutable values unchanged.
+
+    An example is a decoder's key-value cache: layers append to it, or check whether they have
+    filled it. The second pass must find it in the same state as the first.
+    """
+    if isinstance(value, (*_SHARED, *_CONSTANT)):
+        return value
+    memo: dict[int, Any] = {}
+    if not _collect(value, memo):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # an object that cannot be copied: torch reports a second pass that differs
+        return value
+
+
+def _collect(value: Any, shared: dict[int, Any]) -> bool:
+    """Add all shared objects to ``shared``, by id; return whether the value contains mutable objects."""
+    seen: set[int] = set()
+    stack, changeable = [value], False
+    while stack:
+        one = stack.pop()
+        if id(one) in seen or isinstance(one, _CONSTANT):
+            continue
+        seen.add(id(one))
+        if isinstance(one, _SHARED):
+            shared[id(one)] = one
+        elif isinstance(one, dict):
+            changeable = True
+            stack += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, set)):
+            changeable = True
+            stack += list(one)
+        elif isinstance(one, (tuple, frozenset)):
+            stack += list(one)
+        else:
+            changeable = True
+            stack += [*getattr(one, "__dict__", {}).values()]
+            stack += [getattr(one, name) for name in getattr(type(one), "__slots__", ()) if hasattr(one, name)]
+    return changeable
+
+
+# Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it ------------
+
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the recomputing subclass of each class
@@ -100,7 +154,7 @@ def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, .
             given = tuple(now if old is None else snapshot(old) for old, now in zip(before, given))
         return plain.forward(module, *given[:count], **dict(zip(names, given[count:])))
 
-    carried, put_off = skip.again(), deferred.again()
+    carried, put_off = skip.again(), split_backward.again()
 
     def contexts() -> Contexts:
         return put_off(), _together(_counted_once(module), carried(), put_off())

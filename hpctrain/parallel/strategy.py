@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import trace
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import Arguments
+from hpctrain.parallel.inputs import CallArguments
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.shard import Split
-from hpctrain.transport.single import SingleTransport
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.guard.guard import Guard
-    from hpctrain.parallel.guard.whole_states import WholeStates
+    from hpctrain.parallel.guard.guard import ParameterGuard, WholeStates
 
 Figures = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
 
@@ -50,7 +49,7 @@ class Strategy(ABC):
     held: Mapping[int, nn.Parameter] | None = None  # parameters trained at attachment, by id; None: unknown
     _sample_weight = 1.0  # local samples x data ranks / global samples
     guards: ClassVar[WeakSet[Strategy]] = WeakSet()  # strategies whose parameters are guarded
-    guard: Guard | None = None
+    guard: ParameterGuard | None = None
     whole_states: WholeStates | None = None
     guarded: Mapping[str, nn.Parameter] = MappingProxyType({})  # by name
     _local_weight: float | None = None  # sample weight of unreduced local gradients; None: no such gradients
@@ -75,7 +74,7 @@ class Strategy(ABC):
         it is not averaged over the data ranks. Collective over the ranks that hold parts of one
         replica: they pass the same samples and get the same loss.
         """
-        arguments = Arguments.of(inputs)
+        arguments = CallArguments.of(inputs)
         with trace.span("forward"), carrying({}), objective.computing(arguments.device):
             outputs = arguments.call(self.model)
         with trace.span("loss"):
@@ -87,7 +86,7 @@ class Strategy(ABC):
     @torch.no_grad()
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
         """Return the loss of this data rank's samples, a scalar; collective as ``forward_backward``."""
-        arguments = Arguments.of(inputs)
+        arguments = CallArguments.of(inputs)
         with objective.computing(arguments.device):
             outputs = arguments.call(self.model)
         return objective.compare(outputs, targets)
@@ -267,13 +266,12 @@ class Strategy(ABC):
 
     def protect(self) -> None:
         """Make functions that would need other ranks' parts of the parameters raise ``UsageError``."""
-        from hpctrain.parallel.guard.guard import Guard
-        from hpctrain.parallel.guard.whole_states import WholeStates
+        from hpctrain.parallel.guard.guard import ParameterGuard, WholeStates
 
         what, parameters, in_passes = self.partial_parameters()
         if parameters:
             self.guarded = dict(parameters)
-            self.guard = Guard(self, parameters, what, in_passes=in_passes)
+            self.guard = ParameterGuard(self, parameters, what, in_passes=in_passes)
             self.whole_states = WholeStates(self)
             Strategy.guards.add(self)
 

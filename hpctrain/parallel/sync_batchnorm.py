@@ -25,12 +25,11 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.plan import shape_of
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.transport.single import SingleTransport
+from hpctrain.parallel.config import ParallelSettings, shape_of
 
 TOGETHER = 2**18  # elements multiplied at a time; more if the tensor would be cut into more than about MOST_PARTS parts
 MOST_PARTS = 16

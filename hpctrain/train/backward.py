@@ -12,34 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import trace
-from hpctrain.collectives.agreement import agreed
+from hpctrain.comm.agreement import agreed
 from hpctrain.data.nested import cut, rows_of, samples_in
 from hpctrain.data.random_streams import OuterState
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import Arguments
+from hpctrain.parallel.config import ParallelSettings, microbatches_for
+from hpctrain.parallel.inputs import CallArguments
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.pipeline.schedule import make
-from hpctrain.parallel.plan import microbatches_for
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.pipeline.schedules import make
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts
 
 if TYPE_CHECKING:
-    from hpctrain.train.session import Run
+    from hpctrain.train.run import Run
 
 ROUNDING = 1e-9  # tolerance for a part's share
 Compute = Callable[[Any], "Tensor | tuple[Tensor, Tensor | float]"]
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Samples of a batch; ``share`` is the weight of their mean in the mean over this rank's samples."""
 
     samples: Any
     share: float
 
 
-def parts_of(batch: Any, count: int) -> list[Part]:
+def parts_of(batch: Any, count: int) -> list[BatchPart]:
     """Split a batch into ``count`` parts whose sizes differ by at most one sample.
 
     If there are fewer samples than parts, the empty parts contain a sample of another part with
@@ -47,12 +46,12 @@ def parts_of(batch: Any, count: int) -> list[Part]:
     """
     samples = samples_in(batch)
     if count == 1:
-        return [Part(batch, 1.0)]
+        return [BatchPart(batch, 1.0)]
     found = []
     for number in range(count):
         begin, end = samples * number // count, samples * (number + 1) // count
         first = min(begin, samples - 1)
-        found.append(Part(cut(batch, first, max(end, first + 1)), (end - begin) / samples))
+        found.append(BatchPart(cut(batch, first, max(end, first + 1)), (end - begin) / samples))
     return found
 
 
@@ -81,7 +80,7 @@ class Backward:
             for strategy in strategies:
                 strategy.set_sample_weight(weight)
 
-    def _by_parts(self, strategies: list[Strategy], parts: list[Part], compute: Compute, weight: float) -> Tensor:
+    def _by_parts(self, strategies: list[Strategy], parts: list[BatchPart], compute: Compute, weight: float) -> Tensor:
         with trace.span("forward"):
             first = compute(parts[0].samples)
         if isinstance(first, tuple):
@@ -109,7 +108,7 @@ class _Sums:
         self._strategies, self._compute = strategies, compute
         self._counts = weight > 0  # false for a placeholder
 
-    def __call__(self, parts: list[Part], first: Any) -> Tensor:
+    def __call__(self, parts: list[BatchPart], first: Any) -> Tensor:
         data, aside = self._strategies[0].data, _take_gradients(self._strategies) if len(parts) > 1 else {}
         total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         divisor = 0.0
@@ -155,7 +154,7 @@ class _Pipelined:
         self._strategy, self._compute, self._known, self._checks = strategy, compute, known, checks
         self._counted: list[tuple[float, float]] = []  # sum and count of each microbatch in the last stage
 
-    def __call__(self, parts: list[Part], weight: float) -> Tensor:
+    def __call__(self, parts: list[BatchPart], weight: float) -> Tensor:
         strategy = self._strategy
         calls = [self._inputs(part.samples) for part in parts]
         for part, (arguments, _) in zip(parts, calls):
@@ -176,7 +175,7 @@ class _Pipelined:
         _give_gradients(aside)
         return found
 
-    def _check_uneven(self, calls: list[Arguments], differ: bool) -> None:
+    def _check_uneven(self, calls: list[CallArguments], differ: bool) -> None:
         """Raise on all ranks if the schedule cannot process the samples of any rank.
 
         ``differ`` tells whether ranks have different numbers of samples, or some parts have none.
@@ -199,7 +198,7 @@ class _Pipelined:
 
         agreed(strategy.comm, check)
 
-    def _check_samples(self, samples: Any, arguments: Arguments) -> None:
+    def _check_samples(self, samples: Any, arguments: CallArguments) -> None:
         """Raise ``UsageError`` if inputs do not depend on each sample alone; checked once per input signature.
 
         ``compute`` is called again with half of the samples, so it must call the model with fewer
@@ -220,12 +219,12 @@ class _Pipelined:
         if self._checks:
             _check_values(arguments, fewer, count // 2)
 
-    def _inputs(self, samples: Any, *, whole: bool = True) -> tuple[Arguments, torch.dtype | None]:
+    def _inputs(self, samples: Any, *, whole: bool = True) -> tuple[CallArguments, torch.dtype | None]:
         """Return the arguments with which ``compute`` calls the model, and the autocast dtype of the call."""
-        found: list[tuple[Arguments, torch.dtype | None]] = []
+        found: list[tuple[CallArguments, torch.dtype | None]] = []
 
         def capture(*args: Any, **kwargs: Any) -> None:
-            arguments = Arguments(args, kwargs)
+            arguments = CallArguments(args, kwargs)
             device = arguments.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
             found.append((arguments, dtype))
@@ -249,7 +248,7 @@ class _Pipelined:
         return arguments, dtype
 
     def _loss(
-        self, part: Part, share: float, shapes: Mapping[str, tuple[int, ...]], outputs: Any, rows: Tensor
+        self, part: BatchPart, share: float, shapes: Mapping[str, tuple[int, ...]], outputs: Any, rows: Tensor
     ) -> Tensor:
         """Return the mean of a microbatch; for a sum, a value whose gradient in the pipeline is that of the sum."""
         called: list[bool] = []
@@ -258,7 +257,7 @@ class _Pipelined:
             if called:
                 raise UsageError("compute called the model twice; under a pipeline it must call it once")
             called.append(True)
-            _check_cut(shapes, Arguments(args, kwargs).shapes(), len(rows))
+            _check_cut(shapes, CallArguments(args, kwargs).shapes(), len(rows))
             return outputs
 
         with _forward(self._strategy.model, answer):
@@ -311,7 +310,7 @@ def _check_cut(
             )
 
 
-def _check_values(whole: Arguments, fewer: Arguments, samples: int) -> None:
+def _check_values(whole: CallArguments, fewer: CallArguments, samples: int) -> None:
     """Raise ``UsageError`` if ``compute`` gives the model different inputs when it gets only some of the samples."""
     for name, own in fewer.tensors().items():
         wanted = whole.tensors()[name]

@@ -10,28 +10,38 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.collectives.agreement import on_first_rank
-from hpctrain.collectives.check import wanted
-from hpctrain.collectives.choice.measure import Measured, measure
+from hpctrain.comm.agreement import on_first_rank
+from hpctrain.comm.debug import wanted
+from hpctrain.comm.device.cuda_aware_probe import TIMEOUT, ProbeResult, probe
+from hpctrain.comm.transport.waiting import timeout_seconds
+from hpctrain.comm.tuning.measure import AlgorithmTimes, measure
 from hpctrain.errors import CommunicationError, DataError, UsageError
-from hpctrain.train.calibration import Calibration, Measurement, find, folder, keep, place, read
+from hpctrain.train.calibration import (
+    Calibration,
+    Measurement,
+    NodeType,
+    find,
+    folder,
+    keep,
+    mpi_name,
+    place,
+    read,
+    this_machine,
+)
 from hpctrain.train.job import Job
-from hpctrain.train.machine import Machine, mpi_name, this_machine
-from hpctrain.transport.activity import timeout_seconds
-from hpctrain.transport.canary import TIMEOUT, Verdict, probe
 from hpctrain.util import atomic
 
 _NO_CANARY = None, "not tried (--no-canary)"
 
 
 @dataclass(frozen=True)
-class Report:
+class CalibrationReport:
     """Results of a calibration and the file that contains them."""
 
-    machine: Machine
-    measured: Measured
+    machine: NodeType
+    measured: AlgorithmTimes
     measurement: Measurement | None  # None for a single rank, which has no choice of algorithms
-    verdict: Verdict | None
+    verdict: ProbeResult | None
     canary: str  # the verdict in words, or why there is none
     path: Path | None  # None if there was nothing to store
 
@@ -44,7 +54,7 @@ def calibrate(
     output: Path | None = None,
     try_canary: bool = True,
     progress: Callable[[float, str], None] = lambda seconds, what: None,
-) -> Report:
+) -> CalibrationReport:
     """Measure for about ``seconds`` and store the results; all ranks return the same report. Collective.
 
     ``output`` is the file to write; the default is the file that jobs on this machine read. Raises
@@ -63,7 +73,9 @@ def calibrate(
     keeps = found is not earlier
     if keeps:
         on_first_rank(comm, lambda: keep(found, path))
-    return Report(found.machine, measured, measurement, verdict or earlier.verdict, said, path if keeps else None)
+    return CalibrationReport(
+        found.machine, measured, measurement, verdict or earlier.verdict, said, path if keeps else None
+    )
 
 
 def _prepare(output: Path | None) -> tuple[Calibration, Path]:
@@ -83,7 +95,7 @@ def _prepare(output: Path | None) -> tuple[Calibration, Path]:
     return earlier, path
 
 
-def _of_this_machine(path: Path, machine: Machine) -> Calibration:
+def _of_this_machine(path: Path, machine: NodeType) -> Calibration:
     """Return the calibration in a file that the user named; refuse to overwrite anything else."""
     advice = "give another file with --output, or delete this one"
     try:
@@ -107,7 +119,7 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"cannot store the calibration in {path}: {error.strerror}") from error
 
 
-def _canary(machine: Machine) -> tuple[Verdict | None, str]:
+def _canary(machine: NodeType) -> tuple[ProbeResult | None, str]:
     """Test in a separate job whether MPI accepts device pointers; return the verdict and a description."""
     if not torch.cuda.is_available():
         return None, "not tried: no GPU is visible"
@@ -120,7 +132,7 @@ def _canary(machine: Machine) -> tuple[Verdict | None, str]:
     return verdict, verdict_in_words(verdict)
 
 
-def verdict_in_words(verdict: Verdict) -> str:
+def verdict_in_words(verdict: ProbeResult) -> str:
     """Return a sentence on whether MPI receives device pointers, and why."""
     return f"MPI {'accepts' if verdict.cuda_aware else 'is not given'} device pointers: {verdict.reason}"
 
@@ -130,7 +142,7 @@ def load_now() -> float:
     return float(f"{os.getloadavg()[0] / (os.cpu_count() or 1):.2g}")
 
 
-def _measurement(measured: Measured, load: float) -> Measurement:
+def _measurement(measured: AlgorithmTimes, load: float) -> Measurement:
     times = {
         "/".join(key): {
             name: {str(size): float(f"{seconds:.4g}") for size, seconds in by_size.items()}
@@ -142,6 +154,6 @@ def _measurement(measured: Measured, load: float) -> Measurement:
     return Measurement(measured.table(), times, date, load)
 
 
-def _joined(earlier: Calibration, measurement: Measurement | None, verdict: Verdict | None) -> Calibration:
+def _joined(earlier: Calibration, measurement: Measurement | None, verdict: ProbeResult | None) -> Calibration:
     found = earlier if measurement is None else earlier.with_measurement(measurement)
     return found if verdict is None else found.with_verdict(verdict)

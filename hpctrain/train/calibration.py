@@ -1,10 +1,4 @@
-"""Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions.
-
-``HPCTRAIN_CALIBRATION`` names the file, or the folder of such files. The default is
-``hpctrain/calibration`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A file contains tables for several
-layouts of ranks, and whether its MPI accepts device pointers. A file that is damaged or from
-another machine is ignored with one warning: a calibration never makes a run fail.
-"""
+"""Machine description on which measurements depend: node type, MPI library and software versions."""
 
 from __future__ import annotations
 
@@ -12,18 +6,97 @@ import errno
 import hashlib
 import json
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
-from hpctrain.collectives.choice.table import Layout, Table, members
+from hpctrain._version import __version__
+from hpctrain.comm.device.cuda_aware_probe import ProbeResult
+from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, members
 from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
-from hpctrain.train.machine import Machine, mpi_name, this_machine
-from hpctrain.transport.canary import Verdict
 from hpctrain.util import atomic
+from hpctrain.util.child import python
 from hpctrain.util.reading import read_json
+
+_CPUINFO = Path("/proc/cpuinfo")
+_NAMES = ("model name", "cpu model", "cpu", "Model")  # keys of the processor's name on various architectures
+# Runs in a subprocess, because MPI must not start in a process that only needs the library's name.
+_ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version())"
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """Type of node and its software; a measurement is valid only on an equal machine."""
+
+    processor: str
+    cores: int
+    gpu: str  # empty if no GPU is visible
+    gpus: int
+    mpi: str
+    torch: str
+    hpctrain: str
+
+    def differences(self, other: NodeType) -> list[str]:
+        """Return the differences of another machine: ``torch 2.11.0 (here 2.13.0)``."""
+        pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return [f"{name} {there or 'none'} (here {here or 'none'})" for name, here, there in pairs if here != there]
+
+    def __str__(self) -> str:
+        gpus = f", {self.gpus} x {self.gpu}" if self.gpus else ""
+        cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        # Open MPI's version string continues with the builder and the date.
+        software = f"{self.mpi.partition(',')[0] or 'no MPI'}, torch {self.torch}, hpctrain {self.hpctrain}"
+        return f"{self.processor}, {cores}{gpus}; {software}"
+
+
+def this_machine(mpi: str) -> NodeType:
+    """Return the description of this node as seen by this process; ``mpi`` is the name of its MPI library."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return NodeType(
+        processor=processor(),
+        cores=os.cpu_count() or 1,
+        gpu=torch.cuda.get_device_name(0) if gpus else "",
+        gpus=gpus,
+        mpi=mpi,
+        torch=str(torch.__version__),
+        hpctrain=__version__,
+    )
+
+
+def processor(cpuinfo: Path = _CPUINFO) -> str:
+    """Return the name of the processor, or its architecture if the system does not report a name."""
+    try:
+        pairs = [line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines()]
+    except OSError:
+        pairs = []
+    found = {name.strip(): " ".join(value.split()) for name, _, value in pairs}
+    return next((found[name] for name in _NAMES if found.get(name)), platform.machine() or "unknown")
+
+
+def mpi_name() -> str:
+    """Return the MPI library of this environment without starting MPI; empty if there is none."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        from hpctrain.comm.device.cuda_aware_probe import library_name
+
+        return library_name()
+    try:
+        done = subprocess.run(python("-c", _ASK_MPI), capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.splitlines()
+    return " ".join(lines[0].strip("\0").split()) if done.returncode == 0 and lines else ""
+
+
+# Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions --------
+
 
 VARIABLE = "HPCTRAIN_CALIBRATION"
 FORMAT = "hpctrain-calibration 1"
@@ -44,7 +117,7 @@ class Ranks(Protocol):
 class Measurement:
     """Table of one layout and its raw data: seconds by rule, algorithm and bytes."""
 
-    table: Table
+    table: AlgorithmTable
     times: Mapping[str, Mapping[str, Mapping[str, float]]]
     date: str
     load: float | None = None  # load average per core at the start, over the last minute; None in older files
@@ -54,15 +127,15 @@ class Measurement:
 class Calibration:
     """Content of one calibration file."""
 
-    machine: Machine
-    measurements: Mapping[Layout, Measurement] = field(default_factory=dict)
-    verdict: Verdict | None = None
+    machine: NodeType
+    measurements: Mapping[RankLayout, Measurement] = field(default_factory=dict)
+    verdict: ProbeResult | None = None
 
     def with_measurement(self, measurement: Measurement) -> Calibration:
         """Return a copy with the measurement of one layout added or replaced."""
         return replace(self, measurements={**self.measurements, measurement.table.layout: measurement})
 
-    def with_verdict(self, verdict: Verdict) -> Calibration:
+    def with_verdict(self, verdict: ProbeResult) -> Calibration:
         """Return a copy with the verdict of the canary."""
         return replace(self, verdict=verdict)
 
@@ -87,8 +160,8 @@ class Calibration:
         if not isinstance(parts["measurements"], list):
             raise SettingsError("measurements of a calibration: expected a list")
         found = [_measurement(one) for one in parts["measurements"]]
-        verdict = None if parts["cuda_aware"] is None else _record(Verdict, parts["cuda_aware"], "cuda_aware")
-        machine = _record(Machine, parts["machine"], "machine")
+        verdict = None if parts["cuda_aware"] is None else _record(ProbeResult, parts["cuda_aware"], "cuda_aware")
+        machine = _record(NodeType, parts["machine"], "machine")
         return cls(machine, {one.table.layout: one for one in found}, verdict)
 
 
@@ -107,7 +180,7 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(cache, "hpctrain", "calibration") if cache else None
 
 
-def place(machine: Machine, environ: Mapping[str, str] = os.environ) -> Path | None:
+def place(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the calibration file of a machine; None if there is no home directory."""
     named = environ.get(VARIABLE, "")
     if named and _names_file(Path(named)):
@@ -116,7 +189,7 @@ def place(machine: Machine, environ: Mapping[str, str] = os.environ) -> Path | N
     return where / file_name(machine) if where else None
 
 
-def file_name(machine: Machine) -> str:
+def file_name(machine: NodeType) -> str:
     """Return the file name for a machine; machines that differ in any field have different names."""
     digest = hashlib.sha256(json.dumps(asdict(machine), sort_keys=True).encode()).hexdigest()
     return f"{digest[:16]}.json"
@@ -156,7 +229,7 @@ def keep(calibration: Calibration, path: Path) -> None:
         raise DataError(f"cannot store the calibration in {path}: {error.strerror}") from error
 
 
-def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibration | None:
+def find(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Calibration | None:
     """Return the calibration of a machine, or None. Logs a warning if a file exists but cannot be used."""
     path = place(machine, environ)
     if path is None or not path.exists() and folder(environ) is not None:
@@ -192,7 +265,7 @@ def _find_own() -> Calibration | None:
         return None
 
 
-def stored_table(ranks: Ranks, layout: Layout) -> Table | None:
+def stored_table(ranks: Ranks, layout: RankLayout) -> AlgorithmTable | None:
     """Return the table measured with rank 0's layout, the same on all ranks. Collective."""
     found = stored(ranks)
     layout = ranks.broadcast_object(layout)
@@ -200,7 +273,7 @@ def stored_table(ranks: Ranks, layout: Layout) -> Table | None:
     return measurement.table if measurement else None
 
 
-def stored_verdict(ranks: Ranks) -> Verdict | None:
+def stored_verdict(ranks: Ranks) -> ProbeResult | None:
     """Return the canary's verdict on this MPI, the same on all ranks. Collective."""
     found = stored(ranks)
     verdict = found.verdict if found else None
@@ -234,4 +307,4 @@ def _measurement(tree: Any) -> Measurement:
                 size.isdecimal() and isinstance(seconds, (int, float)) for size, seconds in of_algorithm.items()
             ):
                 raise SettingsError("times of a measurement: expected seconds by rule, algorithm and bytes")
-    return Measurement(Table.from_json(parts["table"]), parts["times"], parts["date"], parts["load"])
+    return Measurement(AlgorithmTable.from_json(parts["table"]), parts["times"], parts["date"], parts["load"])

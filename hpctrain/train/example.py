@@ -13,8 +13,7 @@ from hpctrain.data.nested import cut, samples_in
 from hpctrain.data.random_streams import OuterState
 from hpctrain.data.split_loader import generators_of
 from hpctrain.errors import UsageError
-from hpctrain.parallel.plan import microbatches_for, shape_of
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings, microbatches_for, shape_of
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -19,7 +19,7 @@ from typing import Any
 from hpctrain.checkpoint import rng
 from hpctrain.data.loader import Loader
 from hpctrain.data.random_streams import RandomStreams
-from hpctrain.data.split_loader import Share, set_epoch, skip_over
+from hpctrain.data.split_loader import BatchShare, set_epoch, skip_over
 from hpctrain.errors import CheckpointError
 
 Rng = Mapping[str, Any]
@@ -30,7 +30,7 @@ class Item:
     """Batch for the loop; ``share`` is its part of the global batch, if known."""
 
     batch: Any
-    share: Share | None = None
+    share: BatchShare | None = None
 
 
 class Feed:
@@ -117,7 +117,7 @@ class Feed:
     def _loading(self) -> Any:
         return nullcontext()
 
-    def _share(self) -> Share | None:
+    def _share(self) -> BatchShare | None:
         return None
 
     def _agree(self) -> None:

@@ -21,10 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.module_hooks import ModuleHook
+from hpctrain.parallel.hooks import ModuleHook
 from hpctrain.parallel.strategy import Strategy, trainable
 
 LOSSES = (

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from hpctrain.data.dataset import FileDataset
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.parallel.objective import LOSSES, loss_named
-from hpctrain.train.settings import Settings
+from hpctrain.train.config import Settings
 
 
 def check_loss(settings: Settings, model: nn.Module, dataset: FileDataset) -> None:

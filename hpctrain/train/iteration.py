@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.train.feed import Item
 

@@ -11,26 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.cluster.launcher import Launch
-from hpctrain.collectives.agreement import agreed
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.asynchronous.settings import ServerSettings, server_settings
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.module_hooks import plain_module
-from hpctrain.parallel.offload.settings import OffloadSettings, offload_settings
-from hpctrain.parallel.plan import shape_of
-from hpctrain.parallel.settings import ParallelSettings, parallel_settings
+from hpctrain.parallel.asynchronous.config import ServerSettings, server_settings
+from hpctrain.parallel.config import ParallelSettings, parallel_settings, shape_of
+from hpctrain.parallel.hooks import plain_module
+from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import as_parts
-from hpctrain.train.allocator import ALLOCATOR
-from hpctrain.train.guard import Guard
-from hpctrain.train.leaving import LeavingTogether
-from hpctrain.train.loose import check_call
+from hpctrain.train.async_control import check_call
+from hpctrain.train.exit import LeavingTogether
+from hpctrain.train.init import ALLOCATOR
+from hpctrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from hpctrain.data.job_loader import JobLoader
     from hpctrain.train.evaluation import Evaluation, Measure
-    from hpctrain.train.session import Run
+    from hpctrain.train.run import Run
     from hpctrain.train.state import Stateful
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,7 +46,7 @@ class Job:
         comm: Communicator,
         device: torch.device,
         launch: Launch,
-        guard: Guard,
+        guard: Watchdog,
         parallel: ParallelSettings = ParallelSettings(),
         offload: OffloadSettings = OffloadSettings(),
         server: ServerSettings = ServerSettings(),
@@ -140,7 +139,7 @@ class Job:
         the fields of ``RunOptions``.
         """
         from hpctrain.train.options import check_arguments, run_options
-        from hpctrain.train.session import Run
+        from hpctrain.train.run import Run
 
         named = {"states": states, "config": config, "provenance": provenance}
         check_arguments(model, optimizer, loader, checkpoints=checkpoints, **named)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.data.random_streams import OuterState, RandomStreams
-from hpctrain.data.split_loader import Share, generators_of, shares_of, skip_over, split_loader, splits_itself
+from hpctrain.data.split_loader import BatchShare, generators_of, shares_of, skip_over, split_loader, splits_itself
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.train.feed import Feed, StatefulFeed
@@ -32,7 +32,7 @@ class LoaderFeed(Feed):
         self.splits, self._comm, self._parts = splits, comm, data.size
         rank, parts, place = (data.rank, data.size, 0) if splits else (0, 1, data.rank)
         self._twin = split_loader(loader, rank, parts, streams, place)
-        self._shares: deque[Share] = shares_of(self._twin)
+        self._shares: deque[BatchShare] = shares_of(self._twin)
         self._generators = generators_of(loader)
         self._generators_at_begin: list[Tensor] = []
         self._reads_samples = isinstance(loader.dataset, IterableDataset)
@@ -119,7 +119,7 @@ class LoaderFeed(Feed):
         here = not self._reads_samples and not self.loader.num_workers
         return self.streams.loading() if here else nullcontext()
 
-    def _share(self) -> Share | None:
+    def _share(self) -> BatchShare | None:
         share = self._shares.popleft() if self._shares else None
         return share if self.splits else None
 

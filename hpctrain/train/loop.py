@@ -13,19 +13,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpctrain import trace
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.waiting import waiting
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import EXIT_REQUEUE, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.async_control import AsyncExchange
 from hpctrain.train.exchange import Standing, StepExchange, StepLog, Wishes
+from hpctrain.train.exit import LeavingTogether
 from hpctrain.train.feed import Feed, Item
-from hpctrain.train.health import Health
 from hpctrain.train.iteration import Around, Iteration, await_others
-from hpctrain.train.leaving import LeavingTogether
-from hpctrain.train.loose import LooseExchange
 from hpctrain.train.state import TrainState
-from hpctrain.transport.activity import waiting
+from hpctrain.train.updates import Health
 
 _IDLE_PASSES = 2  # consecutive passes without an update after which the loop is assumed not to train
 
@@ -41,7 +41,7 @@ class Loop:
         state: TrainState,
         strategies: Mapping[str, Strategy],
         healths: Mapping[str, Health],
-        exchange: StepExchange | LooseExchange,
+        exchange: StepExchange | AsyncExchange,
         around: Around,
         *,
         steps: int | None,

@@ -13,7 +13,7 @@ from torch import nn
 from hpctrain.errors import SettingsError
 from hpctrain.parallel.strategy import trainable
 from hpctrain.settings import call_named, function_named, unknown
-from hpctrain.train.settings import OPTIMIZER_ARGUMENTS, OptimizerSettings
+from hpctrain.train.config import OPTIMIZER_ARGUMENTS, OptimizerSettings
 
 DEFAULT = "adamw"
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

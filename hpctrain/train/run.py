@@ -1,224 +1,455 @@
-"""Training recipe for a run from a settings file: all steps in the order in which they happen."""
+"""The run around a program's training loop: resume, metrics, checkpoints, signals and a clean end.
+
+    with job.run(model, optimizer, loader, checkpoints="runs/a") as run:
+        for epoch in run.epochs(10):
+            for step, batch in run:
+                loss = ...
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss)
+            scheduler.step()
+"""
 
 from __future__ import annotations
 
-import random
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hpctrain.collectives.agreement import agreed
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.collectives.mesh import Shape
-from hpctrain.data.dataset import FileDataset
-from hpctrain.data.loader import Loader, check_batch
-from hpctrain.data.settings import open_dataset
-from hpctrain.errors import SettingsError, UsageError
+from hpctrain.checkpoint.names import by_key
+from hpctrain.comm.agreement import agreed, on_first_rank
+from hpctrain.data.random_streams import RandomStreams
+from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.log import logger
-from hpctrain.models.build import build
-from hpctrain.parallel.asynchronous.settings import at_own_pace
-from hpctrain.parallel.plan import generator_number, microbatches_for, shape_of
-from hpctrain.parallel.settings import SHARDED
-from hpctrain.settings import to_toml, to_tree
-from hpctrain.train import optimizer as optimizers
-from hpctrain.train.allocator import ALLOCATOR
-from hpctrain.train.bootstrap import init
-from hpctrain.train.evaluate import evaluate
-from hpctrain.train.fit import check_loss
-from hpctrain.train.job import Job
-from hpctrain.train.progress import SAMPLES
-from hpctrain.train.session import Run
-from hpctrain.train.settings import LOGGED_EACH_STEP, Settings
-from hpctrain.train.step import Stepper
-from hpctrain.train.summary import sample_text, summarise
+from hpctrain.parallel.hooks import plain_module
+from hpctrain.plain_tensors import as_parts
+from hpctrain.train.async_control import check_call, exchange_for, meet
+from hpctrain.train.backward import Backward, Compute
+from hpctrain.train.checkpointing import Saves
+from hpctrain.train.control import StopSaveFlags, install, starting
+from hpctrain.train.evaluation import Evaluation, Measure
+from hpctrain.train.feed import FeedPart, StatefulFeed
+from hpctrain.train.first_step import FirstStepChecks
+from hpctrain.train.handshake import versions
+from hpctrain.train.iteration import Around
+from hpctrain.train.loader_feed import feed_for
+from hpctrain.train.loop import Loop
+from hpctrain.train.metrics import Progress, shown
+from hpctrain.train.options import RunOptions, adoptable, check_owned, joined
+from hpctrain.train.profile.record import Tracing
+from hpctrain.train.receipt.write import FailureRecord
+from hpctrain.train.resume import Opening
+from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.state import FEED, LOADER, SAVED_FOR, Stateful, TrainState
+from hpctrain.train.updates import Health, OptimizerHooks
+
+if TYPE_CHECKING:
+    from hpctrain.train.job import Job
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Training and validation splits of the data."""
+class Run:
+    """A training run, entered by ``with``: iterate over it for ``(step, batch)``; steps count from 1, over all resumes.
 
-    train: FileDataset
-    validation: FileDataset
-
-
-def train(settings: Settings, *, verbose: bool = False) -> None:
-    """Train to the last step or until a stop request; resume from the run folder.
-
-    Raises an ``HpctrainError`` on all ranks for any wrong input, before anything is written.
+    With ``for epoch in run.epochs(n)`` around the loop, the run makes n passes over the loader. To
+    end the loop early, use ``break`` on all ranks together, or ``run.stop``. A step still counts if
+    its update was made before. A loader with ``state_dict`` and ``load_state_dict`` resumes at its
+    position. Any other loader is started as in the interrupted run, and batches up to the position
+    are skipped.
     """
-    job = init(
-        device=settings.run.device,
-        oversubscribe=settings.run.oversubscribe,
-        parallel=settings.parallel,
-        offload=settings.offload,
-        server=settings.server,
-        settings=to_tree(settings),
-        verbose=verbose,
-    )
-    with job:
-        # All input is checked before the folder is modified.
-        shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
-        corpus = agreed(job.comm, lambda: open_corpus(settings))
-        agreed(job.comm, lambda: optimizers.resolve(settings.optimizer))
-        ALLOCATOR.start()
-        model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
-        agreed(job.comm, lambda: check_loss(settings, model, corpus.train))
 
-        # All ranks have the same weights, but each its own generator: dropout must differ.
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        job.wrap(model, example=corpus.train.batch(np.arange(1))[0])
-        strategy = job.strategy(model)
-        seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
-        optimizer = agreed(job.comm, lambda: optimizers.make(model, settings.optimizer))
-        if job.device.type != "cpu" and not settings.train.clip and settings.train.on_nonfinite != "skip":
-            strategy.update_early(optimizer)  # no check of the gradients could hold an update back
-        step = Stepper(strategy, settings.train, job.device)
-        data = strategy.data
-        loader = Loader(
-            corpus.train, batch=settings.train.batch, rank=data.rank, size=data.size, seed=settings.train.seed
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        loader: Iterable[Any],
+        *,
+        folder: str | Path,
+        options: RunOptions = RunOptions(),
+        states: Mapping[str, Stateful] | None = None,
+        config: str | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options, self.job, self.loader = options, job, loader
+        named = by_key(model, "model")
+        given = {key: plain_module(one) for key, one in named.items()}
+        self.optimizers = by_key(optimizer, "optimizer")
+        wrapped = [strategy.model for strategy in job.strategies.values()]
+        self.models = joined(given, adoptable(self.optimizers, given, wrapped))
+        self.folder, self.config = Path(folder), config
+        self.provenance = {**versions(), **job.describe(), **(provenance or {})}
+        self.strategies = {key: job.strategy(one) for key, one in self.models.items()}
+        self._updates = OptimizerHooks(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
+        check_owned(self.optimizers, self.models)
+        strategy = next(iter(self.strategies.values()))
+        self.loose = any(each.loose for each in self.strategies.values())
+        self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
+        self.feed = feed_for(loader, self.streams, job.comm, strategy.data, options.split)
+        self._feed_part = FeedPart(self.feed)
+        parts: dict[str, Stateful] = {**(states or {}), FEED: self._feed_part}
+        if isinstance(self.feed, StatefulFeed):
+            parts[LOADER] = self.feed
+        self.state = TrainState(
+            self.models, self.optimizers, parts, job.comm, self.folder / "checkpoints", options.kept, self.strategies
+        )
+        self.state.capture = lambda: self.feed.generators
+        if self.loose and options.background:
+            raise UsageError("checkpoint.background: not possible with asynchronous workers", everywhere=True)
+        self.stop_request = install()
+        self._stops = StopSaveFlags(
+            self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
+        )
+        self._progress: Progress | None = None
+        self._books = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
+        self._opening = Opening(job, self.folder, options, self.state, self.feed, self._books)
+        self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
+        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, self._meet)
+        self._has_saved = False
+        self.checks = self._updates.checks = FirstStepChecks(
+            job.comm,
+            self.models,
+            self.strategies,
+            self.optimizers,
+            True if self.feed.splits else options.split,
+            loader=f"the {type(loader).__name__}",
+        )
+        self.checks.compiled = any(given[key] is not one for key, one in named.items())
+        self._saves.check = self.checks.compare_copies
+        self._loop = self._make_loop()
+        self._backward = Backward(self)
+        self._evaluation = Evaluation(job.comm, self.strategies, self.streams)
+
+    def _make_loop(self) -> Loop:
+        strategy = next(iter(self.strategies.values()))
+        around = Around(
+            record=self._record,
+            figures=self._figures,
+            save=self._save,
+            save_due=self._save_due,
+            advance=self._saves.advance,
+            saved=self._stops.saved,
+            look=self._stops.look,
+            reason=lambda: self._stops.reason,
+            busy=lambda: self._saves.busy,
+            timed=lambda seconds: self._stops.governor.step(seconds),
+            go_back=self._go_back,
+            meet=self._meet,
+            begin_step=self._begin_step,
+            end_step=self._tracing.end_step,
+        )
+        return Loop(
+            self.job.comm,
+            self.feed,
+            self.streams,
+            self.state,
+            self.strategies,
+            self._updates.healths,
+            exchange_for(self.job.comm, strategy),
+            around,
+            steps=self.options.steps,
+            every=self.options.every,
         )
 
-        with open_run(settings, job, model, optimizer, loader) as run:
-            resumed_at = run.step
-            announce(job, run, parameters, corpus)
-            for number, batch in run:
-                run.health.replay = partial(step, batch)
-                rate = optimizers.learning_rate(number, settings.train.steps, settings.optimizer)
-                optimizers.set_learning_rate(optimizer, rate)
-                loss = step(batch)
-                run.clip(settings.train.clip)
-                optimizer.step()
-                optimizer.zero_grad()
-                # All values are logged before the step ends, because its checkpoint may be kept for one of them.
-                run.log(loss=loss, tokens=tokens_in(batch.targets, settings, data), same={"learning_rate": rate})
-                if not settings.data.has_tokens:
-                    run.log(same={SAMPLES: number * settings.train.batch})
-                if is_due(number, settings):
-                    run.log(same={"validation_loss": validate(settings, step, corpus), **strategy.figures()})
+    # Properties and methods for the loop ------------------------------------------------------------------------------
 
-        # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
-        multiple = shape.tensor if settings.parallel.sequence else 1
-        with strategy.meeting():
-            text = sample_text(model, settings.train.prompt, job.device, multiple)
-        if job.rank == 0:
-            done_before = resumed_at >= settings.train.steps
-            summarise(run, corpus.train.facts, text, resumed=done_before, loss=settings.train.loss)
+    @property
+    def step(self) -> int:
+        """The number of updates done, over all resumes."""
+        return self.state.step
 
+    @property
+    def epoch(self) -> int:
+        """The number of the current pass over the loader, from 0."""
+        return self.feed.epoch
 
-def open_run(
-    settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader
-) -> Run:
-    """Return the run that the settings describe."""
-    return job.run(
-        model,
-        optimizer,
-        loader,
-        checkpoints=settings.run.folder,
-        steps=settings.train.steps,
-        **vars(settings.checkpoint),  # the options have the same names
-        resume=settings.run.resume,
-        strict=settings.run.strict,
-        walltime=settings.run.walltime,
-        margin=settings.run.margin,
-        on_nonfinite=settings.train.on_nonfinite,
-        start_from=settings.train.start_from,
-        start_skip=settings.train.start_skip,
-        trace=settings.train.trace,
-        trace_steps=settings.train.trace_steps,
-        config=to_toml(to_tree(settings)),
-        provenance={"parallel": settings.parallel.data, "batch": settings.train.batch},
-    )
+    @property
+    def batch(self) -> int:
+        """The number of the current batch in its epoch, from 0; ``enumerate(run)`` restarts at 0 after a resume."""
+        return self.feed.batches
 
+    @property
+    def last(self) -> bool:
+        """Whether the current batch is the last one of its epoch."""
+        return self._loop.last
 
-def open_corpus(settings: Settings) -> Corpus:
-    """Open both splits of the data."""
-    window = settings.model.window
-    return Corpus(open_dataset(settings.data, "train", window), open_dataset(settings.data, "validation", window))
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or ``stop`` has ended the run."""
+        return self._loop.finished
 
+    @property
+    def stopped_by(self) -> str | None:
+        """Why the run stops before its end and must be started again; None otherwise."""
+        return self._loop.stopped_by
 
-def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
-    """Build the model for the data; its weights are drawn from the run's seed.
+    @property
+    def sample_weight(self) -> float:
+        """Weight of a mean over this rank's samples: samples x data ranks / samples of all; 0 without a sample."""
+        return self._loop.weight
 
-    A model that is sharded over the ranks, or offloaded to the host, is built on the meta device.
-    ``job.wrap`` then draws the same weights, but never all of them on one rank or on the device.
-    """
-    if settings.train.deterministic is not torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(settings.train.deterministic)  # loads torch's compiler, which takes seconds
-    seed_generators(settings.train.seed)
-    divides = settings.parallel.data in SHARDED or settings.parallel.splits_model
-    divided = settings.model.factory is None and (divides and ranks > 1 or settings.offload.any_update)
-    with torch.device("meta") if divided or settings.model.meta else nullcontext():
-        return build(settings.model, **corpus.train.facts)
+    @property
+    def health(self) -> Health:
+        """Monitor of the gradients of the run's only model, which detects NaN and infinity."""
+        (health,) = self._updates.healths.values()
+        return health
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The run's only optimizer."""
+        (optimizer,) = self.optimizers.values()
+        return optimizer
 
-def seed_generators(seed: int) -> None:
-    """Seed the generators of torch, NumPy and Python."""
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        if self._progress is None:
+            raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
+        return self._loop.iterate()
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that remain of ``count`` passes over the loader, from 0.
 
-def check_sizes(settings: Settings, ranks: int) -> Shape:
-    """Return the mesh of the ranks; raise an error if the number of ranks or the batch does not fit."""
-    shape = shape_of(settings.parallel, ranks)
-    train, idle = settings.train, settings.server.ranks
-    if idle >= ranks:
-        raise SettingsError(
-            f"setting server.ranks = {idle}: must be less than the number of ranks, {ranks}"
-        )
-    if at_own_pace(settings.server, settings.parallel) and settings.checkpoint.background:
-        raise UsageError("checkpoint.background: not possible with asynchronous workers")
-    check_batch(train.batch, shape.data - idle, train.accumulate)
-    if shape.pipe > 1:
-        microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)
-        if settings.parallel.schedule == "pipedream" and train.accumulate > 1:
-            raise SettingsError(
-                f'setting train.accumulate = {train.accumulate}: parallel.schedule = "pipedream" makes an update after '
-                "every microbatch"
+        ``for step, batch in run`` inside iterates over one epoch. A resumed run continues in the
+        middle of the interrupted epoch. The code after that loop runs once per epoch, also over
+        resumes. A checkpoint that is due or requested there is written after this code has run.
+        """
+        if self._progress is None:
+            raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UsageError(f"run.epochs({count!r}): must be a whole number of at least 1", everywhere=True)
+        length = self.feed.length
+        if self.options.steps is None and length is not None:
+            self._progress.expect(self.step + (count - self.feed.epoch) * length - self.feed.batches)
+        return self._loop.epochs(count)
+
+    def log(
+        self, *, tokens: int = 0, same: Mapping[str, float | Sequence[float]] | None = None, **values: float | Tensor
+    ) -> None:
+        """Log numbers of this step: ``values`` are averaged over the ranks, ``same`` are equal on all of them.
+
+        Values of a split batch are averaged with the number of samples as weights. Values of
+        several iterations in one step are averaged with equal weights. A value in ``same`` may be a
+        list, such as a histogram. ``tokens`` is the number of tokens that the step trained on over
+        all ranks. Every rank must log the same names. Values logged after the loop belong to its
+        last step.
+        """
+        self._loop.log.note(values, same or {})
+        self.state.tokens += tokens
+        if tokens:
+            self._loop.log.note({}, {"tokens": self.state.tokens})
+
+    @as_parts
+    def clip(self, max_norm: float, model: str = "") -> Tensor:
+        """Clip the gradients of a model by their global norm (0: only compute it) and return that norm.
+
+        Collective. ``model`` is the model's key if the run has several.
+        """
+        if model not in self.models:
+            known = ", ".join(map(repr, self.models))
+            raise UsageError(f"run.clip(model={model!r}): the run's models are {known}", everywhere=True)
+        health = self._updates.healths[model]
+        health.norm = health.strategy.clip_grad_norm(max_norm or float("inf"))
+        return health.norm
+
+    def backward(self, batch: Any, compute: Compute, *, accumulate: int = 1) -> Tensor:
+        """Compute a batch's loss in parts and leave its exact gradient in the parameters; return the loss of all ranks.
+
+        Collective. ``compute(part)`` returns a loss that is a mean over the part's samples, or a
+        pair of a sum and its divisor, such as the number of targets that are not padding. The batch
+        (a tensor, or tuples, lists and dicts of tensors) is split into ``accumulate`` parts along
+        the first dim. Gradients are reduced once, with the last part. In a pipeline, ``compute``
+        must call the model once, and is called again for each microbatch. It must therefore draw no
+        random numbers for the model's inputs.
+        """
+        return self._backward(batch, compute, accumulate)
+
+    def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
+        """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
+        self._check_call("run.evaluate")
+        result = self._evaluation(what, compute)
+        self._loop.log.note({}, self._figures())
+        return result
+
+    def save(self, best: float | Tensor | None = None) -> Path:
+        """Write a checkpoint and return its path. Collective. Raises ``CheckpointError`` on all ranks.
+
+        ``best`` is a number that rates the checkpoint, logged as ``best``. The checkpoint with the
+        lowest value is kept, also over resumes (``best="highest"`` in ``job.run``: with the highest
+        value). Inside a step, the file is written when the step has ended. After the loop of an
+        epoch, it is written when the code there has run. Before that, weights and counters are not
+        consistent.
+        """
+        if best is not None:
+            self._loop.log.note({}, {SAVED_FOR: float(best)})
+            self.state.keep_best()
+        if not self._loop.inside and not self._loop.in_epochs and self._loop.may_save:
+            self._check_call("run.save")
+            self._loop.close()
+            return self._save()
+        self._loop.want_save()
+        return self.state.path(self.step + self._loop.inside)
+
+    def stop(self, reason: str) -> None:
+        """End the run for good after this step, on all ranks, if any rank calls this.
+
+        After the loop of an epoch, the run ends when the code there has run. A later start finds
+        the run finished; ``job.run(..., resume="reopen")`` continues it. ``reason`` is stored in
+        the checkpoint.
+        """
+        if not reason or not isinstance(reason, str):
+            raise UsageError(f"run.stop({reason!r}): give the reason as text")
+        self._loop.stop(reason)
+
+    # Entering ---------------------------------------------------------------------------------------------------------
+
+    @as_parts
+    def __enter__(self) -> Run:
+        with starting():
+            self._open()
+        self.stop_request.starting = False  # from here on SIGTERM means: save, then exit
+        return self
+
+    def _open(self) -> None:
+        comm, opening = self.job.comm, self._opening
+        opening.agree_on_seed()
+        agreed(comm, self.checks.check_held)
+        self.provenance |= opening.start_from_another()
+        self.state.find_schedulers()
+        self.state.check_storable()
+        on_first_rank(comm, opening.take_folder)
+        try:
+            self.provenance = opening.resume(self.config, self.provenance)
+            on_first_rank(comm, lambda: opening.open_books(self._stops, self.config, self.provenance))
+            self._saves.committed = self.step
+            agreed(comm, self._saves.open)
+            self.stop_request.raise_lost_interrupt()
+        except BaseException:
+            try:
+                self._saves.close()
+            finally:
+                self._books.close("failed", self.step, None)
+            raise
+        if not self.options.checks or self.finished:
+            self._updates.checks = None
+            for strategy in self.strategies.values():
+                strategy.skip_checks()
+        self._updates.attach(self._loop.begin_update, self._loop.note_update)
+        self.job.guard.last_words = FailureRecord(self.folder, self.job.rank)
+        visible = self.job.rank == 0 and not self.finished
+        self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _begin_step(self, step: int) -> None:
+        self._tracing.begin_step(step)
+        self.job.guard.step = step
+
+    def _record(self, row: dict[str, Any]) -> None:
+        self._books.record(row)
+        if self._progress is not None:
+            self._progress.update(row["step"], self.state.tokens, shown(row))
+
+    def _meet(self, place: str) -> None:
+        """Wait at a named place until all asynchronous ranks have reached it. Collective."""
+        if self.loose:
+            meet(self.job.comm, self.strategies.values(), place)
+
+    def _check_call(self, call: str) -> None:
+        at = f"in step {self.step + 1}" if self._loop.inside else f"after step {self.step}"
+        check_call(self.job.comm, self.strategies.values(), f"{call} {at}")
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the strategies' metrics since the last call, such as the staleness of updates. Collective."""
+        found: dict[str, Any] = {}
+        for key, strategy in self.strategies.items():
+            figures = dict(strategy.figures())
+            if figures.get("staleness_histogram") == []:  # no update since the last call
+                figures = {name: value for name, value in figures.items() if not name.startswith("staleness")}
+            if figures.get("communication") == 0.0:  # no step since the last call
+                del figures["communication"]
+            found |= {f"{name}.{key}" if key else name: value for name, value in figures.items()}
+        return found
+
+    def _save(self) -> Path:
+        self._find_late_schedulers()
+        return self._saves.now(self.config, self.provenance)
+
+    def _save_due(self) -> None:
+        self._find_late_schedulers()
+        self._saves.due(self.config, self.provenance)
+
+    def _find_late_schedulers(self) -> None:
+        """Search again for schedulers before the first save: some are created after the run has started."""
+        if not self._has_saved:
+            self._has_saved = True
+            self.state.find_schedulers()
+
+    @as_parts
+    def _go_back(self) -> None:
+        """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
+        for health in self._updates.healths.values():
+            health.wants_rollback = False
+        self._saves.settle()
+        found = self.state.find(strict=self.options.strict)
+        if found is None:
+            raise NonFiniteError("there is no checkpoint to roll back to yet", everywhere=True)
+        self.state.restore(found, rewind_data=False)
+        self._saves.committed = self.step
+        self._books.rewind(self.step)
+
+    # Leaving ----------------------------------------------------------------------------------------------------------
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and error is self._loop.leaving:
+            error = None
+        try:
+            # The other ranks may not know of an error on this rank, so after an error no collective may follow.
+            if error is None:
+                self._loop.close()
+                for strategy in self.strategies.values():
+                    strategy.settle()
+                moved = self._loop.in_epochs and self._feed_part.has_moved
+                self._find_late_schedulers()
+                self._saves.finish(self.config, self.provenance, moved=moved)
+                for strategy in self.strategies.values():
+                    strategy.conclude()
+                self._tracing.close()
+                self._loop.exchange.close()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._close(error)
+        if error is None and self.stopped_by and self.job.rank == 0:
+            logger.warning("%s: saved after step %d, start again to resume", self.stopped_by, self.step)
+
+    def _close(self, error: BaseException | None) -> None:
+        """Release hooks, progress bar and folder, and record how the run ended."""
+        try:
+            if error is not None:
+                self._loop.abandon()
+            self._saves.close()
+        finally:
+            self._give_back(error)
+
+    def _give_back(self, error: BaseException | None) -> None:
+        self.feed.close()
+        self._tracing.abandon()
+        self.checks.close()
+        self._updates.detach()
+        if self._progress is not None:
+            self._progress.close()
+        if error is None or self.job.rank == 0:
+            self.job.guard.last_words = None  # the receipt has the reason, or another failed rank will report it
+        if error is not None:
+            alone = None if getattr(error, "everywhere", False) else self.job.rank
+            self._books.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
+        else:
+            self._books.close(
+                "stopped" if self.stopped_by else "finished", self.step, self.stopped_by or self.state.stopped
             )
-    return shape
-
-
-def tokens_in(targets: torch.Tensor, settings: Settings, data: Communicator) -> int:
-    """Return the tokens per step over all data ranks, which have equal numbers of them; 0 for arrays."""
-    return targets.numel() * data.size if settings.data.has_tokens else 0
-
-
-def is_due(number: int, settings: Settings) -> bool:
-    """Return whether an evaluation follows a step: periodically, and if it selects the best checkpoint."""
-    every, saved = settings.train.evaluate_every, settings.checkpoint
-    judged = saved.keep_best not in ("", *LOGGED_EACH_STEP) and number % saved.every == 0
-    return number == settings.train.steps or judged or bool(every) and number % every == 0
-
-
-def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
-    """Return the loss on the validation split, computed in float32."""
-    with step.strategy.meeting():
-        return evaluate(
-            step.strategy,
-            replace(step.objective, dtype=None),
-            corpus.validation,
-            batch=settings.train.batch,
-            limit=settings.data.validation_limit,
-            device=step.device,
-        )
-
-
-def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:
-    """Log the model size, data, ranks and folder of the run."""
-    if job.rank or run.finished:
-        return
-    ranks = "1 rank" if job.size == 1 else f"{job.size} ranks on {job.nodes} node{'s' if job.nodes > 1 else ''}"
-    logger.info(
-        "%s parameters, %s training samples, %s, %s, %d threads per rank; writing into %s",
-        f"{parameters:,}",
-        f"{len(corpus.train):,}",
-        ranks,
-        job.device,
-        torch.get_num_threads(),
-        run.folder,
-    )

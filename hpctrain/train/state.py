@@ -17,31 +17,31 @@ from torch import nn
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.checksum import crc32
-from hpctrain.checkpoint.file.keys import group_of, keys_in
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.keep import Keep
-from hpctrain.checkpoint.named import Models, by_key
+from hpctrain.checkpoint.folder import RetentionPolicy
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.integrity import crc32
+from hpctrain.checkpoint.format.layout import group_of, keys_in
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.names import Models, by_key
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Loaded, load, load_own
-from hpctrain.checkpoint.states import Leaf, pack_states
-from hpctrain.checkpoint.tensors import to_numpy
-from hpctrain.collectives.agreement import agreed, on_first_rank
+from hpctrain.checkpoint.states import Leaf, pack_states, to_numpy
+from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Split
-from hpctrain.train import parts, schedulers
+from hpctrain.train import parts
+from hpctrain.train import parts as schedulers
 from hpctrain.train.changes import changed_hyperparameters
+from hpctrain.train.config import NOT_JUDGED
 from hpctrain.train.metrics import Curves
 from hpctrain.train.parts import Stateful
-from hpctrain.train.settings import NOT_JUDGED
 from hpctrain.util.text import printable
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 __all__ = ["LOADER", "Stateful", "TrainState"]
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class TrainState:
         parts: Mapping[str, Any],
         comm: Communicator,
         folder: Path,
-        keep: Keep = Keep(),
+        keep: RetentionPolicy = RetentionPolicy(),
         strategies: Mapping[str, Strategy] = MappingProxyType({}),
     ) -> None:
         self.models: dict[str, nn.Module] = by_key(models, "model")

@@ -15,11 +15,11 @@ from torch import nn
 
 from hpctrain.models.gpt import GPT
 from hpctrain.models.sampling import generate
-from hpctrain.train import receipt_text
+from hpctrain.train.receipt import render
 from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
-    from hpctrain.train.session import Run
+    from hpctrain.train.run import Run
 
 LENGTH = 300  # bytes of generated text
 BYTES = 256  # vocabulary of a byte-level model
@@ -72,7 +72,7 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
     best = run.state.keeper.best()
     if best is not None:
         print(printable_lines(f"best checkpoint  {best} (by {run.options.keep_best})"))
-    took = receipt_text.summary(run.folder)
+    took = render.summary(run.folder)
     if took is not None:
         print(printable_lines(f"efficiency       {took}"))
     print(printable_lines(f"inspect          {_program()} checkpoint show {run.state.path(run.step)}"))

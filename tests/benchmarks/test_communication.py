@@ -93,7 +93,7 @@ def check_sixteen_bit_floats(found: dict[str, Any]) -> None:
 WRONG = """
 import sys
 sys.path.insert(0, {folder!r})
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 right = Communicator.all_reduce
 def wrong(self, tensor, *arguments, **options):
     done = right(self, tensor, *arguments, **options)

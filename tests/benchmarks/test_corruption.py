@@ -12,7 +12,7 @@ import pytest
 from corruption import LARGER, large, small
 from damage import Mutation, Patient, at_random, every_bit
 
-from hpctrain.checkpoint.file.reader import Reader
+from hpctrain.checkpoint.format.reader import Reader
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from piping.ideal import covered, hold, medians_of, played, seconds, shares, timeline
 from piping.timing import Step
 
-from hpctrain.parallel.pipeline.schedule import Schedule, make
-from hpctrain.parallel.pipeline.timeline import Span, equal_costs, simulate
+from hpctrain.parallel.pipeline.schedules import Schedule, make
+from hpctrain.parallel.pipeline.timeline import TimelineSpan, equal_costs, simulate
 
 SCHEDULES = [("gpipe", 8, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("naive", 2, 1)]
 
@@ -22,7 +22,7 @@ def perfect(schedule: Schedule, *, stretch: float = 1.0, late: float = 0.0) -> t
             100.0,
             100.0 + end + late,
             tuple(
-                Span(one.name, 100 + one.start * stretch, 100 + one.end * stretch, one.chunk, one.microbatch)
+                TimelineSpan(one.name, 100 + one.start * stretch, 100 + one.end * stretch, one.chunk, one.microbatch)
                 for one in row
             ),
         )
@@ -83,5 +83,5 @@ def test_overlapping_time_counts_once_and_time_outside_the_step_is_ignored() -> 
     assert (found.passes, found.sending, found.waiting) == (0, 0.1, 0.5) and found.rest == pytest.approx(0.4)
 
 
-def spans_of(*spans: tuple[str, float, float]) -> Iterable[Span]:
-    return [Span(name, start, end) for name, start, end in spans]
+def spans_of(*spans: tuple[str, float, float]) -> Iterable[TimelineSpan]:
+    return [TimelineSpan(name, start, end) for name, start, end in spans]

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from piping.names import ALONE, CANDIDATES, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE, OURS, TORCH  # noqa: E402
 from piping.plot import draw  # noqa: E402
 
-from hpctrain.parallel.pipeline.schedule import make  # noqa: E402
+from hpctrain.parallel.pipeline.schedules import make  # noqa: E402
 from hpctrain.parallel.pipeline.timeline import equal_costs, simulate  # noqa: E402
 
 TIME = {"median": 0.5, "quartile_1": 0.4, "quartile_3": 0.6, "min": 0.3}

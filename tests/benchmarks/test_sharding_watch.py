@@ -15,7 +15,7 @@ from sharding.task import SMALL, Task
 from sharding.watch import Sample, Watch
 from torch import nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 
 TASK = Task(SMALL)
 BYTES = TASK.parameter_bytes

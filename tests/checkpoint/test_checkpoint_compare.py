@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hpctrain.checkpoint.compare import Description, Difference, compare, table
+from hpctrain.checkpoint.compare import Difference, TensorDescription, compare, table
 
-A, B = Description((2, 3), "float32"), Description((), "int64")
+A, B = TensorDescription((2, 3), "float32"), TensorDescription((), "int64")
 
 
 def test_every_kind_of_difference_is_found() -> None:
     in_file = {"same": A, "shape": A, "dtype": A, "extra": B}
-    in_program = {"same": A, "shape": B, "dtype": Description((2, 3), "bfloat16"), "gone": B}
+    in_program = {"same": A, "shape": B, "dtype": TensorDescription((2, 3), "bfloat16"), "gone": B}
     assert compare(in_file, in_program) == [
         Difference("shape", "shape", "float32 2x3", "int64 scalar"),
         Difference("dtype", "dtype", "float32 2x3", "bfloat16 2x3"),

@@ -10,31 +10,38 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import save
-from hpctrain.checkpoint.file.layout import step_file
-from hpctrain.checkpoint.folder import LOGGED, Keeper, list_checkpoints
-from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
+from hpctrain.checkpoint.folder import (
+    LOGGED,
+    Keeper,
+    RetentionPolicy,
+    StoredCheckpoint,
+    best_of,
+    list_checkpoints,
+    superseded,
+)
+from hpctrain.checkpoint.format.layout import step_file
 from hpctrain.errors import UsageError
 
 VALUES = [None, math.nan, math.inf, -math.inf, -1.5, 0.0, 0.25, 0.25, 3.0]
 
 
-def candidates(*values: float | None) -> list[Candidate]:
+def candidates(*values: float | None) -> list[StoredCheckpoint]:
     """Return the checkpoints of the steps 10, 20, ... with these values."""
-    return [Candidate(f"step {10 * n}", 10 * n, value) for n, value in enumerate(values, 1)]
+    return [StoredCheckpoint(f"step {10 * n}", 10 * n, value) for n, value in enumerate(values, 1)]
 
 
-def steps(kept: list[Candidate]) -> list[int]:
+def steps(kept: list[StoredCheckpoint]) -> list[int]:
     return [one.step for one in kept]
 
 
 def test_last_every_and_best_each_keep_their_checkpoints() -> None:
     found = candidates(5.0, 1.0, 4.0, 3.0, 2.0, 6.0)
-    assert steps(superseded(found, Keep(last=2))) == [10, 20, 30, 40]
-    assert steps(superseded(found, Keep(last=2, every=30))) == [10, 20, 40]
-    assert steps(superseded(found, Keep(last=2, best="loss"))) == [10, 30, 40]
-    assert steps(superseded(found, Keep(last=1, best="loss", which="highest"))) == [10, 20, 30, 40, 50]
-    assert steps(superseded(found, Keep(last=1, every=50, best="loss"))) == [10, 30, 40]
-    assert superseded(found, Keep(last=6)) == superseded([], Keep()) == []
+    assert steps(superseded(found, RetentionPolicy(last=2))) == [10, 20, 30, 40]
+    assert steps(superseded(found, RetentionPolicy(last=2, every=30))) == [10, 20, 40]
+    assert steps(superseded(found, RetentionPolicy(last=2, best="loss"))) == [10, 30, 40]
+    assert steps(superseded(found, RetentionPolicy(last=1, best="loss", which="highest"))) == [10, 20, 30, 40, 50]
+    assert steps(superseded(found, RetentionPolicy(last=1, every=50, best="loss"))) == [10, 30, 40]
+    assert superseded(found, RetentionPolicy(last=6)) == superseded([], RetentionPolicy()) == []
 
 
 def test_the_earliest_of_equal_values_is_the_best() -> None:
@@ -46,7 +53,7 @@ def test_a_checkpoint_without_a_value_is_never_the_best() -> None:
     found = candidates(None, math.nan, -math.inf, 7.0, math.inf)
     assert best_of(found) == best_of(found, "highest") == found[3]
     assert best_of(candidates(None, math.nan)) is None
-    assert steps(superseded(candidates(None, None, None), Keep(last=1, best="loss"))) == [10, 20]
+    assert steps(superseded(candidates(None, None, None), RetentionPolicy(last=1, best="loss"))) == [10, 20]
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -54,10 +61,10 @@ def test_any_folder_agrees_with_the_definition(seed: int) -> None:
     """Compare with the definition in its other form, which decides for each file by itself whether it stays."""
     draw = random.Random(seed)
     numbers = draw.sample(range(60), draw.randrange(12))
-    found = [Candidate(f"f{number}", number, draw.choice(VALUES)) for number in numbers]
+    found = [StoredCheckpoint(f"f{number}", number, draw.choice(VALUES)) for number in numbers]
     which = draw.choice(["lowest", "highest"])
     best = draw.choice(["", "loss"])
-    keep = Keep(draw.randint(1, 4), draw.choice([0, 1, 5, 7]), best, which)  # type: ignore[arg-type]
+    keep = RetentionPolicy(draw.randint(1, 4), draw.choice([0, 1, 5, 7]), best, which)  # type: ignore[arg-type]
     gone = superseded(found, keep)
     assert steps(gone) == sorted(steps(gone)) and set(gone) <= set(found) and len(set(gone)) == len(gone)
     for one in found:
@@ -70,7 +77,7 @@ def test_any_folder_agrees_with_the_definition(seed: int) -> None:
     assert superseded(staying, keep) == [], "deleting once more must delete nothing"
 
 
-def _beats(other: Candidate, one: Candidate, which: str) -> bool:
+def _beats(other: StoredCheckpoint, one: StoredCheckpoint, which: str) -> bool:
     assert other.value is not None and one.value is not None
     if other.value == one.value:
         return other.step < one.step
@@ -81,7 +88,11 @@ def _beats(other: Candidate, one: Candidate, which: str) -> bool:
 def test_deleting_after_each_save_never_loses_the_best(seed: int) -> None:
     draw = random.Random(seed)
     values = [draw.choice([*VALUES, draw.random()]) for _ in range(30)]
-    keep, present, everything = Keep(last=2, every=100, best="loss"), list[Candidate](), candidates(*values)
+    keep, present, everything = (
+        RetentionPolicy(last=2, every=100, best="loss"),
+        list[StoredCheckpoint](),
+        candidates(*values),
+    )
     for number, one in enumerate(everything, 1):
         present.append(one)
         for old in superseded(present, keep):
@@ -94,7 +105,7 @@ def test_deleting_after_each_save_never_loses_the_best(seed: int) -> None:
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": -1}, {"which": "best"}])
 def test_invalid_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="cannot keep"):
-        Keep(**wrong)  # type: ignore[arg-type]
+        RetentionPolicy(**wrong)  # type: ignore[arg-type]
 
 
 # In a folder ----------------------------------------------------------------------------------------------------------
@@ -115,11 +126,14 @@ def present(folder: Path) -> list[int]:
 def test_the_best_checkpoint_is_read_from_the_files(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 0.5), (3, 2.0), (4, 2.5)):
         write(tmp_path, step, {"loss": loss, "accuracy": -loss})
-        Keeper(tmp_path, Keep(last=1, best="loss")).tidy()  # as after a restart: no state in memory
+        Keeper(tmp_path, RetentionPolicy(last=1, best="loss")).tidy()  # as after a restart: no state in memory
     assert present(tmp_path) == [2, 4]
-    assert Keeper(tmp_path, Keep(best="loss")).best() == tmp_path / step_file(2)
-    assert Keeper(tmp_path, Keep(best="accuracy", which="highest")).best() == tmp_path / step_file(2)
-    assert Keeper(tmp_path, Keep(best="other")).best() is None and Keeper(tmp_path, Keep()).best() is None
+    assert Keeper(tmp_path, RetentionPolicy(best="loss")).best() == tmp_path / step_file(2)
+    assert Keeper(tmp_path, RetentionPolicy(best="accuracy", which="highest")).best() == tmp_path / step_file(2)
+    assert (
+        Keeper(tmp_path, RetentionPolicy(best="other")).best() is None
+        and Keeper(tmp_path, RetentionPolicy()).best() is None
+    )
 
 
 @pytest.mark.parametrize("logged", [None, {}, {"loss": "low"}, {"loss": None}, {"loss": [1]}, [1, 2], "loss", 10**400])
@@ -128,7 +142,7 @@ def test_files_without_the_value_are_treated_as_ordinary_files(tmp_path: Path, l
     write(tmp_path, 2, {"loss": 9.0})
     write(tmp_path, 3, logged)
     write(tmp_path, 4, {"loss": 9.5})
-    keeper = Keeper(tmp_path, Keep(last=1, best="loss"))
+    keeper = Keeper(tmp_path, RetentionPolicy(last=1, best="loss"))
     assert [path.name for path in keeper.tidy()] == [step_file(1), step_file(3)] and present(tmp_path) == [2, 4]
 
 
@@ -142,7 +156,7 @@ def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return reader(path)
 
     monkeypatch.setattr(folder, "Reader", counting)
-    keeper = Keeper(tmp_path, Keep(last=1, every=1, best="loss"))
+    keeper = Keeper(tmp_path, RetentionPolicy(last=1, every=1, best="loss"))
     for step in range(1, 6):
         keeper.tidy(verified=write(tmp_path, step, {"loss": float(step)}))
     assert sorted(opened) == [step_file(step) for step in range(1, 6)]
@@ -154,10 +168,10 @@ def test_an_unreadable_file_is_kept_if_it_may_be_the_best(tmp_path: Path, caplog
     for step in range(1, 5):
         write(tmp_path, step, {"loss": float(step)})
     (tmp_path / step_file(1)).write_bytes(b"torn")
-    Keeper(tmp_path, Keep(last=1, best="loss")).tidy()
+    Keeper(tmp_path, RetentionPolicy(last=1, best="loss")).tidy()
     assert present(tmp_path) == [1, 2, 4]
     assert f"{step_file(1)} is kept: cannot determine whether it is the best" in caplog.text
-    Keeper(tmp_path, Keep(last=1)).tidy()
+    Keeper(tmp_path, RetentionPolicy(last=1)).tidy()
     assert present(tmp_path) == [4]
 
 
@@ -168,6 +182,6 @@ def test_no_file_is_deleted_while_the_newest_is_damaged(tmp_path: Path, caplog: 
     data = bytearray(newest.read_bytes())
     data[100] ^= 1
     newest.write_bytes(data)
-    for keep in (Keep(last=1), Keep(last=1, best="loss"), Keep(last=1, every=2)):
+    for keep in (RetentionPolicy(last=1), RetentionPolicy(last=1, best="loss"), RetentionPolicy(last=1, every=2)):
         assert Keeper(tmp_path, keep).tidy() == []
     assert present(tmp_path) == [1, 2, 3, 4] and "older checkpoints are kept: the newest is not valid" in caplog.text

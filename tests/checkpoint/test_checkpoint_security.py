@@ -17,11 +17,11 @@ import pytest
 from support.checksums import lookup3, object_headers, repair
 from support.crafted import ATTACKS, VERSIONS, craft, sound_file
 
-from hpctrain.checkpoint.file import structure
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
-from hpctrain.checkpoint.look import ingest, inspect
+from hpctrain.checkpoint.format import structure
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.tools import convert, inspect
 from hpctrain.errors import CheckpointError
 
 # Audit events (PEP 578) of a program that does more than read the file: run code, load code, use the network.
@@ -29,7 +29,7 @@ EVENTS = ("pickle.", "marshal.", "exec", "compile", "import", "os.", "subprocess
 
 CHILD = """
 import json, os, resource, sys
-from hpctrain.checkpoint.look import inspect
+from hpctrain.checkpoint.tools import inspect
 from hpctrain.errors import CheckpointError
 
 try:
@@ -188,8 +188,8 @@ def test_the_package_imports_no_unpickler() -> None:
     bad = re.compile(r"^\s*(import|from) (dill|cloudpickle|joblib|marshal|shelve|pickle)|allow_pickle=True", re.M)
     # ingest.py catches pickle's error by name; it loads with torch's own reader of weights.
     assert [path.name for path in sources if bad.search(path.read_text())] == ["ingest.py"]
-    assert "pickle.load" not in Path(ingest.__file__).read_text()
-    assert re.findall(r"torch\.load\(.*\)", Path(ingest.__file__).read_text()) == [
+    assert "pickle.load" not in Path(convert.__file__).read_text()
+    assert re.findall(r"torch\.load\(.*\)", Path(convert.__file__).read_text()) == [
         'torch.load(file, map_location="cpu", weights_only=True)'
     ]
 

@@ -16,9 +16,9 @@ import torch
 from support.checkpoints import ThreadRanks, make_model, same, train
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file.layout import STORAGE
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.tensors import torch_dtype
+from hpctrain.checkpoint.format.layout import STORAGE
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.states import torch_dtype
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 
 TRAIN = {

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file.layout import STORAGE
-from hpctrain.checkpoint.look.export import export
-from hpctrain.checkpoint.states import pack_states
-from hpctrain.checkpoint.tensors import torch_dtype
+from hpctrain.checkpoint.format.layout import STORAGE
+from hpctrain.checkpoint.states import pack_states, torch_dtype
+from hpctrain.checkpoint.tools.convert import export
 from hpctrain.errors import CheckpointError, UsageError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.checkpoints import all_dtypes
 
-from hpctrain.checkpoint.file.layout import STORAGE
-from hpctrain.checkpoint.tensors import check_storable, dtype_name, fill, from_numpy, is_finite, to_numpy, torch_dtype
+from hpctrain.checkpoint.format.layout import STORAGE
+from hpctrain.checkpoint.states import check_storable, dtype_name, fill, from_numpy, is_finite, to_numpy, torch_dtype
 from hpctrain.errors import CheckpointError
 
 

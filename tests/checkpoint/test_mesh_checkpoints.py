@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpctrain import checkpoint
 from hpctrain.errors import CheckpointError
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.shard import Shard
 
 STEPS = 2

@@ -16,8 +16,8 @@ from support.checkpoints import same
 from torch import nn
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.look.export import export
-from hpctrain.checkpoint.look.inspect import show
+from hpctrain.checkpoint.tools.convert import export
+from hpctrain.checkpoint.tools.inspect import show
 from hpctrain.errors import CheckpointError, UsageError
 
 

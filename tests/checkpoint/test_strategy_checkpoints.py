@@ -15,8 +15,8 @@ from torch import nn
 from hpctrain import checkpoint
 from hpctrain.checkpoint.saver import Saver, Storage
 from hpctrain.errors import CheckpointError
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 STEPS = 2
 SPLIT = ("zero2", "fsdp", "fsdp_alone", "hybrid_alone")

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from hpctrain.cli.action import action
+from hpctrain.cli.options import action
 
 
 def test_an_action_has_help_examples_and_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,11 @@ from support.jobs import JobStarter
 
 from hpctrain.cli import bench
 from hpctrain.cli.main import main
-from hpctrain.collectives.choice.table import Layout, Table
-from hpctrain.train.calibration import Calibration, Measurement, keep, place
-from hpctrain.train.machine import mpi_name, this_machine
-from hpctrain.transport.canary import Verdict
+from hpctrain.comm.device.cuda_aware_probe import ProbeResult
+from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
+from hpctrain.train.calibration import Calibration, Measurement, keep, mpi_name, place, this_machine
 
-TABLE = Table(Layout(4, 1, 4), {("all_reduce", "window", "carried"): ((4096, "mpi"), (inf, "window"))})
+TABLE = AlgorithmTable(RankLayout(4, 1, 4), {("all_reduce", "window", "carried"): ((4096, "mpi"), (inf, "window"))})
 TIMES = {"all_reduce/window/carried": {"mpi": {"4": 1e-6, "65536": 4e-5}, "window": {"4": 2e-6, "65536": 1e-5}}}
 MEASUREMENT = Measurement(TABLE, TIMES, "2026-01-01T00:00:00+00:00")
 
@@ -92,7 +91,7 @@ def test_show_prints_the_calibration_in_use(capsys: pytest.CaptureFixture[str]) 
     here = this_machine(mpi_name())
     path = place(here)
     assert path is not None
-    verdict = Verdict(False, "the exchange ended with status -11", here.mpi)
+    verdict = ProbeResult(False, "the exchange ended with status -11", here.mpi)
     keep(Calibration(here).with_measurement(MEASUREMENT).with_verdict(verdict), path)
     assert main(["bench", "show"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -103,7 +102,7 @@ def test_show_prints_the_calibration_in_use(capsys: pytest.CaptureFixture[str]) 
     assert main(["bench", "show", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["in_use"] is True and tree["differences"] == [] and tree["file"] == str(path)
-    assert Table.from_json(tree["measurements"][0]["table"]) == TABLE
+    assert AlgorithmTable.from_json(tree["measurements"][0]["table"]) == TABLE
 
 
 def test_show_names_the_reason_why_a_file_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,14 +121,14 @@ def test_show_names_the_reason_why_a_file_is_not_used(tmp_path: Path, capsys: py
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = bench._Progress(60.0, shown=True)
+    progress = bench._BenchProgress(60.0, shown=True)
     for seconds in (1.0, 9.0, 11.0, 15.0, 22.0):
         progress(seconds, "broadcast of 4 B")
     assert capsys.readouterr().err.splitlines() == [
         "measured for 11 of 60 s: broadcast of 4 B",
         "measured for 22 of 60 s: broadcast of 4 B",
     ]
-    bench._Progress(60.0, shown=False)(30.0, "broadcast of 4 B")
+    bench._BenchProgress(60.0, shown=False)(30.0, "broadcast of 4 B")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress(30.0, "broadcast of 4 B")
@@ -150,7 +149,7 @@ def test_one_process_has_no_algorithm_to_choose(launch: JobStarter, store: Path)
 JOB = """
 import json
 import hpctrain
-from hpctrain.collectives.choice.measure import layout_of
+from hpctrain.comm.tuning.measure import layout_of
 from hpctrain.train.calibration import stored_table
 job = hpctrain.init(device="cpu")
 tables = job.comm.all_gather_object(stored_table(job.comm, layout_of(job.comm)))

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli import checkpoint as verb
 from hpctrain.cli.checkpoint import text
 from hpctrain.errors import CheckpointError, UsageError

@@ -14,7 +14,7 @@ from support.doctoring import report
 
 from hpctrain.cli import doctor
 from hpctrain.cli.main import main
-from hpctrain.doctor.finding import Finding, error, ok, warning
+from hpctrain.doctor.findings import Finding, error, ok, warning
 from hpctrain.doctor.login import examine as login
 from hpctrain.doctor.preflight import verdict
 
@@ -140,10 +140,10 @@ def test_a_preflight_is_printed_and_written(tmp_path: Path, capsys: Any) -> None
 
 
 def test_progress_is_one_line_per_stage(capsys: Any) -> None:
-    progress = doctor._Progress(shown=True)
+    progress = doctor._StageProgress(shown=True)
     for what in ("clocks", "messages, round 1 of 3", "messages, round 2 of 3", "all_reduce"):
         progress(what)
-    doctor._Progress(shown=False)("silence")
+    doctor._StageProgress(shown=False)("silence")
     assert capsys.readouterr().err.splitlines() == [
         "preflight: clocks", "preflight: messages, round 1 of 3", "preflight: all_reduce"
     ]  # fmt: skip

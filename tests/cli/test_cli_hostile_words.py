@@ -17,7 +17,7 @@ import torch  # noqa: F401  (its import would count as time of the first verb)
 
 from hpctrain.cli.main import VERBS, main, parser_with
 from hpctrain.errors import HpctrainError
-from hpctrain.train.settings import Settings, load
+from hpctrain.train.config import Settings, load
 from hpctrain.util.text import LINE, fitted
 
 BYTES = os.fsdecode(b"\xff\xfe\x80.toml")
@@ -118,7 +118,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import numpy as np
     from support.crafted import sound_file
 
-    from hpctrain.checkpoint.look import safetensors
+    from hpctrain.checkpoint.tools import safetensors
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

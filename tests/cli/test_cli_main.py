@@ -87,7 +87,7 @@ def test_invalid_words_are_one_line_of_error(words: list[str], said: str, capsys
 def test_invalid_words_on_another_rank_are_reported_if_rank_0_is_silent() -> None:
     """A rank prints nothing if its launcher ends it within the second that it waits for rank 0."""
     environ = {**without_launcher(), "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    for end, lines in (("", 1), ("from hpctrain.train.signals import stop_request; stop_request.signal = 15;", 0)):
+    for end, lines in (("", 1), ("from hpctrain.train.control import stop_request; stop_request.signal = 15;", 0)):
         code = f"import sys; {end} from hpctrain.cli.main import main; sys.exit(main(['trian']))"
         done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=30)
         assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == lines, done

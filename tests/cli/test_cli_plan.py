@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.train.trace_file import events
+from hpctrain.train.profile.record import events
 
 SHORT = ["plan", "--schedule", "1f1b", "--pipe", "2", "--microbatches", "2"]
 

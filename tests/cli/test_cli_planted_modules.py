@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli.main import main
 
 PLANTED = ("pickle", "json", "struct", "mpi4py", "torch", "numpy", "h5py", "multiprocessing", "hpctrain", "socket")
@@ -42,7 +42,7 @@ def test_verify_with_several_processes_runs_no_planted_module(ran: Callable[[], 
 def test_bench_show_runs_no_planted_module(
     ran: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from hpctrain.train.machine import mpi_name
+    from hpctrain.train.calibration import mpi_name
 
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path))
@@ -52,12 +52,12 @@ def test_bench_show_runs_no_planted_module(
 
 
 def test_the_checkpoint_writer_process_runs_no_planted_module(ran: Callable[[], list[str]], tmp_path: Path) -> None:
-    from hpctrain.checkpoint.together.aside import Aside
-    from hpctrain.checkpoint.together.desk import Order, Place
+    from hpctrain.checkpoint.background import BackgroundWriter
+    from hpctrain.checkpoint.file_writer import Target, WriteRequest
 
-    aside = Aside()
+    aside = BackgroundWriter()
     try:
-        aside.lay_out(Order(Place(tmp_path / "a.h5", tmp_path / "b", 0), [], {}))
+        aside.lay_out(WriteRequest(Target(tmp_path / "a.h5", tmp_path / "b", 0), [], {}))
         assert aside.result() == {}
     finally:
         aside.close()
@@ -65,7 +65,7 @@ def test_the_checkpoint_writer_process_runs_no_planted_module(ran: Callable[[], 
 
 
 def test_the_canary_runs_no_planted_module(ran: Callable[[], list[str]]) -> None:
-    from hpctrain.transport.canary import probe
+    from hpctrain.comm.device.cuda_aware_probe import probe
 
     assert probe(["env"]).reason == "the canary needs two ranks"
     assert ran() == []

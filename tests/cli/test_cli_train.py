@@ -14,8 +14,8 @@ from support.corpus import make_project
 from support.life import give_back_process
 
 from hpctrain.cli.main import main
-from hpctrain.train import guard
-from hpctrain.train.signals import SIGNALS
+from hpctrain.train import watchdog
+from hpctrain.train.control import SIGNALS
 
 HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
 
@@ -63,7 +63,7 @@ def refused_here(
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.delitem(sys.modules, "bytes_model", raising=False)
-    monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
     before = sorted(path.name for path in project.rglob("*"))
 
     def run(*words: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cluster import accounting
-from hpctrain.cluster.accounting import Account, ask_slurm
+from hpctrain.cluster.accounting import JobAccount, ask_slurm
 
 # Job 7 was requeued once: its first steps were numbered 0, too. Task 4 of the array 12 is job 16 within Slurm.
 PRINTED = """\
@@ -41,10 +41,10 @@ def test_states_and_energy_are_read() -> None:
     sacct = Sacct(PRINTED)
     found = ask_slurm(["7", "8", "9", "12_4", "77"], sacct)
     assert found == {
-        "7": Account("COMPLETED", 3000.0),
-        "8": Account("RUNNING", 500.0),
-        "9": Account("CANCELLED", None),
-        "12_4": Account("TIMEOUT", 700.0),
+        "7": JobAccount("COMPLETED", 3000.0),
+        "8": JobAccount("RUNNING", 500.0),
+        "9": JobAccount("CANCELLED", None),
+        "12_4": JobAccount("TIMEOUT", 700.0),
     }
     assert [found[job].has_ended for job in ("7", "8", "9", "12_4")] == [True, False, True, True]
     assert ask_slurm(["16"], sacct)["16"].joules == 700.0
@@ -54,7 +54,7 @@ def test_states_and_energy_are_read() -> None:
 
 @pytest.mark.parametrize("printed", ["", "sacct: error", "7|7|", "|||", "7|7||x", "7.0|7.0|COMPLETED|12"])
 def test_malformed_output_is_ignored(printed: str) -> None:
-    assert ask_slurm(["7"], Sacct(printed)).get("7") in (None, Account("", None))
+    assert ask_slurm(["7"], Sacct(printed)).get("7") in (None, JobAccount("", None))
 
 
 def test_invalid_job_ids_are_not_queried() -> None:
@@ -67,7 +67,7 @@ def test_a_missing_failing_or_slow_sacct_gives_no_answer(tmp_path: Path, monkeyp
     assert ask_slurm(["7"]) == {}, "there is none"
     sacct = tmp_path / "sacct"
     for script, known in (
-        ("echo '7|7|TIMEOUT|5'", {"7": Account("TIMEOUT", 5.0)}),
+        ("echo '7|7|TIMEOUT|5'", {"7": JobAccount("TIMEOUT", 5.0)}),
         ("echo 'Slurm accounting storage is disabled' >&2; exit 1", {}),
         ("printf '\\377'", {}),
         ("/bin/sleep 20", {}),

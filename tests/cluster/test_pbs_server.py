@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.cluster import pbs_server
-from hpctrain.cluster.accounting import Account, ask_pbs
+from hpctrain.cluster.accounting import JobAccount, ask_pbs
 
 PRESENT = {"12.head": {"job_state": "R"}, "5[1].head": {"job_state": "Q"}}
 PAST = {"7.head": {"job_state": "F", "Exit_status": 75}}
@@ -50,7 +50,7 @@ def test_ended_jobs_are_recognised() -> None:
     assert {name: account.has_ended for name, account in found.items()} == {
         **{"12.head": False, "5[1].head": True, "7.head": True, "99.head": True}
     }
-    assert found["7.head"] == Account("F", None)
+    assert found["7.head"] == JobAccount("F", None)
     assert ask_pbs(["7.head"], Qstat(history=False))["7.head"].has_ended
     assert ask_pbs([], Qstat()) == {}
 

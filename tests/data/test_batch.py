@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.data.batch import Batch, take
 from hpctrain.data.dataset import Indices
+from hpctrain.data.loader import Batch, take
 
 
 class Numbers:

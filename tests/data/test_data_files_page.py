@@ -15,7 +15,7 @@ from support.life import give_back_process, metrics_of
 from hpctrain.cli.main import main
 from hpctrain.data.arrays import ArrayDataset
 from hpctrain.data.describe import describe
-from hpctrain.train.signals import SIGNALS
+from hpctrain.train.control import SIGNALS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data-files.md"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.dataset import Indices
-from hpctrain.data.evaluation import evaluation_batches
+from hpctrain.data.loader import evaluation_batches
 from hpctrain.errors import SettingsError
 
 

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data.corpus import Document
-from hpctrain.data.holdout import is_held_out, plan_splits
-from hpctrain.data.survey import Measured
+from hpctrain.data.corpus import Document, DocumentSize, is_held_out, plan_splits
 from hpctrain.errors import DataError
 
 
-def _measured(name: str, length: int = 100) -> Measured:
-    return Measured(Document(name, Path(name)), length, 0)
+def _measured(name: str, length: int = 100) -> DocumentSize:
+    return DocumentSize(Document(name, Path(name)), length, 0)
 
 
 def test_the_held_out_share_equals_the_fraction() -> None:
@@ -25,7 +23,7 @@ def test_a_document_stays_in_its_split_if_others_are_added_removed_or_reordered(
     many = [_measured(f"{number}.txt") for number in range(400)]
     few = many[::-3]
 
-    def held(measured: list[Measured]) -> set[str]:
+    def held(measured: list[DocumentSize]) -> set[str]:
         return {piece.source.document.name for piece in plan_splits(measured, 0.1, 0)["validation"]}
 
     assert held(few) == held(many) & {found.document.name for found in few}
@@ -63,6 +61,6 @@ def test_the_longest_document_is_split_if_a_split_would_be_empty() -> None:
 
 
 @pytest.mark.parametrize("documents", [[], [_measured("a", 1)]])
-def test_too_small_a_corpus_is_refused(documents: list[Measured]) -> None:
+def test_too_small_a_corpus_is_refused(documents: list[DocumentSize]) -> None:
     with pytest.raises(DataError, match="too small to hold out"):
         plan_splits(documents, 0.5, 0)

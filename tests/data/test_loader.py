@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.dataset import Indices
-from hpctrain.data.loader import Loader, check_batch
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.loader import Loader, SampleOrder, check_batch
 from hpctrain.errors import DataError, SettingsError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.data.order import SampleOrder
+from hpctrain.data.loader import SampleOrder
 from hpctrain.errors import SettingsError
 
 

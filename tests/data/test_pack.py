@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.data import corpus as survey_module
 from hpctrain.data import pack as pack_module
-from hpctrain.data import survey as survey_module
 from hpctrain.data.pack import pack
 from hpctrain.errors import DataError, SettingsError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpctrain.data.publish import _Sink, new_file
+from hpctrain.data.pack import _Sink, new_file
 from hpctrain.errors import DataError
 
 
@@ -57,7 +57,7 @@ _FULL = """
 import resource, sys
 import numpy as np
 from pathlib import Path
-from hpctrain.data.publish import _Sink, new_file
+from hpctrain.data.pack import _Sink, new_file
 from hpctrain.errors import DataError
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.data import survey as survey_module
-from hpctrain.data.corpus import Document
-from hpctrain.data.survey import fingerprint, read_blocks, survey
+from hpctrain.data import corpus as survey_module
+from hpctrain.data.corpus import Document, fingerprint, read_blocks, survey
 from hpctrain.errors import DataError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.doctor.finding import error, ok, warning
-from hpctrain.doctor.text import grid, summary, table
+from hpctrain.doctor.findings import error, grid, ok, summary, table, warning
 
 FINDINGS = [ok("torch", "2.13"), warning("folder", "word " * 40, "reason " * 30, "advice"), error("x", "y", "", "")]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.doctor.finding import counts, error, exit_code, note, ok, warning
+from hpctrain.doctor.findings import counts, error, exit_code, note, ok, warning
 
 FINE = [ok("a", "x"), note("b", "y", "why")]
 BAD = warning("c", "z", "why", "do")

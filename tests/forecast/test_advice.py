@@ -14,8 +14,8 @@ from support.forecasts import CPU, planned
 
 from hpctrain.errors import UsageError
 from hpctrain.forecast import time_forecasts
-from hpctrain.forecast.advice import Candidate, TimeReport, considered, recommend, time_report
-from hpctrain.forecast.candidates import Limits, candidates
+from hpctrain.forecast.advice import ForecastOption, TimeReport, considered, recommend, time_report
+from hpctrain.forecast.candidates import MemoryLimits, candidates
 from hpctrain.forecast.scaling import readable
 from hpctrain.forecast.time_forecasts import Forecasts
 
@@ -73,9 +73,9 @@ def test_the_fastest_candidate_that_fits_is_recommended_with_its_reason() -> Non
     slow = planned(4, data="zero1", recompute=True)
     found = recommend(
         [
-            Candidate("ddp", False, ddp, 51 * GIB, 40 * GIB),
-            Candidate("zero1", True, zero1, 12.3 * GIB, 40 * GIB),
-            Candidate("zero1 + recompute", True, slow, 8 * GIB, 40 * GIB),
+            ForecastOption("ddp", False, ddp, 51 * GIB, 40 * GIB),
+            ForecastOption("zero1", True, zero1, 12.3 * GIB, 40 * GIB),
+            ForecastOption("zero1 + recompute", True, slow, 8 * GIB, 40 * GIB),
         ],
         Forecasts(ddp, "H100"),
     )
@@ -87,20 +87,22 @@ def test_the_fastest_candidate_that_fits_is_recommended_with_its_reason() -> Non
 
 def test_the_smallest_candidate_is_named_if_none_fits() -> None:
     one = planned(2)
-    found = recommend([Candidate("ddp", False, one, 9 * GIB, 4 * GIB), Candidate("fsdp", False, one, 5 * GIB, 4 * GIB)])
+    found = recommend(
+        [ForecastOption("ddp", False, one, 9 * GIB, 4 * GIB), ForecastOption("fsdp", False, one, 5 * GIB, 4 * GIB)]
+    )
     assert found.name is None and found.reason == "none of 2 fits: fsdp needs least, 5.00 GiB of 4.00 GiB"
     with pytest.raises(UsageError, match="no configuration can"):
         recommend([])
-    only = recommend([Candidate("ddp", True, one)], Forecasts(one, "H100"))
+    only = recommend([ForecastOption("ddp", True, one)], Forecasts(one, "H100"))
     assert only.name == "ddp" and only.reason.startswith("ddp is the only configuration: ")
 
 
 def test_a_candidate_is_described_by_its_scarcest_memory() -> None:
-    found = candidates(planned(2), Limits(device=10**9, host=10**12))
+    found = candidates(planned(2), MemoryLimits(device=10**9, host=10**12))
     one, *_ = map(considered, found)
     memory = found[0].memory
     assert (one.needs, one.limit) == (memory.rank.device_total, 10**9) and one.fits and one.name == "ddp"
-    assert considered(replace(found[0], limits=Limits())).limit == 0
+    assert considered(replace(found[0], limits=MemoryLimits())).limit == 0
     report = time_report(found[0].run, "H200", found[:3])
     assert report.advice is not None and report.advice.name in {way.name for way in found}
     assert any(line.startswith("recommended: ") for line in report.lines())

@@ -6,8 +6,7 @@ import pytest
 from support.forecasts import CPU, GPU
 
 from hpctrain.errors import UsageError
-from hpctrain.forecast.machine import Link, rate, threads_of
-from hpctrain.forecast.machine_presets import DEVICES, PRODUCTS, preset
+from hpctrain.forecast.machine import DEVICES, PRODUCTS, LinkModel, preset, rate, threads_of
 
 
 def test_ranks_divide_the_cores_of_a_node() -> None:
@@ -35,7 +34,7 @@ def test_thread_counts_equal_those_of_a_run() -> None:
 
 
 def test_link_time_is_latency_plus_bytes_over_bandwidth() -> None:
-    assert Link(1e-3, 1e6).seconds(2000) == pytest.approx(3e-3)
+    assert LinkModel(1e-3, 1e6).seconds(2000) == pytest.approx(3e-3)
 
 
 @pytest.mark.parametrize("name", DEVICES)

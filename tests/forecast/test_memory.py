@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.forecast.candidates import Limits, candidates, name_of
-from hpctrain.forecast.facts import Facts, facts_of
+from hpctrain.forecast.candidates import MemoryLimits, candidates, name_of
+from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.memory import PARTS, Memory, memory_of
 from hpctrain.forecast.run import Device, PlannedRun
 from hpctrain.settings import build
-from hpctrain.train.settings import Settings
+from hpctrain.train.config import Settings
 
 MODEL = {"name": "gpt-tiny", "layers": 6, "width": 64, "heads": 4, "tied": False}
 
@@ -25,15 +25,15 @@ def settings_of(**parallel: Any) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def facts() -> Facts:
+def facts() -> ModelFacts:
     return facts_of(settings_of())
 
 
-def planned(facts: Facts, ranks: int = 4, a_node: int = 4, device: Device = "cpu", **parallel: Any) -> Memory:
+def planned(facts: ModelFacts, ranks: int = 4, a_node: int = 4, device: Device = "cpu", **parallel: Any) -> Memory:
     return memory_of(PlannedRun(settings_of(**parallel), facts, ranks, a_node, device))
 
 
-def test_one_rank_holds_everything(facts: Facts) -> None:
+def test_one_rank_holds_everything(facts: ModelFacts) -> None:
     memory = planned(facts, 1, 1)
     whole = 4 * facts.numel
     host = memory.rank.host
@@ -45,13 +45,13 @@ def test_one_rank_holds_everything(facts: Facts) -> None:
 @pytest.mark.parametrize(
     "optimizer, kept", [({"name": "sgd"}, 0), ({"name": "sgd", "options": {"momentum": 0.9}}, 1), ({"name": "adam"}, 2)]
 )
-def test_states_depend_on_the_optimizer(facts: Facts, optimizer: dict[str, Any], kept: int) -> None:
+def test_states_depend_on_the_optimizer(facts: ModelFacts, optimizer: dict[str, Any], kept: int) -> None:
     settings = build(Settings, {"model": MODEL, "train": {"batch": 16}, "optimizer": optimizer})
     memory = memory_of(PlannedRun(settings, facts, 1, 1, "cpu"))
     assert memory.rank.host["optimizer states"] == kept * 4 * facts.numel
 
 
-def test_fsdp_ranks_of_a_node_share_parameters(facts: Facts) -> None:
+def test_fsdp_ranks_of_a_node_share_parameters(facts: ModelFacts) -> None:
     ddp, fsdp = planned(facts), planned(facts, data="fsdp")
     whole = 4 * facts.numel
     assert ddp.node.host["parameters"] == 4 * whole
@@ -60,7 +60,7 @@ def test_fsdp_ranks_of_a_node_share_parameters(facts: Facts) -> None:
     assert fsdp.rank.host_total < ddp.rank.host_total
 
 
-def test_zero_stages_divide_memory_on_gpus(facts: Facts) -> None:
+def test_zero_stages_divide_memory_on_gpus(facts: ModelFacts) -> None:
     whole = 4 * facts.numel
     shares = {"zero1": 1.0, "zero2": 1.0, "fsdp": 0.25}
     for data, share in shares.items():
@@ -70,14 +70,14 @@ def test_zero_stages_divide_memory_on_gpus(facts: Facts) -> None:
         assert need.device["optimizer states"] == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_offload_keeps_no_states_on_gpus(facts: Facts) -> None:
+def test_offload_keeps_no_states_on_gpus(facts: ModelFacts) -> None:
     sections = {"model": MODEL, "train": {"batch": 16}, "offload": {"parameters": True}, "parallel": {"data": "fsdp"}}
     need = memory_of(PlannedRun(build(Settings, sections), facts, 4, 4, "cuda")).rank
     assert (need.device["optimizer states"], need.device["gradients"], need.device["parameters"]) == (0, 0, 0)
     assert need.host["optimizer states"] == pytest.approx(2 * 4 * facts.numel / 4, rel=0.02)
 
 
-def test_the_fullest_stage_is_named(facts: Facts) -> None:
+def test_the_fullest_stage_is_named(facts: ModelFacts) -> None:
     memory = planned(facts, pipe=2, partition="2,7")
     assert [len(layers) for layers in memory.layers] == [2, 7]
     assert memory.stages[1].host["parameters"] > memory.stages[0].host["parameters"]
@@ -86,34 +86,34 @@ def test_the_fullest_stage_is_named(facts: Facts) -> None:
     assert memory.rank is memory.stages[memory.fullest]
 
 
-def test_gpipe_keeps_more_microbatches_than_1f1b(facts: Facts) -> None:
+def test_gpipe_keeps_more_microbatches_than_1f1b(facts: ModelFacts) -> None:
     one, all_ = (planned(facts, 2, 2, pipe=2, microbatches=8, schedule=name) for name in ("1f1b", "gpipe"))
     assert all_.stages[0].host["activations"] > 3 * one.stages[0].host["activations"]
 
 
-def test_parts_add_up_to_the_peak(facts: Facts) -> None:
+def test_parts_add_up_to_the_peak(facts: ModelFacts) -> None:
     need = planned(facts, tensor=2).rank
     assert list(need.host) == list(PARTS) and sum(need.host.values()) == need.host_total
 
 
-def test_recomputing_needs_fewer_activations(facts: Facts) -> None:
+def test_recomputing_needs_fewer_activations(facts: ModelFacts) -> None:
     plain, again = planned(facts).rank, planned(facts, recompute=True).rank
     assert again.host["activations"] < plain.host["activations"] / 3
 
 
-def test_candidates_contain_the_chosen_strategy_once(facts: Facts) -> None:
+def test_candidates_contain_the_chosen_strategy_once(facts: ModelFacts) -> None:
     run = PlannedRun(settings_of(data="zero1"), facts, 4, 4)
-    found = candidates(run, Limits(host=1))
+    found = candidates(run, MemoryLimits(host=1))
     names = [one.name for one in found]
     assert names[0] == "zero1" and len(set(names)) == len(names)
     assert {"ddp", "fsdp", "zero2 + recompute", "tensor 2 x ddp 2", "pipe 4 x ddp 1 (1f1b)"} <= set(names)
     assert not any(one.fits for one in found)
     assert found[0].excess == (0, found[0].memory.node.host_total - 1)
-    more = [one.name for one in candidates(run, Limits(), everything=True)]
+    more = [one.name for one in candidates(run, MemoryLimits(), everything=True)]
     assert set(names) < set(more)
 
 
-def test_an_impossible_mesh_is_a_user_error(facts: Facts) -> None:
+def test_an_impossible_mesh_is_a_user_error(facts: ModelFacts) -> None:
     with pytest.raises(UsageError, match="cannot form a mesh"):
         planned(facts, 4, 4, pipe=3)
     with pytest.raises(SettingsError, match="batch of 16"):
@@ -122,7 +122,7 @@ def test_an_impossible_mesh_is_a_user_error(facts: Facts) -> None:
         planned(facts, 8, 8, tensor=8)
 
 
-def test_names_distinguish_candidates(facts: Facts) -> None:
+def test_names_distinguish_candidates(facts: ModelFacts) -> None:
     run = PlannedRun(settings_of(pipe=2, data="zero1", recompute=True), facts, 4, 4)
     assert name_of(run) == "pipe 2 x zero1 2 (1f1b) + recompute"
 
@@ -130,7 +130,7 @@ def test_names_distinguish_candidates(facts: Facts) -> None:
 def test_needs_no_mpi() -> None:
     code = (
         "import sys; from hpctrain.cli.main import main\n"
-        "from hpctrain.train.settings import Settings; from hpctrain.forecast.facts import facts_of\n"
+        "from hpctrain.train.config import Settings; from hpctrain.forecast.facts import facts_of\n"
         "from hpctrain.forecast.memory import memory_of; from hpctrain.forecast.run import PlannedRun\n"
         "import hpctrain.cli.plan_run; settings = Settings()\n"
         "memory_of(PlannedRun(settings, facts_of(settings), 2, 2))\n"

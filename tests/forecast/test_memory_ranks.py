@@ -10,17 +10,17 @@ import torch
 from support.nodes import alone, placed
 from support.peaks import peak_of
 
-from hpctrain.data.batch import Batch
+from hpctrain.data.loader import Batch
 from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.memory import memory_of
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.models.build import build
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.offload.worker import Ticket, Worker
+from hpctrain.parallel.offload.threads import JobHandle, WorkerThread
+from hpctrain.parallel.wrap import attach
 from hpctrain.settings import build as build_settings
 from hpctrain.train import optimizer as optimizers
-from hpctrain.train.settings import Settings
-from hpctrain.train.step import Stepper
+from hpctrain.train.config import Settings
+from hpctrain.train.recipe import Stepper
 
 MODEL = {"name": "gpt-tiny", "width": 256, "heads": 4, "layers": 4, "context": 64, "vocab_size": 512}
 HOST = {"optimizer": True, "piece_mib": 1.0}
@@ -90,12 +90,12 @@ def measured(run: PlannedRun, comm: Any) -> int:
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run background work of a step synchronously, so that the measurement includes it."""
 
-    def submit(worker: Worker, job: Callable[[], Any]) -> Ticket[Any]:
-        ticket = Ticket(job, worker.name)
+    def submit(worker: WorkerThread, job: Callable[[], Any]) -> JobHandle[Any]:
+        ticket = JobHandle(job, worker.name)
         ticket.run()
         return ticket
 
-    monkeypatch.setattr(Worker, "submit", submit)
+    monkeypatch.setattr(WorkerThread, "submit", submit)
 
 
 @pytest.fixture

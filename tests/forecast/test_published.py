@@ -11,7 +11,7 @@ from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.local import How, local_model
 from hpctrain.forecast.published import layer_activations, mixed_precision_bytes, usual_account
 from hpctrain.models.settings import ModelSettings
-from hpctrain.train.settings import Settings
+from hpctrain.train.config import Settings
 
 GIB, GB = 2**30, 10**9
 GPT2 = {"batch": 32, "context": 1024, "width": 1600}

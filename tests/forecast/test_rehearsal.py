@@ -16,12 +16,12 @@ from support.burning import BURN
 from support.forecasts import CPU
 
 from hpctrain.data.arrays import write_arrays
-from hpctrain.forecast import rehearsal, time_forecasts
+from hpctrain.forecast import dry_run, time_forecasts
+from hpctrain.forecast.dry_run import Rehearsal, rehearse
 from hpctrain.forecast.facts import facts_of
-from hpctrain.forecast.rehearsal import Rehearsal, rehearse
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_forecasts import Forecasts
-from hpctrain.train.settings import Settings, load
+from hpctrain.train.config import Settings, load
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     tests = str(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
     for name, value in {"WARM": 1, "LEAST": 2, "MOST": 2}.items():
-        monkeypatch.setattr(rehearsal, name, value)
+        monkeypatch.setattr(dry_run, name, value)
     monkeypatch.setattr(time_forecasts, "machine_for", lambda run, name: (CPU, True))
 
     def plan(ranks: int, **options: Any) -> PlannedRun:
@@ -67,11 +67,11 @@ def test_passes_that_exceed_the_limits_are_not_run(plan: Any, monkeypatch: pytes
     def never(*args: Any, **options: Any) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(rehearsal.subprocess, "Popen", never)
+    monkeypatch.setattr(dry_run.subprocess, "Popen", never)
     run = plan(2)
-    assert rehearse(run, 1, rehearsal.MOST_SECONDS * 1.01) is None
+    assert rehearse(run, 1, dry_run.MOST_SECONDS * 1.01) is None
     assert rehearse(plan(16), 1, 0.0) is None
-    monkeypatch.setattr(rehearsal, "free_memory", lambda: 1000)
+    monkeypatch.setattr(dry_run, "free_memory", lambda: 1000)
     assert rehearse(run, 1, 0.0) is None
 
 
@@ -88,8 +88,8 @@ def test_no_process_outlives_the_deadline(plan: Any, monkeypatch: pytest.MonkeyP
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(rehearsal.subprocess, "Popen", Noted)
-    monkeypatch.setattr(rehearsal, "DEADLINE", 0.05)
+    monkeypatch.setattr(dry_run.subprocess, "Popen", Noted)
+    monkeypatch.setattr(dry_run, "DEADLINE", 0.05)
     assert rehearse(plan(2), 1, 0.0) is None
     assert len(started) == 2 and all(one.returncode == -signal.SIGKILL for one in started)
 

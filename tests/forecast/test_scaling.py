@@ -10,17 +10,17 @@ import pytest
 from support.forecasts import CPU, GPU, forecast, planned
 
 from hpctrain.errors import UsageError
-from hpctrain.forecast.machine import Machine
+from hpctrain.forecast.machine import MachineRates
+from hpctrain.forecast.plots import draw, scaling_figure
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.scaling import Curve, Point, busy, counts_for, lines, readable, scale
-from hpctrain.forecast.scaling_picture import draw, figure
 from hpctrain.forecast.time_step import StepTime
 
 
 class Rated:
     """Forecast by the rates of one machine, whose work is counted once."""
 
-    def __init__(self, run: PlannedRun, machine: Machine = GPU) -> None:
+    def __init__(self, run: PlannedRun, machine: MachineRates = GPU) -> None:
         self.machine = machine
         self._works = {1: forecast(run).clock.whole}
 
@@ -106,7 +106,7 @@ def test_times_are_written_in_a_suitable_unit(seconds: float, text: str) -> None
 def test_the_figure_shows_strong_weak_and_ideal_scaling(
     curve: Curve, run: PlannedRun, tmp_path: Path
 ) -> None:
-    rates, shares = figure(curve, run).axes
+    rates, shares = scaling_figure(curve, run).axes
     drawn = {line.get_label(): list(line.get_xdata()) for line in rates.lines}
     assert {"same batch", "same samples per rank", "ideal"} <= drawn.keys()
     assert drawn["same batch"][-1] == 64 and drawn["same samples per rank"][-1] == 10_000

@@ -7,8 +7,8 @@ from math import sqrt
 import pytest
 from support.forecasts import CPU, GPU
 
-from hpctrain.collectives.choice.table import Layout, Table
-from hpctrain.collectives.mesh import Shape
+from hpctrain.comm.mesh import Shape
+from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
 from hpctrain.forecast.time_collectives import Group, Network, between, cheapest, group_of
 from hpctrain.train.calibration import Measurement
 
@@ -53,7 +53,7 @@ def test_messages_take_longest_between_nodes() -> None:
 
 def test_calibration_applies_to_its_layout_only() -> None:
     key = ("all_reduce", "window", "carried")
-    table = Table(Layout(2, 1, 2), {key: ((100, "mpi"), (float("inf"), "window"))})
+    table = AlgorithmTable(RankLayout(2, 1, 2), {key: ((100, "mpi"), (float("inf"), "window"))})
     times = {"/".join(key): {"mpi": {"100": 1.0, "10000": 9.0}, "window": {"100": 2.0, "10000": 4.0}}}
     network = Network(CPU, CPU.seat(2), {table.layout: Measurement(table, times, "")})
     two = Group(2, 1, 2)

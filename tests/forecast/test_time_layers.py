@@ -10,8 +10,8 @@ from support.forecasts import CPU, settings
 from torch import Tensor, nn
 
 from hpctrain.forecast import time_layers as layers
-from hpctrain.forecast.facts import Facts, Spec, describe, facts_of
-from hpctrain.forecast.time_layers import Line, Timed, time_layers
+from hpctrain.forecast.facts import ModelFacts, Spec, describe, facts_of
+from hpctrain.forecast.time_layers import LinearFit, Timed, time_layers
 from hpctrain.forecast.time_passes import Clock, one_thread
 from hpctrain.forecast.time_work import count
 
@@ -34,7 +34,7 @@ class Burn(nn.Module):
         return x * 1.0
 
 
-def burning(*times: int) -> Facts:
+def burning(*times: int) -> ModelFacts:
     model = nn.Sequential(*(Burn(each) for each in times))
     return describe(model, "burns", Spec((4,), torch.float32), Spec((4,), torch.float32))
 
@@ -77,7 +77,7 @@ def test_layers_that_exceed_time_or_memory_are_not_run(monkeypatch: pytest.Monke
 
 
 def test_lines_do_not_fall_below_zero() -> None:
-    assert Line(-1.0, 0.5).at(1) == 0 and Line(1.0, 0.5).at(4) == 3
+    assert LinearFit(-1.0, 0.5).at(1) == 0 and LinearFit(1.0, 0.5).at(4) == 3
 
 
 def test_times_of_one_thread_are_scaled_to_the_threads_of_a_rank() -> None:
@@ -86,7 +86,7 @@ def test_times_of_one_thread_are_scaled_to_the_threads_of_a_rank() -> None:
     run = planned(1, 8)
     plain = forecast(run, CPU)
     kinds = {layer.kind for layer in run.facts.layers} | {-1}
-    timed = {kind: Timed(Line(0.0, 1.0), Line(0.0, 2.0)) for kind in kinds}
+    timed = {kind: Timed(LinearFit(0.0, 1.0), LinearFit(0.0, 2.0)) for kind in kinds}
     clock = Clock(CPU, plain.clock.whole, plain.clock.local, timed)
     passes = clock.layers(run, plain.network(run))
     head = passes[-2]  # one product, for which four cores are three times as fast as one

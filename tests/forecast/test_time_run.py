@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.forecasts import GPU, forecast, planned
 
-from hpctrain.forecast.time_run import MARGIN, START, run_time, walltime
+from hpctrain.forecast.scaling import MARGIN, START, run_time, walltime
 
 
 @pytest.mark.parametrize(

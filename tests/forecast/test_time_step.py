@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 from support.forecasts import CPU, GPU, forecast, planned, settings
 
-from hpctrain.forecast.facts import Facts, facts_of
-from hpctrain.forecast.machine import Link
+from hpctrain.forecast.facts import ModelFacts, facts_of
+from hpctrain.forecast.machine import LinkModel
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_collectives import Network, group_of
-from hpctrain.forecast.time_exchange import Held, exchange_of, gathers_of
+from hpctrain.forecast.time_exchange import HeldTotals, exchange_of, gathers_of
 from hpctrain.forecast.time_passes import Passes
-from hpctrain.forecast.time_pipeline import pipeline
-from hpctrain.forecast.time_step import StepTime
+from hpctrain.forecast.time_step import StepTime, pipeline
 from hpctrain.forecast.time_work import ModelWork, count
-from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.offload.config import OffloadSettings
 
 
 @cache
-def facts() -> Facts:
+def facts() -> ModelFacts:
     return facts_of(settings())
 
 
@@ -80,7 +79,7 @@ def test_recomputation_adds_the_forward_passes_of_the_blocks() -> None:
     assert again.flops == plain.flops  # the FLOPs of the model
 
 
-HELD = Held(1e8, 0, 10)
+HELD = HeldTotals(1e8, 0, 10)
 BYTES = 4e8
 
 
@@ -158,7 +157,7 @@ def test_two_stages_of_a_gpt_take_half_the_compute_and_a_bubble() -> None:
 
 def test_tensor_ranks_exchange_activations() -> None:
     one = run(2, 16, tensor=2)
-    found = forecast(one, replace(GPU, inside=Link(0.0, 1e10)), works()).step(one)
+    found = forecast(one, replace(GPU, inside=LinkModel(0.0, 1e10)), works()).step(one)
     stream = 16 * 64 * 128 * 4  # samples, tokens, width, bytes; a ring of two sends each once
     assert found.parts["activations"] >= 16 * stream / 1e10
     assert found.parts["activations"] == pytest.approx(18 * stream / 1e10, rel=0.1)

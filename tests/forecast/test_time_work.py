@@ -13,7 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.forecast.facts import Spec, describe, facts_of
 from hpctrain.forecast.time_work import count
 from hpctrain.models.convnet import ConvNet
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "gpt2-1.5b"])

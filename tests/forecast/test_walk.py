@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hpctrain.forecast.pass_memory import Step, walk
 from hpctrain.forecast.passes import LayerPass
-from hpctrain.forecast.walk import Step, walk
 
 # Each layer keeps its input and 10 bytes of its own, and returns 4 bytes; its gradients take 3.
 ONE = LayerPass(inside=10, output=4, keeps_output=False, needs_input=True, forward=20, fresh=12, passing=9)

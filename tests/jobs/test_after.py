@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs.after import job_to_wait_for
+from hpctrain.jobs.submit import job_to_wait_for
 
 
 def pbs(jobs: dict[str, Any]) -> Any:

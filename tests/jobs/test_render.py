@@ -17,8 +17,7 @@ from hpctrain.jobs import profile as profiles
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.render import render, script_path
-from hpctrain.jobs.request import Request, run_folder
-from hpctrain.jobs.sweep import combine
+from hpctrain.jobs.request import Request, combine, run_folder
 
 NOWHERE = {"HOME": "/nowhere"}
 PROFILES = {name: profiles.load(name, NOWHERE)[0] for name in profiles.names(NOWHERE)}
@@ -277,7 +276,7 @@ def test_wrong_requests_are_refused(wrong: dict[str, object], message: str) -> N
 @pytest.mark.parametrize("text", ["", "[run]\nfolder = 'x/y'\n", "[run]\nresume = 'auto'\n"])
 def test_the_run_folder_equals_that_of_training(text: str, tmp_path: Path) -> None:
     from hpctrain.settings import read_toml
-    from hpctrain.train.settings import load
+    from hpctrain.train.config import load
 
     path = tmp_path / "some.toml"
     path.write_text(text)

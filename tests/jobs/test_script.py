@@ -15,10 +15,9 @@ from support.batch import Batch
 
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.render import render
-from hpctrain.jobs.request import Request
+from hpctrain.jobs.request import Request, combine
 from hpctrain.jobs.submit import history, record
-from hpctrain.jobs.sweep import combine
-from hpctrain.train.lock_holder import process_started
+from hpctrain.train.lock import process_started
 
 SLURM = Profile(scheduler="slurm", mpi="pmi2", interface="hsn0", purge=True)
 PBS = Profile(scheduler="pbs", launcher="hydra", gpus="ngpus")

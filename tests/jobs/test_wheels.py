@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.jobs.wheels import installed as wheels_in
-from hpctrain.jobs.wheels import srun_type
+from hpctrain.jobs.profile import installed_wheel as wheels_in
+from hpctrain.jobs.profile import srun_type
 
 
 def make(folder: Path, *names: str) -> Path:

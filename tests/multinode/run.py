@@ -24,8 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Tests that send messages; computation is the same on any number of nodes, so its tests run on one.
 SUITES = (
-    "tests/transport",
-    "tests/collectives",
+    "tests/comm",
     "tests/doctor/preflight",
     "tests/parallel/test_ddp.py",
     "tests/parallel/test_ddp_gradients.py",

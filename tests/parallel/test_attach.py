@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+from hpctrain.parallel.wrap import attach
 
 
 def test_a_strategy_is_attached_in_place(comm: Any) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 
 @pytest.mark.ranks

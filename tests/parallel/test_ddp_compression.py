@@ -19,8 +19,8 @@ from support.replicas import (
 )
 from torch import nn
 
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
 
 pytestmark = pytest.mark.ranks
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
 
 pytestmark = pytest.mark.gpu
 BATCH, WIDTH, STEPS = 12, 16, 5

@@ -27,8 +27,8 @@ from support.replicas import (
 from torch import nn
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
 
 pytestmark = pytest.mark.ranks
 

@@ -9,9 +9,9 @@ import pytest
 from support.replicas import TINY, Branches, Mixed, backward, make_mlp, part
 from torch import Tensor, nn
 
+from hpctrain.comm.transport.base import Recorder
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.transport.recorder import Recorder
 
 pytestmark = pytest.mark.ranks
 SIZES = [170, 17, 391, 23, 230, 10]  # elements of the perceptron's parameters

@@ -25,9 +25,9 @@ from support.replicas import (
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 pytestmark = [pytest.mark.ranks(3, 4), pytest.mark.limit(30)]
 

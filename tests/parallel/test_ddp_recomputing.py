@@ -11,8 +11,8 @@ from support.replicas import BOTH, TINY, Branches, assert_same, backward, branch
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
 
 pytestmark = pytest.mark.ranks
 

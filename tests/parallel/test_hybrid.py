@@ -11,8 +11,8 @@ from support.meshes import BATCH, LENGTH, SHAPE, SYNCHRONOUS, Trained, plain, sa
 from support.nodes import alone, placed
 
 from hpctrain.errors import MismatchError, SettingsError, UsageError
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.settings import ParallelSettings
 
 STEPS, FEW = 30, 10
 CLOSE = 1e-5
@@ -77,7 +77,7 @@ def test_recomputing_does_not_change_a_bit(own: Any, schedule: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("partition", ["parameters", "3,6", "blocks.1", "time"])
 def test_any_partition_gives_the_same_loss(own: Any, partition: str) -> None:
-    from hpctrain.parallel.attach import attach
+    from hpctrain.parallel.wrap import attach
 
     model = small_gpt()
     strategy = attach(model, own, ParallelSettings(pipe=2, partition=partition), example=samples(0)[0][:1])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.meshes import plain, samples, small_gpt
 
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(2)]
 STEPS = 5

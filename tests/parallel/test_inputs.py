@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import Arguments, cut, samples_of
-from hpctrain.parallel.nest import put_together, take_apart
+from hpctrain.parallel.inputs import CallArguments, cut, put_together, samples_of, take_apart
 
 Pair = namedtuple("Pair", "first second")
 
@@ -71,33 +70,33 @@ def test_nested_inputs_are_taken_apart_cut_and_put_together(nest: Any) -> None:
         (Pair(A, B), (Pair(A, B),), {}),
         ({1: A}, ({1: A},), {}),
         (((A, B),), ((A, B),), {}),
-        (Arguments((A,), {"mask": B}), (A,), {"mask": B}),
+        (CallArguments((A,), {"mask": B}), (A,), {"mask": B}),
     ],
 )
 def test_inputs_become_the_arguments_of_the_model(inputs: Any, args: Any, kwargs: Any) -> None:
-    assert str(Arguments.of(inputs).call(lambda *a, **k: (a, k))) == str((args, kwargs))
+    assert str(CallArguments.of(inputs).call(lambda *a, **k: (a, k))) == str((args, kwargs))
 
 
 def test_samples_are_counted_over_all_leaves() -> None:
-    assert Arguments((A, {"b": [B]}), {"mask": B, "scale": torch.tensor(2.0), "names": ["x"]}).samples == 6
+    assert CallArguments((A, {"b": [B]}), {"mask": B, "scale": torch.tensor(2.0), "names": ["x"]}).samples == 6
     named = r"inputs\[0\] has 6, mask\['a'\]\[0\] has 6, mask\['a'\]\[1\] has 3; "
     with pytest.raises(UsageError, match=rf"^inputs of the model have different numbers of samples: {named}"):
-        _ = Arguments((A,), {"mask": {"a": (B, B[:3])}}).samples
+        _ = CallArguments((A,), {"mask": {"a": (B, B[:3])}}).samples
     with pytest.raises(UsageError, match=r"^targets: no tensor with a first dim"):
         samples_of({"targets": [torch.tensor(1), "x"]}, "targets")
     with pytest.raises(UsageError, match=r"^inputs\[0\]\[1\] is a Hidden with a tensor in its attribute inside"):
-        _ = Arguments(([A, Hidden()],)).samples
+        _ = CallArguments(([A, Hidden()],)).samples
 
 
 def test_keys_of_calls_depend_on_shapes_and_flags() -> None:
-    same = Arguments((A,), {"deep": True, "step": 3}).key()
-    assert same == Arguments((A + 1,), {"deep": True, "step": 4}).key()
+    same = CallArguments((A,), {"deep": True, "step": 3}).key()
+    assert same == CallArguments((A + 1,), {"deep": True, "step": 4}).key()
     for other in (
-        Arguments((A,), {"deep": False, "step": 3}),
-        Arguments((A.float(),), {"deep": True, "step": 3}),
-        Arguments((B,), {"deep": True, "step": 3}),
-        Arguments((), {"x": A, "deep": True, "step": 3}),
-        Arguments((A,), {"deep": None, "step": 3}),
+        CallArguments((A,), {"deep": False, "step": 3}),
+        CallArguments((A.float(),), {"deep": True, "step": 3}),
+        CallArguments((B,), {"deep": True, "step": 3}),
+        CallArguments((), {"x": A, "deep": True, "step": 3}),
+        CallArguments((A,), {"deep": None, "step": 3}),
     ):
         assert other.key() != same
-    assert len({same, Arguments((A,)).key()}) == 2
+    assert len({same, CallArguments((A,)).key()}) == 2

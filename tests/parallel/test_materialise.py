@@ -14,7 +14,7 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.materialise import check_drawable, draw, is_meta, make_buffers, materialise
+from hpctrain.parallel.meta_init import check_drawable, draw, is_meta, make_buffers, materialise
 
 CPU = torch.device("cpu")
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SettingsError
-from hpctrain.parallel.asynchronous.settings import ServerSettings, server_settings
-from hpctrain.parallel.offload.settings import OffloadSettings, offload_settings
-from hpctrain.parallel.settings import ParallelSettings, parallel_settings
+from hpctrain.parallel.asynchronous.config import ServerSettings, server_settings
+from hpctrain.parallel.config import ParallelSettings, parallel_settings
+from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 
 
 @pytest.mark.parametrize("size", [0, -1.5, float("nan"), float("inf")])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.parallel.plan import even_pieces, generator_number, microbatches_for, shape_of
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings, even_pieces, generator_number, microbatches_for, shape_of
 
 
 def test_remaining_ranks_form_the_data_axis() -> None:

@@ -15,11 +15,11 @@ from torch.nn.functional import mse_loss
 
 from hpctrain.errors import UsageError
 from hpctrain.models.mlp import MLP
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import LOSSES, Objective
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.wrap import attach
 
 pytestmark = pytest.mark.limit(60)
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hpctrain.models.convnet import ConvNet
 from hpctrain.parallel import sync_batchnorm
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm, convert
+from hpctrain.parallel.wrap import attach
 
 FEATURES = 5
 CPU = torch.device("cpu")

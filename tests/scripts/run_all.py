@@ -31,7 +31,7 @@ def main(out: str, strategy: str, halt: str, *names: str) -> int:
         job: Any = None
     else:
         import hpctrain
-        from hpctrain.parallel.settings import parallel_settings
+        from hpctrain.parallel.config import parallel_settings
 
         job = hpctrain.init()
 

@@ -19,9 +19,9 @@ from support.reductions import DTYPES, FLOATS, INTEGERS, reduced, same_bits, val
 from support.threads import ThreadWorld
 from torch import Tensor
 
-from hpctrain.collectives.messages.direct import slices
-from hpctrain.collectives.reduction import Reducer
-from hpctrain.transport.base import Transport
+from hpctrain.comm.algorithms.direct import slices
+from hpctrain.comm.reduction import Reducer
+from hpctrain.comm.transport.base import Transport
 
 SIZES = tuple(range(1, 9))
 LENGTHS = (0, 1, 7, 251)

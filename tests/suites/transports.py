@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.reductions import expected, ops_of, same_bits, values
 
+from hpctrain.comm.transport.base import TAGS, Transport
 from hpctrain.errors import CommunicationError
-from hpctrain.transport.base import TAGS, Transport
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
 LENGTHS = (0, 1, 7, 100)

@@ -10,13 +10,13 @@ from support.late import LateRank, memory_of
 from support.streams import LateStreams
 from torch import Tensor, nn
 
-from hpctrain.parallel.fsdp import parts
-from hpctrain.parallel.fsdp.flow import Flow
-from hpctrain.parallel.fsdp.passing import Passing
-from hpctrain.parallel.fsdp.piece import Piece
-from hpctrain.parallel.fsdp.rooms import Fresh
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.fsdp import setup
+from hpctrain.parallel.fsdp.buffer_pool import FreshPool
+from hpctrain.parallel.fsdp.param_group import ParamGroup
+from hpctrain.parallel.fsdp.reduce import GroupReduction
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.fsdp.unshard import UnshardOnDemand
 
 LAYERS, WIDTH = 5, 8
 Log = list[Any]
@@ -43,9 +43,9 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **settings: Any) -> None:
         self.streams, self.log = LateStreams(torch.device("cuda")), Log()
-        monkeypatch.setattr(parts, "streams_of", lambda device: self.streams)
-        monkeypatch.setattr(parts, "_room", lambda pieces, comm, settings, device, *, whole: Fresh(
-            device, len(pieces) if whole else parts.ON_DEVICE))
+        monkeypatch.setattr(setup, "streams_of", lambda device: self.streams)
+        monkeypatch.setattr(setup, "_room", lambda pieces, comm, settings, device, *, whole: FreshPool(
+            device, len(pieces) if whole else setup.ON_DEVICE))
         self._use_memory_again(monkeypatch)
         self.comm: Any = LateRank(self.streams, self.log)
         self.model, self.plain = model or Net(), Net()
@@ -63,21 +63,21 @@ class Bench:
 
     def _use_memory_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Overwrite memory on the computing stream as soon as it is given back."""
-        free, close = Piece.free, Flow.close
+        free, close = ParamGroup.free, GroupReduction.close
 
-        def freed(piece: Piece) -> None:
+        def freed(piece: ParamGroup) -> None:
             self.streams.finish()
             free(piece)
 
-        def closed(flow: Flow) -> None:
+        def closed(flow: GroupReduction) -> None:
             flat = flow.flat
             assert flat is not None
             self.streams.give(self.streams.current(), lambda: flat.fill_(torch.nan))
             self.streams.finish()
             close(flow)
 
-        monkeypatch.setattr(Piece, "free", freed)
-        monkeypatch.setattr(Flow, "close", closed)
+        monkeypatch.setattr(ParamGroup, "free", freed)
+        monkeypatch.setattr(GroupReduction, "close", closed)
 
     def compute(self, kind: str = "", number: int = -1) -> None:
         """Let the device run only the work that must precede a computation."""
@@ -87,7 +87,7 @@ class Bench:
 
     def whole(self) -> set[int]:
         """Return the layers whose whole parameters have memory; -1 is the model's own unit."""
-        if not isinstance(self.form, Passing):
+        if not isinstance(self.form, UnshardOnDemand):
             return set()
         return {
             station.number - 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.file.layout import STORAGE
+from hpctrain.checkpoint.format.layout import STORAGE
 
 
 def all_dtypes() -> dict[str, np.ndarray]:

@@ -16,8 +16,8 @@ from support.shards import Form, communicator
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, cross_entropy
 
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 SAMPLES = 12  # per step, over all ranks
 RATE = 0.01

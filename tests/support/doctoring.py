@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hpctrain.doctor.finding import Finding
+from hpctrain.doctor.findings import Finding
 from hpctrain.doctor.login.ask import Answer
-from hpctrain.doctor.login.limits import Limits
+from hpctrain.doctor.login.limits import ProcessLimits
 from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.slurm import Slurm
 from hpctrain.doctor.preflight.clocks import Skew
 from hpctrain.doctor.preflight.files import Written
-from hpctrain.doctor.preflight.hosts import Host
 from hpctrain.doctor.preflight.pairs import Pair, Tournament, schedule
-from hpctrain.doctor.preflight.reductions import Reduction
-from hpctrain.doctor.preflight.report import Report
-from hpctrain.doctor.preflight.seats import Seat
+from hpctrain.doctor.preflight.placement import Host, RankPlacement
+from hpctrain.doctor.preflight.reductions import ReductionCheck
+from hpctrain.doctor.preflight.report import PreflightReport
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri\n"
 OPENMPI = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11, repo rev: v5.0.11"
@@ -25,7 +24,7 @@ HYDRA = "HYDRA build details:\n    Version:                                 5.0.
 # The output of Slurm 22.05.
 TYPES = "MPI plugin types are...\n\tnone\n\tpmix\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
 CONFIG = "JobRequeue              = 1\nKillOnBadExit           = {kill}\nKillWait = 30 sec\nMpiDefault = {default}\n"
-LIMITS = Limits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False)
+LIMITS = ProcessLimits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False)
 MISSING = Answer(trouble="there is no such program", missing=True)
 SILENT = Answer(trouble="no answer in 60 s", hangs=True)
 
@@ -60,14 +59,14 @@ def only(findings: Iterable[Finding]) -> Finding:
 # Measurements of ranks ------------------------------------------------------------------------------------------------
 
 
-def seat(rank: int, node: int, local_rank: int, **other: Any) -> Seat:
+def seat(rank: int, node: int, local_rank: int, **other: Any) -> RankPlacement:
     """Return the placement of a rank that has a core of its own."""
     usual = {"host": f"n{node + 1}", "cpus": (local_rank,), "numa": (0,), "cores": 1, "threads": 1}
     place = {"rank": rank, "node": node, "local_rank": local_rank, "device": "cpu", "gpu": "", "identity": "cpu"}
-    return Seat(**{**usual, **place, **other})
+    return RankPlacement(**{**usual, **place, **other})
 
 
-def report(nodes: int = 4, local: int = 2, **other: Any) -> Report:
+def report(nodes: int = 4, local: int = 2, **other: Any) -> PreflightReport:
     """Return measurements of ranks on equal nodes; ``other`` replaces parts of them."""
     seats = [seat(rank, rank // local, rank % local) for rank in range(nodes * local)]
     ranks = range(len(seats))
@@ -79,12 +78,12 @@ def report(nodes: int = 4, local: int = 2, **other: Any) -> Report:
         "streams": [noisy(1e10, rank) for rank in ranks],
         "inside": {node: tournament([noisy(5e9, node)] * (local * (local - 1) // 2), local) for node in range(nodes)},
         "between": tournament([noisy(1e10, number) for number in range(nodes * (nodes - 1) // 2)], nodes),
-        "reductions": [Reduction(4096, 1e-5, (), len(seats)), Reduction(2**20, 1e-3, (), len(seats))],
+        "reductions": [ReductionCheck(4096, 1e-5, (), len(seats)), ReductionCheck(2**20, 1e-3, (), len(seats))],
         "written": [Written(2**24, noisy(0.1, rank)) for rank in ranks],
         "folder": "/scratch",
         "seconds": 12.0,
     }
-    return Report(**{**parts, **other})
+    return PreflightReport(**{**parts, **other})
 
 
 def noisy(value: float, number: int) -> float:

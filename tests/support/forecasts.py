@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpctrain.forecast.facts import Facts, facts_of
-from hpctrain.forecast.machine import Link, Machine
+from hpctrain.forecast.facts import ModelFacts, facts_of
+from hpctrain.forecast.machine import LinkModel, MachineRates
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_passes import Clock, recomputed_layers
 from hpctrain.forecast.time_step import Forecast
 from hpctrain.forecast.time_work import ModelWork, count
 from hpctrain.models.settings import ModelSettings
 from hpctrain.settings import build
-from hpctrain.train.settings import Settings
+from hpctrain.train.config import Settings
 
-GPU = Machine(
+GPU = MachineRates(
     name="round",
     source="a test",
     kind="cuda",
@@ -26,8 +26,8 @@ GPU = Machine(
     call=0.0,
     meeting=0.0,
     turn=0.0,
-    inside=Link(1e-6, 1e10),
-    between=Link(1e-5, 1e9),
+    inside=LinkModel(1e-6, 1e10),
+    between=LinkModel(1e-5, 1e9),
     disk=1e8,
     peak=2e12,
 )
@@ -42,13 +42,15 @@ def settings(batch: int = 16, model: str = "gpt-tiny", **parallel: Any) -> Setti
     return replace(build(Settings, tree), model=ModelSettings(name=model))
 
 
-def planned(ranks: int, batch: int = 16, *, nodes: int = 1, facts: Facts | None = None, **parallel: Any) -> PlannedRun:
+def planned(
+    ranks: int, batch: int = 16, *, nodes: int = 1, facts: ModelFacts | None = None, **parallel: Any
+) -> PlannedRun:
     """Return a run of a small GPT on a machine with GPUs."""
     chosen = settings(batch, **parallel)
     return PlannedRun(chosen, facts or facts_of(chosen), ranks, ranks // nodes, "cuda")
 
 
-def forecast(run: PlannedRun, machine: Machine = GPU, works: Mapping[int, ModelWork] | None = None) -> Forecast:
+def forecast(run: PlannedRun, machine: MachineRates = GPU, works: Mapping[int, ModelWork] | None = None) -> Forecast:
     """Return the forecast of a run by the rates of a machine; ``works`` by number of tensor ranks, if known."""
     found = dict(works or {})
     for tensor in (1, run.parallel.tensor):

@@ -9,7 +9,7 @@ import torch
 from support.streams import LateStreams
 from torch import Tensor
 
-from hpctrain.transport.base import Finished
+from hpctrain.comm.transport.base import Finished
 
 
 class LateRank:

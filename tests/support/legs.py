@@ -16,10 +16,10 @@ from support.nodes import alone, in_pairs
 from support.shards import Form, communicator
 
 from hpctrain.cluster.launcher import detect
-from hpctrain.train import run
+from hpctrain.train import recipe
+from hpctrain.train.config import load
+from hpctrain.train.control import stop_request
 from hpctrain.train.job import Job
-from hpctrain.train.settings import load
-from hpctrain.train.signals import stop_request
 
 FORMS = {
     "ddp": Form("ddp"),
@@ -90,11 +90,11 @@ class Legs:
                 shape = (options[each] for each in ("parallel", "offload", "server"))
                 return Job(own, torch.device("cpu"), detect(), guard, *shape)
 
-            self._patch.setattr(run, "init", init)
+            self._patch.setattr(recipe, "init", init)
             torch.set_num_threads(1)
             stop_request.signal = None  # each leg behaves like a new process
             strategy = [f"parallel.data={form.data}", f"parallel.shard_within={form.within}"]
-            run.train(load("tiny.toml", [*strategy, *words]))
+            recipe.train(load("tiny.toml", [*strategy, *words]))
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from hpctrain.models.gpt import GPT
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.tensor.plan import apply, plan_of
-from hpctrain.parallel.tensor.split import TensorSplit
+from hpctrain.parallel.tensor.sharding import TensorSplit
 
 VOCABULARY, LENGTH, BATCH = 31, 12, 4  # 31 rows make unequal shares for every number of ranks
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.models import GPT, GPTConfig
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.wrap import attach
 
 SHAPE = {"vocab_size": 40, "context": 16, "width": 16, "heads": 4, "layers": 6}
 LENGTH, BATCH, MAX_NORM = 8, 8, 0.5

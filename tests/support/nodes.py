@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 
 Placing = Callable[[int], int]  # the node of a rank
 
@@ -51,7 +51,7 @@ def placed(comm: Any, placing: Placing) -> Communicator:
 
     Skips the test if ranks on one node cannot share memory.
     """
-    from hpctrain.transport.mpi import MpiTransport
+    from hpctrain.comm.transport.mpi import MpiTransport
 
     real = by_node(comm)
     if not all(any(set(group) <= set(node) for node in real) for group in groups(placing, comm.size)):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.wrap import attach
 
 CPU = torch.device("cpu")
 WIDTH, BATCH, STEPS = 20, 8, 20

@@ -14,7 +14,7 @@ import torch
 from support.checkpoints import same
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file.reader import verify_file
+from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.checkpoint.saver import Storage
 from hpctrain.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 
 TINY = ParallelSettings(bucket_mib=1e-6)  # one bucket per parameter
 BOTH = pytest.mark.parametrize("settings", [ParallelSettings(), TINY], ids=["one_bucket", "many_buckets"])

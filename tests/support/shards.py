@@ -11,8 +11,8 @@ import torch
 from support.nodes import Placing, alone, in_pairs, placed
 from torch import Tensor, nn
 
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
-from hpctrain.parallel.settings import ParallelSettings
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from support.tables import Lookups, batch, values_of
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "server": ("server", {}),

@@ -17,9 +17,9 @@ import h5py
 import hpctrain
 from hpctrain import checkpoint, errors
 from hpctrain.cli.main import VERBS, parser_with
+from hpctrain.train.config import Settings
 from hpctrain.train.options import RunOptions
-from hpctrain.train.session import Run
-from hpctrain.train.settings import Settings
+from hpctrain.train.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 _PLAIN = (bool, int, float, str, bytes, tuple, frozenset, type(None))

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.comm.transport.base import Finished, Recorder, Transport, Work
 from hpctrain.errors import CommunicationError
-from hpctrain.transport.base import Finished, Transport, Work
-from hpctrain.transport.recorder import Recorder
 
 PATIENCE = 20.0  # seconds that a rank waits for another before the test fails
 

@@ -14,7 +14,7 @@ from support.legs import Legs, shared_project
 from support.life import give_back_process
 
 from hpctrain.cluster.launcher import detect
-from hpctrain.train.signals import SIGNALS, stop_request
+from hpctrain.train.control import SIGNALS, stop_request
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,14 @@ from support.disks import shared_disk
 from support.life import metrics_of, receipt_of
 
 from hpctrain.errors import FileSystemError, LockError, UsageError
-from hpctrain.train.books import Books
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.receipt import Receipt
+from hpctrain.train.receipt.write import Receipt
+from hpctrain.train.run_folder import RunFolder
 from hpctrain.util.retry import VARIABLE
 
 
 def test_an_attempt_writes_records_from_lock_to_release(tmp_path: Path) -> None:
-    books = Books(tmp_path, "42")
+    books = RunFolder(tmp_path, "42")
     books.lock()
     assert json.loads((tmp_path / "lock.json").read_text())["job_id"] == "42"
     books.open(3, "x = 1\n", {"size": 2})
@@ -30,7 +30,7 @@ def test_an_attempt_writes_records_from_lock_to_release(tmp_path: Path) -> None:
     books.waited(0.125)
     books.saved(4, 0.12345)
     with pytest.raises(LockError):
-        Books(tmp_path, "43").lock()
+        RunFolder(tmp_path, "43").lock()
     books.close("stopped", 4, "SIGUSR1")
     (row,) = metrics_of(tmp_path)
     assert row["step"] == 4 and abs(row["unix_time"] - time.time()) < 60
@@ -43,7 +43,7 @@ def test_an_attempt_writes_records_from_lock_to_release(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_no_records(tmp_path: Path) -> None:
-    books = Books(tmp_path, None)
+    books = RunFolder(tmp_path, None)
     books.record({"step": 1})
     books.rewind(0)
     books.saved(1, 1.0)
@@ -52,7 +52,7 @@ def test_other_ranks_write_no_records(tmp_path: Path) -> None:
 
 
 def test_a_failing_receipt_still_releases_the_folder(tmp_path: Path) -> None:
-    books = Books(tmp_path, None)
+    books = RunFolder(tmp_path, None)
     books.lock()
     books.open(0, None, {})
     (tmp_path / "run.json").unlink()
@@ -70,11 +70,11 @@ def _refuse(*_: object, **__: object) -> None:
 def test_failed_writes_of_records_stop_or_are_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lenient: bool
 ) -> None:
-    books = Books(tmp_path, None, lenient=lenient)
+    books = RunFolder(tmp_path, None, lenient=lenient)
     books.lock()
     books.open(0, None, {})
     monkeypatch.setattr("hpctrain.train.metrics.Metrics.write", _refuse)
-    monkeypatch.setattr("hpctrain.train.receipt.Receipt.update", _refuse)
+    monkeypatch.setattr("hpctrain.train.receipt.write.Receipt.update", _refuse)
     for note in (lambda: books.record({"step": 1}), lambda: books.saved(1, 0.1), lambda: books.failed_save(1, "x", 1)):
         if lenient:
             note()
@@ -90,18 +90,18 @@ def test_failed_writes_of_records_stop_or_are_warned_about(
 def test_a_failure_is_not_hidden_by_records_that_cannot_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
 ) -> None:
-    books = Books(tmp_path, None, lenient=lenient)
+    books = RunFolder(tmp_path, None, lenient=lenient)
     books.lock()
     books.open(0, None, {})
     close = Metrics.close
     monkeypatch.setattr(Metrics, "close", lambda metrics: (close(metrics), _refuse()))
-    monkeypatch.setattr("hpctrain.train.receipt.Receipt.end", _refuse)
+    monkeypatch.setattr("hpctrain.train.receipt.write.Receipt.end", _refuse)
     books.close("failed", 1, "CheckpointError: disk full")
     assert not (tmp_path / "lock.json").exists()
 
 
-def _opened(folder: Path, last_step: int = 0, **options: Any) -> Books:
-    books = Books(folder, None, **options)
+def _opened(folder: Path, last_step: int = 0, **options: Any) -> RunFolder:
+    books = RunFolder(folder, None, **options)
     books.lock()
     books.open(last_step, None, {})
     return books
@@ -188,7 +188,7 @@ def test_a_folder_or_a_pipe_in_place_of_a_record_is_bad_input(tmp_path: Path, na
     if kind == "pipe" and name == "failure.json":
         pytest.skip("it is removed")
     os.mkdir(path) if kind == "folder" else os.mkfifo(path)
-    books = Books(tmp_path, None)
+    books = RunFolder(tmp_path, None)
     books.lock()
     with pytest.raises(UsageError, match=f"(?i){path}: {'is a dir' if kind == 'folder' else 'it is not a regular'}"):
         books.open(0, "x = 1\n", {})
@@ -207,7 +207,7 @@ def test_a_full_disk_at_the_start_names_the_file_and_the_free_bytes(
         if rows:
             (disk.folder / "metrics.jsonl").write_text('{"step": 1}\n')
         disk.leave(pages * os.sysconf("SC_PAGE_SIZE"))
-        books = Books(disk.folder, None)
+        books = RunFolder(disk.folder, None)
         said = f"cannot write {disk.folder / name}: no space left on device, [0-9]+ bytes are free in {disk.folder};"
         with pytest.raises(FileSystemError, match=said):
             books.lock()
@@ -216,7 +216,7 @@ def test_a_full_disk_at_the_start_names_the_file_and_the_free_bytes(
 
 
 def test_failed_saves_are_counted(tmp_path: Path) -> None:
-    books = Books(tmp_path, None)
+    books = RunFolder(tmp_path, None)
     books.lock()
     books.open(0, None, {})
     books.failed_save(4, "disk full", 1)
@@ -232,7 +232,7 @@ def test_the_receipt_is_written_at_intervals(
     writes: list[int] = []
     update = Receipt.update
     monkeypatch.setattr(Receipt, "update", lambda receipt, **facts: (writes.append(1), update(receipt, **facts)))
-    books = Books(tmp_path, None)
+    books = RunFolder(tmp_path, None)
     books.lock()
     books.open(0, None, {})
     for step in range(1, 50):
@@ -247,7 +247,7 @@ def test_the_receipt_is_written_at_intervals(
     assert (attempt["reason"], attempt["failed_rank"], attempt["steps"]) == ("KeyError: 'a'", 0, 49)
 
 
-def _kill(books: Books) -> None:
+def _kill(books: RunFolder) -> None:
     """Simulate a kill: leave all files of the records as they are."""
     assert books._metrics is not None
     books._metrics.close()
@@ -256,7 +256,7 @@ def _kill(books: Books) -> None:
 
 def test_a_kill_between_receipt_and_metrics_loses_no_count(tmp_path: Path) -> None:
     """The next attempt counts the steps that it will repeat, and dies before it removes them from the metrics."""
-    books = Books(tmp_path, None)
+    books = RunFolder(tmp_path, None)
     books.lock()
     books.open(0, None, {})
     for step in (1, 2, 3):
@@ -267,7 +267,7 @@ def test_a_kill_between_receipt_and_metrics_loses_no_count(tmp_path: Path) -> No
     _kill(books)
     time.sleep(1.1)  # smaller differences are within the error of clocks
     for _ in range(2):
-        again = Books(tmp_path, None)
+        again = RunFolder(tmp_path, None)
         again.lock()
         again.open(2, None, {})
         _kill(again)

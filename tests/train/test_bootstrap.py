@@ -15,11 +15,11 @@ import torch
 from support.life import checkpoints_of
 
 from hpctrain.cluster.launcher import without_launcher
+from hpctrain.comm.device.streams import HostStreams
 from hpctrain.errors import DeviceError, SettingsError
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.train import guard
-from hpctrain.train.bootstrap import init
-from hpctrain.transport.streams import HostStreams
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.train import watchdog
+from hpctrain.train.init import init
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MPI = """
@@ -125,7 +125,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         found = [SimpleNamespace(uuid=f"GPU-{number}", name="pretended") for number in range(count)]
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found[getattr(device, "index", device)])
-        monkeypatch.setattr("hpctrain.collectives.device.streams_of", lambda device: HostStreams())
+        monkeypatch.setattr("hpctrain.comm.device.collectives.streams_of", lambda device: HostStreams())
 
     return pretend
 
@@ -133,7 +133,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep ``init`` from installing its handlers of exceptions and exits in this process."""
-    monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
 
 
 @pytest.mark.ranks(2, 3)

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.collectives.choice.measure import layout_of
+from hpctrain.comm.device.cuda_aware_probe import ProbeResult
+from hpctrain.comm.tuning.measure import layout_of
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.train import calibrate as calibrating
 from hpctrain.train.calibrate import calibrate
-from hpctrain.train.calibration import Calibration, keep, read, stored_table
-from hpctrain.train.machine import mpi_name, this_machine
-from hpctrain.transport.canary import Verdict
+from hpctrain.train.calibration import Calibration, keep, mpi_name, read, stored_table, this_machine
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def probe_that(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
-    def probe(timeout: float) -> Verdict:
+    def probe(timeout: float) -> ProbeResult:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome  # type: ignore[no-any-return]
@@ -52,7 +51,7 @@ def test_one_rank_without_a_gpu_stores_nothing(job: Any, own_store: Path, monkey
 def test_the_verdict_of_the_canary_is_stored(
     job: Any, gpu: None, own_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verdict = Verdict(True, "every value arrived", mpi_name())
+    verdict = ProbeResult(True, "every value arrived", mpi_name())
     probe_that(monkeypatch, verdict)
     report = calibrate(job, [4], 1.0)
     assert report.canary == "MPI accepts device pointers: every value arrived"
@@ -63,7 +62,7 @@ def test_the_verdict_of_the_canary_is_stored(
 
 
 def test_the_verdict_of_a_dead_canary_names_this_mpi(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    probe_that(monkeypatch, Verdict(False, "the exchange ended with status -11", ""))
+    probe_that(monkeypatch, ProbeResult(False, "the exchange ended with status -11", ""))
     report = calibrate(job, [4], 1.0)
     assert report.verdict is not None and report.verdict.library == mpi_name()
     assert report.canary == "MPI is not given device pointers: the exchange ended with status -11"
@@ -105,7 +104,7 @@ def test_an_unwritable_path_is_refused_before_measuring(
 def test_a_damaged_file_in_the_store_is_replaced(
     job: Any, gpu: None, own_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe_that(monkeypatch, Verdict(True, "fine", mpi_name()))
+    probe_that(monkeypatch, ProbeResult(True, "fine", mpi_name()))
     path = calibrate(job, [4], 1.0).path
     assert path is not None
     path.write_text("{")

@@ -12,24 +12,35 @@ from typing import Any
 
 import pytest
 
-from hpctrain.collectives.choice.table import Layout, Table
+from hpctrain.comm.device.cuda_aware_probe import ProbeResult
+from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
 from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
 from hpctrain.train import calibration
-from hpctrain.train.calibration import Calibration, Measurement, find, folder, keep, place, read, stored_verdict
-from hpctrain.train.machine import Machine, mpi_name, this_machine
-from hpctrain.transport.canary import Verdict
+from hpctrain.train.calibration import (
+    Calibration,
+    Measurement,
+    NodeType,
+    find,
+    folder,
+    keep,
+    mpi_name,
+    place,
+    read,
+    stored_verdict,
+    this_machine,
+)
 
-MACHINE = Machine("EPYC", 64, "", 0, "MPICH 5", "2.13", "0.1")
+MACHINE = NodeType("EPYC", 64, "", 0, "MPICH 5", "2.13", "0.1")
 
 
-def measurement(layout: Layout, name: str = "window") -> Measurement:
-    table = Table(layout, {("all_reduce", "window", "carried"): ((4096, "mpi"), (inf, name))})
+def measurement(layout: RankLayout, name: str = "window") -> Measurement:
+    table = AlgorithmTable(layout, {("all_reduce", "window", "carried"): ((4096, "mpi"), (inf, name))})
     return Measurement(table, {"all_reduce/window/carried": {name: {"4": 1.5e-6}}}, "2026-01-01T00:00:00+00:00")
 
 
-TWO, FOUR = measurement(Layout(2, 1, 2)), measurement(Layout(4, 2, 2), "hierarchical")
-VERDICT = Verdict(True, "it did", "MPICH 5")
+TWO, FOUR = measurement(RankLayout(2, 1, 2)), measurement(RankLayout(4, 2, 2), "hierarchical")
+VERDICT = ProbeResult(True, "it did", "MPICH 5")
 FULL = Calibration(MACHINE).with_measurement(TWO).with_measurement(FOUR).with_verdict(VERDICT)
 
 
@@ -56,12 +67,12 @@ def test_a_stored_calibration_is_found(tmp_path: Path) -> None:
 def test_a_file_holds_several_layouts_and_the_newest_measurement_of_each(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
     keep(FULL, path)
-    again = read(path).with_measurement(measurement(Layout(2, 1, 2), "ring"))
+    again = read(path).with_measurement(measurement(RankLayout(2, 1, 2), "ring"))
     keep(again, path)
     found = read(path).measurements
-    assert list(found) == [Layout(2, 1, 2), Layout(4, 2, 2)]
-    assert found[Layout(2, 1, 2)].table.best("all_reduce", "window", "carried", 8192) == "ring"
-    assert found[Layout(4, 2, 2)] == FOUR
+    assert list(found) == [RankLayout(2, 1, 2), RankLayout(4, 2, 2)]
+    assert found[RankLayout(2, 1, 2)].table.best("all_reduce", "window", "carried", 8192) == "ring"
+    assert found[RankLayout(4, 2, 2)] == FOUR
 
 
 @pytest.mark.parametrize("name", ["processor", "cores", "gpu", "gpus", "mpi", "torch", "hpctrain"])
@@ -188,7 +199,7 @@ class Broken:
 def test_a_failure_on_rank_0_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
-    def fail(mpi: str) -> Machine:
+    def fail(mpi: str) -> NodeType:
         raise RuntimeError("CUDA driver error")
 
     monkeypatch.setattr(calibration, "this_machine", fail)
@@ -200,7 +211,7 @@ def test_a_verdict_applies_to_its_mpi_only(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "site.json"))
     here = this_machine(mpi_name())
     for library, expected in ((here.mpi, True), ("Other MPI", None)):
-        keep(Calibration(here).with_verdict(Verdict(True, "it did", library)), tmp_path / "site.json")
+        keep(Calibration(here).with_verdict(ProbeResult(True, "it did", library)), tmp_path / "site.json")
         verdict = stored_verdict(Broken())
         assert (verdict.cuda_aware if verdict else None) is expected
 
@@ -211,13 +222,13 @@ def test_all_ranks_get_the_calibration_of_rank_0(
 ) -> None:
     own = shared_tmp_path / f"rank{comm.rank}.json"  # the files of the other ranks must not be used
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(own))
-    layout = Layout(comm.size, comm.nodes, comm.local_size)
+    layout = RankLayout(comm.size, comm.nodes, comm.local_size)
     names = ("window", "ring", "tree", "direct")
     keep(Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own)
     table = calibration.stored_table(comm, layout)
     assert table is not None and table.best("all_reduce", "window", "carried", 2**20) == "window"
     assert comm.all_gather_object(table) == [table] * comm.size
-    assert calibration.stored_table(comm, Layout(99, 1, 99)) is None
+    assert calibration.stored_table(comm, RankLayout(99, 1, 99)) is None
     assert calibration.stored_table(comm.transport, layout) == table
     assert stored_verdict(comm) is None
 
@@ -227,4 +238,4 @@ def test_a_single_rank_does_not_look_for_a_calibration(
 ) -> None:
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "lost.json"))
     monkeypatch.setattr(calibration, "find", None)
-    assert calibration.stored_table(comm, Layout(1, 1, 1)) is None
+    assert calibration.stored_table(comm, RankLayout(1, 1, 1)) is None

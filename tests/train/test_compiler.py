@@ -9,7 +9,7 @@ import pytest
 
 TRAIN = """
 import sys, torch
-from hpctrain.train.compiler import put_off
+from hpctrain.train.init import put_off
 put_off()
 def trained():
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.errors import DeviceError
-from hpctrain.train.device import check_unshared, identity, pick
+from hpctrain.train.handshake import check_unshared, identity, pick
 
 
 @pytest.fixture

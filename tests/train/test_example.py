@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hpctrain.data.job_loader import job_loader
 from hpctrain.errors import UsageError
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.train.example import example_inputs
 
 SETTINGS = ParallelSettings(pipe=2, partition="time")
@@ -89,7 +89,10 @@ class Stream(IterableDataset[Tensor]):
     [
         (DataLoader(Stream(), 4), r"^job.wrap\(model, example=...\) is a DataLoader of an IterableDataset"),
         (iter([torch.ones(2)]), "is a list_iterator; allowed are what the model is called with"),
-        (DataLoader([{"ids": torch.ones(2)}], 1), "Model.forward takes none of the names of a batch, ids; pass example="),
+        (
+            DataLoader([{"ids": torch.ones(2)}], 1),
+            "Model.forward takes none of the names of a batch, ids; pass example=",
+        ),
     ],
 )
 def test_invalid_examples_are_refused(example: Any, text: str) -> None:

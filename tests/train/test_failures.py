@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.train.failures import FailedSaves
+from hpctrain.train.checkpointing import FailedSaves
 
 
 def test_failed_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpctrain.data.batch import Batch
+from hpctrain.data.loader import Batch
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.wrap import attach
 from hpctrain.train.first_step import LOSSES, FirstStepChecks
 
 CPU = torch.device("cpu")

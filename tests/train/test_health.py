@@ -14,7 +14,7 @@ from support.life import PositionedLoader, Training, checkpoints_of, make_batche
 
 from hpctrain.errors import NonFiniteError
 from hpctrain.log import configure
-from hpctrain.train.health import ROLLBACKS, SKIPS
+from hpctrain.train.updates import ROLLBACKS, SKIPS
 
 NAN = float("nan")
 

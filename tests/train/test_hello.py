@@ -10,8 +10,8 @@ import torch
 from support.pace import scaled
 
 from hpctrain.errors import MismatchError
-from hpctrain.train import hello
-from hpctrain.train.hello import Hello, flatten, introduce, resources, table, threads, versions
+from hpctrain.train import handshake
+from hpctrain.train.handshake import Handshake, flatten, introduce, resources, table, threads, versions
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_equal_ranks_are_accepted_and_listed(comm: Any) -> None:
 @pytest.mark.ranks(2, 3)
 def test_another_version_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = versions() | ({"torch": "1.0"} if _odd(comm) else {})
-    monkeypatch.setattr(hello, "versions", lambda: own)
+    monkeypatch.setattr(handshake, "versions", lambda: own)
     comm.barrier()
     began = time.monotonic()
     said = rf"has torch \d.*, rank {comm.size - 1} on .* has 1\.0: start all"
@@ -44,7 +44,7 @@ def test_another_version_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.
 @pytest.mark.ranks(2)
 def test_a_package_missing_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {name: version for name, version in versions().items() if name != "h5py" or not _odd(comm)}
-    monkeypatch.setattr(hello, "versions", lambda: own)
+    monkeypatch.setattr(handshake, "versions", lambda: own)
     with pytest.raises(MismatchError, match="rank 0 on .* has h5py .*, rank 1 on .* has none: start all ranks"):
         introduce(comm, CPU, {})
 
@@ -79,8 +79,8 @@ def test_threads_follow_omp_num_threads_and_the_cores(comm: Any, monkeypatch: py
 
 
 def test_resources_shared_by_ranks_are_counted_once() -> None:
-    def one(host: str, cpus: tuple[int, ...], device: str, identity: str) -> Hello:
-        return Hello(host, 0, 0, cpus, device, identity, {}, "")
+    def one(host: str, cpus: tuple[int, ...], device: str, identity: str) -> Handshake:
+        return Handshake(host, 0, 0, cpus, device, identity, {}, "")
 
     shared = [one("a", (0, 1), "cpu", "cpu"), one("a", (1, 2), "cpu", "cpu"), one("b", (0, 1), "cpu", "cpu")]
     assert resources(shared) == {"cpus": 5}

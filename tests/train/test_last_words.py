@@ -11,34 +11,34 @@ from typing import Any
 import pytest
 from support.pace import scaled
 
-from hpctrain.train import last_words
-from hpctrain.train.last_words import LastWords, first_line, forget, read
+from hpctrain.train.receipt import write
+from hpctrain.train.receipt.write import FailureRecord, first_line, forget_failure, read_failure
 
 
 def test_a_failure_record_is_read_and_removed(tmp_path: Path) -> None:
-    assert read(tmp_path) == {}
-    forget(tmp_path)
-    LastWords(tmp_path, 2).say("ValueError: no\nmore", 7)
-    found = read(tmp_path)
+    assert read_failure(tmp_path) == {}
+    forget_failure(tmp_path)
+    FailureRecord(tmp_path, 2).say("ValueError: no\nmore", 7)
+    found = read_failure(tmp_path)
     assert (found["reason"], found["rank"], found["step"]) == ("ValueError: no", 2, 7)
     assert abs(found["unix_time"] - time.time()) < 10
-    assert [path.name for path in tmp_path.iterdir()] == [last_words.NAME]
-    forget(tmp_path)
-    assert read(tmp_path) == {} and not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [write.FAILURE_NAME]
+    forget_failure(tmp_path)
+    assert read_failure(tmp_path) == {} and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
 def test_an_unreadable_record_is_ignored(tmp_path: Path, text: str) -> None:
-    (tmp_path / last_words.NAME).write_text(text)
-    assert read(tmp_path) == {}
+    (tmp_path / write.FAILURE_NAME).write_text(text)
+    assert read_failure(tmp_path) == {}
 
 
 def test_a_missing_folder_is_not_an_error(tmp_path: Path) -> None:
-    LastWords(tmp_path / "gone", 0).say("x", None)
+    FailureRecord(tmp_path / "gone", 0).say("x", None)
 
 
 def test_a_hanging_file_system_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_words, "PATIENCE", 0.1)
+    monkeypatch.setattr(write, "PATIENCE", 0.1)
     answered = threading.Event()
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -46,7 +46,7 @@ def test_a_hanging_file_system_does_not_delay_the_end(tmp_path: Path, monkeypatc
         return function(*arguments)
 
     began = time.monotonic()
-    LastWords(tmp_path, 0, call=call).say("x", None)
+    FailureRecord(tmp_path, 0, call=call).say("x", None)
     assert 0.1 <= time.monotonic() - began < scaled(5)
     answered.set()
 

@@ -15,7 +15,7 @@ import pytest
 from support.pace import scaled
 
 from hpctrain.errors import DataError, HpctrainError
-from hpctrain.train.leaving import exit_code, let_be_read
+from hpctrain.train.exit import exit_code, let_be_read
 
 
 def _run(code: str) -> Any:
@@ -27,14 +27,14 @@ def test_each_error_has_its_exit_code() -> None:
 
 
 def test_a_process_that_ends_by_an_exception_has_the_requested_code() -> None:
-    code = "from hpctrain.train.leaving import leave_with; leave_with(75, lambda: print('bye')); raise KeyError"
+    code = "from hpctrain.train.exit import leave_with; leave_with(75, lambda: print('bye')); raise KeyError"
     result = _run(code)
     assert (result.returncode, result.stdout) == (75, "bye\n") and "KeyError" in result.stderr
 
 
 LET_ONE = """
 from hpctrain.errors import LaunchError
-from hpctrain.train.leaving import end_if_uncaught
+from hpctrain.train.exit import end_if_uncaught
 error = LaunchError("no world")
 end_if_uncaught(error, {rank})
 {then}
@@ -54,7 +54,7 @@ import signal, sys
 from hpctrain.cluster.launcher import detect
 import hpctrain
 if detect().rank == 1:
-    from hpctrain.transport import {module}
+    from hpctrain.comm.transport import {module}
     def fail(*arguments): {then}
     {module}.{name} = fail
 hpctrain.init()

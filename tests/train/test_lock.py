@@ -17,8 +17,7 @@ from support.pace import scaled
 
 from hpctrain.errors import FileSystemError, LockError
 from hpctrain.train import lock
-from hpctrain.train.lock import NAME, FolderLock
-from hpctrain.train.lock_holder import identity, process_started, why_over
+from hpctrain.train.lock import NAME, FolderLock, identity, process_started, why_over
 
 HERE = socket.gethostname()
 

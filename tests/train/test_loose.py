@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from hpctrain.train.async_control import AsyncExchange
 from hpctrain.train.exchange import Wishes
-from hpctrain.train.loose import LooseExchange
 
 pytestmark = pytest.mark.ranks
 STEPS = 20_000  # of microseconds each: far longer than a message to another node and back
@@ -17,7 +17,7 @@ STEPS = 20_000  # of microseconds each: far longer than a message to another nod
 
 @pytest.fixture
 def exchange(own: Any) -> Iterator[Any]:
-    exchange = LooseExchange(own)
+    exchange = AsyncExchange(own)
     yield exchange
     exchange.close()
 

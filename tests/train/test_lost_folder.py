@@ -10,7 +10,7 @@ import pytest
 from support.life import Training, checkpoints_of, make_batches
 
 from hpctrain.errors import LockError
-from hpctrain.train import books
+from hpctrain.train import run_folder
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -48,7 +48,7 @@ def test_no_checkpoint_is_written_after_losing_the_folder(job: Any, shared_tmp_p
 def test_steps_detect_the_loss_without_a_checkpoint(
     job: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(books, "CHECK_EVERY", 0.0)
+    monkeypatch.setattr(run_folder, "CHECK_EVERY", 0.0)
     training = Training(job, shared_tmp_path, make_batches(9), every=100)
     with pytest.raises(LockError):
         training.go(lambda step, batch: take(shared_tmp_path) if step == 3 else None)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from hpctrain import __version__
-from hpctrain.train.machine import Machine, mpi_name, processor, this_machine
+from hpctrain.train.calibration import NodeType, mpi_name, processor, this_machine
 
-MACHINE = Machine("EPYC", 64, "H200", 4, "MPICH 5", "2.13", "0.1")
+MACHINE = NodeType("EPYC", 64, "H200", 4, "MPICH 5", "2.13", "0.1")
 
 
 def test_this_machine_is_described() -> None:
@@ -42,7 +42,7 @@ def test_processor_names_are_read_from_cpuinfo(tmp_path: Path) -> None:
 def test_the_mpi_is_named_without_initializing_it() -> None:
     code = """
 import sys
-from hpctrain.train.machine import mpi_name
+from hpctrain.train.calibration import mpi_name
 name = mpi_name()
 assert "mpi4py.MPI" not in sys.modules
 from mpi4py import MPI
@@ -53,7 +53,7 @@ print(name, MPI.Is_initialized() and mpi_name() == name and name in " ".join(MPI
 
 
 def test_without_mpi_the_name_is_empty() -> None:
-    code = "import hpctrain.train.machine as m; m._ASK_MPI = 'import sys; sys.exit(1)'; print(repr(m.mpi_name()))"
+    code = "import hpctrain.train.calibration as m; m._ASK_MPI = 'import sys; sys.exit(1)'; print(repr(m.mpi_name()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "''\n"
     assert isinstance(mpi_name(), str)

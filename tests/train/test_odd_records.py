@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.train.books import Books
-from hpctrain.train.receipt import Receipt
+from hpctrain.train.receipt.write import Receipt
+from hpctrain.train.run_folder import RunFolder
 
 ODD: list[Any] = [
     *(None, True, -1, 0, 2**63, -(2**200), 10**4000, 1e308, -1e308, float("nan"), float("inf")),
@@ -68,7 +68,7 @@ def test_odd_fields_of_a_row_are_tolerated(name: str, tmp_path: Path, capsys: py
     for value in FEW + ODD[11:18]:
         tell(tmp_path, [{**SOUND, "status": "running"}], [{**ROW, name: value}, ROW])
         told(tmp_path, capsys)
-        books = Books(tmp_path, None)
+        books = RunFolder(tmp_path, None)
         books.lock()
         books.open(3, None, {})
         books.record({"step": 4, "step_seconds": 0.5})
@@ -98,8 +98,8 @@ def test_odd_locks_are_tolerated(name: str, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("name", ["started", "unix_time", "elapsed_seconds", "status", "startup_seconds"])
 def test_odd_values_are_drawn(name: str, tmp_path: Path) -> None:
-    from hpctrain.train.receipt_picture import figure
-    from hpctrain.train.receipt_read import load
+    from hpctrain.train.receipt.read import load
+    from hpctrain.train.receipt.render import figure
 
     for value in FEW + ODD[11:18]:
         tell(tmp_path, [{**SOUND, name: value}], [ROW])

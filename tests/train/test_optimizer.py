@@ -10,9 +10,9 @@ from torch import nn
 
 from hpctrain.errors import SettingsError
 from hpctrain.parallel.objective import LOSSES
-from hpctrain.train import settings as train_settings
+from hpctrain.train import config as train_settings
+from hpctrain.train.config import OptimizerSettings
 from hpctrain.train.optimizer import classes, kept_per_element, make
-from hpctrain.train.settings import OptimizerSettings
 
 REFUSED = {"lbfgs", "sparseadam", "muon"}  # the last accepts matrices only
 

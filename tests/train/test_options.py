@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.keep import Keep
+from hpctrain.checkpoint.folder import RetentionPolicy
 from hpctrain.errors import UsageError
 from hpctrain.train.options import RunOptions, check_arguments, run_options
 
@@ -62,7 +62,10 @@ def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
 
 def test_options_of_kept_checkpoints_are_passed_on() -> None:
     options = RunOptions(keep=3, keep_every=10, keep_best="loss", best="highest")
-    assert options.kept == Keep(last=3, every=10, best="loss", which="highest") and RunOptions().kept == Keep()
+    assert (
+        options.kept == RetentionPolicy(last=3, every=10, best="loss", which="highest")
+        and RunOptions().kept == RetentionPolicy()
+    )
 
 
 def test_an_unknown_option_is_refused() -> None:

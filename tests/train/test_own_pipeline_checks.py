@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from hpctrain.errors import MismatchError, UsageError
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.settings import ParallelSettings
 
 WIDTH, SAMPLES = 6, 8
 MSE = Objective(F.mse_loss)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.settings import ParallelSettings
 
 WORDS, WIDTH, LENGTH = 13, 12, 5
 SAMPLES, BATCH, STEPS = 21, 8, 5  # batches of 8, 8 and 5

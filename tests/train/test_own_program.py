@@ -13,7 +13,7 @@ from support.life import checkpoints_of, metrics_of
 
 from hpctrain.cluster.deadline import VARIABLE
 from hpctrain.jobs.request import FOLDER
-from hpctrain.train.receipt_read import load
+from hpctrain.train.receipt.read import load
 
 PROGRAM = Path(__file__).resolve().parents[2] / "jobs" / "program.py"
 NOBODY = {name: None for name in ("SLURM_JOB_ID", "PBS_JOBID", VARIABLE, FOLDER)}

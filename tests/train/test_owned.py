@@ -13,7 +13,7 @@ from torch import nn
 
 from hpctrain import checkpoint
 from hpctrain.errors import UsageError
-from hpctrain.train.owned import adoptable, check_owned, joined
+from hpctrain.train.options import adoptable, check_owned, joined
 
 
 class CenterLoss(nn.Module):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.train import last_words
-from hpctrain.train.books import Books
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.receipt import write
+from hpctrain.train.run_folder import RunFolder
 
 RECORDS = ("config.toml", "run.json", "metrics.jsonl", "failure.json")
 
@@ -32,11 +32,11 @@ def test_records_are_not_written_through_links(tmp_path: Path, precious: Path, d
     for pid in range(os.getpid() - 3, os.getpid() + 3):
         for name in RECORDS:
             (folder / f".{name}.tmp-{pid}").symlink_to(precious)
-    books = Books(folder, None)
+    books = RunFolder(folder, None)
     books.lock()
     books.open(0, "x = 1\n", {})
     books.record({"step": 1})
-    last_words.LastWords(folder, 0).say("an end", 1)
+    write.FailureRecord(folder, 0).say("an end", 1)
     books.rewind(0)
     books.close("finished", 1, None)
     assert precious.read_text() == "keep me\n" and not planted.exists()

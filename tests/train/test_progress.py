@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import pytest
 
 from hpctrain.log import configure
-from hpctrain.train import progress
-from hpctrain.train.progress import LINE_EVERY, Progress, shown
+from hpctrain.train import metrics
+from hpctrain.train.metrics import LINE_EVERY, Progress, shown
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     yield now
 
 

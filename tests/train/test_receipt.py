@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.train import last_words
-from hpctrain.train.receipt import NAME, Receipt, history, read
+from hpctrain.train.receipt import write
+from hpctrain.train.receipt.write import NAME, Receipt, history, read_receipt
 
 
 def test_an_attempt_is_recorded_from_start_to_end(tmp_path: Path) -> None:
     receipt = Receipt(tmp_path, {"torch": "9.9", "first_step": 1})
-    assert read(tmp_path)["status"] == "running"
+    assert read_receipt(tmp_path)["status"] == "running"
     receipt.update(step=5)
-    assert read(tmp_path)["attempts"][0]["step"] == 5
+    assert read_receipt(tmp_path)["attempts"][0]["step"] == 5
     receipt.end("finished", step=9)
     content = json.loads((tmp_path / NAME).read_text())
     (attempt,) = content["attempts"]
@@ -33,7 +33,7 @@ def test_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
     Receipt(tmp_path, {}).end("stopped", reason="SIGUSR1")
     Receipt(tmp_path, {}).update(step=5)
     Receipt(tmp_path, {}).end("finished")
-    attempts = read(tmp_path)["attempts"]
+    attempts = read_receipt(tmp_path)["attempts"]
     assert [attempt["status"] for attempt in attempts] == ["stopped", "killed", "finished"]
     assert (attempts[0]["reason"], attempts[1]["step"]) == ("SIGUSR1", 5)
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
@@ -41,30 +41,30 @@ def test_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
 
 def test_the_failure_record_of_another_rank_is_the_reason(tmp_path: Path) -> None:
     Receipt(tmp_path, {"first_step": 1})
-    last_words.LastWords(tmp_path, 3).say("\nKeyError: 'a'\nand more", 7)
+    write.FailureRecord(tmp_path, 3).say("\nKeyError: 'a'\nand more", 7)
     Receipt(tmp_path, {"first_step": 1})
-    assert not (tmp_path / last_words.NAME).exists()
-    before = read(tmp_path)["attempts"][0]
+    assert not (tmp_path / write.FAILURE_NAME).exists()
+    before = read_receipt(tmp_path)["attempts"][0]
     assert (before["status"], before["reason"], before["failed_rank"]) == ("failed", "KeyError: 'a'", 3)
     Receipt(tmp_path, {"first_step": 1})
-    assert read(tmp_path)["attempts"][1]["status"] == "killed", "what was left counts once"
+    assert read_receipt(tmp_path)["attempts"][1]["status"] == "killed", "what was left counts once"
 
 
 def test_an_older_failure_record_is_not_the_reason(tmp_path: Path) -> None:
     Receipt(tmp_path, {}, started=time.time() + 100)
-    last_words.LastWords(tmp_path, 3).say("KeyError: 'a'", 7)
+    write.FailureRecord(tmp_path, 3).say("KeyError: 'a'", 7)
     Receipt(tmp_path, {})
-    assert read(tmp_path)["attempts"][0]["status"] == "killed"
+    assert read_receipt(tmp_path)["attempts"][0]["status"] == "killed"
 
 
 def test_a_rollback_is_recorded(tmp_path: Path) -> None:
     receipt = Receipt(tmp_path, {"first_step": 5}, started=1000.0)
     rows = [{"step": step, "step_seconds": 0.5, "unix_time": 1000.0 + step} for step in range(5, 10)]
     receipt.rewind(rows, 7)
-    (attempt,) = read(tmp_path)["attempts"]
+    (attempt,) = read_receipt(tmp_path)["attempts"]
     assert (attempt["step"], attempt["repeated_steps"], attempt["repeated_seconds"]) == (7, 2, 1.0)
     receipt.rewind(rows, 3)  # before the first step of the attempt
-    assert read(tmp_path)["attempts"][0]["first_step"] == 4
+    assert read_receipt(tmp_path)["attempts"][0]["first_step"] == 4
 
 
 OLD: dict[str, Any] = {
@@ -80,12 +80,12 @@ OLD: dict[str, Any] = {
 def test_receipts_of_earlier_versions_are_kept(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(json.dumps(OLD))
     Receipt(tmp_path, {"first_step": 10}).end("finished")
-    assert read(tmp_path)["attempts"][:2] == OLD["attempts"]
+    assert read_receipt(tmp_path)["attempts"][:2] == OLD["attempts"]
     running = {**OLD["attempts"][1], "status": "running"}
     del running["ended"], running["reason"]
     (tmp_path / NAME).write_text(json.dumps({"status": "running", "attempts": [running]}))
     Receipt(tmp_path, {"first_step": 10})
-    assert read(tmp_path)["attempts"][0] == running | {"status": "killed"}
+    assert read_receipt(tmp_path)["attempts"][0] == running | {"status": "killed"}
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"attempts": 3}', '{"attempts": [3]}', "[" * 100_000])
@@ -94,9 +94,9 @@ def test_a_damaged_receipt_is_moved_aside_and_named(
 ) -> None:
     (tmp_path / NAME).write_text(text)
     with pytest.raises(UsageError, match="run.json is damaged"):
-        read(tmp_path)
+        read_receipt(tmp_path)
     Receipt(tmp_path, {})
-    assert len(read(tmp_path)["attempts"]) == 1
+    assert len(read_receipt(tmp_path)["attempts"]) == 1
     (aside,) = tmp_path.glob("run.json.damaged-*")
     assert aside.read_text() == text and aside.name in caplog.text
 

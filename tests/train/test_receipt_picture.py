@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.train.receipt_read import load
+from hpctrain.train.receipt.read import load
 
 TIMES = {"elapsed_seconds": 1000.0, "startup_seconds": 100.0, "step_seconds": 700.0, "save_seconds": 50.0}
 
@@ -23,7 +23,7 @@ def _receipts(folder: Path, **more: Any) -> Any:
 
 def test_bars_have_the_true_position_and_length(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from hpctrain.train.receipt_picture import figure
+    from hpctrain.train.receipt.render import figure
 
     (axis,) = figure(_receipts(tmp_path / "a", repeated_steps=2, repeated_seconds=200.0)).axes
     bars = [bar.get_paths()[0].get_extents() for bar in axis.collections]
@@ -36,7 +36,7 @@ def test_bars_have_the_true_position_and_length(tmp_path: Path) -> None:
 
 def test_units_depend_on_the_duration(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from hpctrain.train.receipt_picture import figure
+    from hpctrain.train.receipt.render import figure
 
     for name, seconds, unit in (("s", 1.0, "minutes"), ("h", 90_000.0, "hours"), ("d", 1e6, "days")):
         (axis,) = figure(_receipts(tmp_path / name, elapsed_seconds=seconds)).axes

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from hpctrain.cluster.accounting import Account
+from hpctrain.cluster.accounting import JobAccount
 from hpctrain.errors import UsageError
 from hpctrain.train import lock
-from hpctrain.train.books import Books
-from hpctrain.train.last_words import LastWords
-from hpctrain.train.receipt_read import load, runs_in
-from hpctrain.train.receipt_text import summary, text, to_json, totals
+from hpctrain.train.receipt.read import load, runs_in
+from hpctrain.train.receipt.render import summary, text, to_json, totals
+from hpctrain.train.receipt.write import FailureRecord
+from hpctrain.train.run_folder import RunFolder
 
 SECONDS = 0.25  # per step, according to the rows; the tests do not wait that long
 
@@ -27,10 +27,10 @@ class Life:
     """Simulated run: its rank 0 writes the records, and the test counts the steps that are kept and lost."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.books = folder, Books(folder, None)
+        self.folder, self.books = folder, RunFolder(folder, None)
 
     def start(self, after: int, **facts: Any) -> None:
-        self.books = Books(self.folder, None)
+        self.books = RunFolder(self.folder, None)
         self.books.lock()
         self.books.open(after, None, {"nodes": 1, "size": 2, "batch": 8, "tokens_before": 100 * after, **facts})
 
@@ -114,7 +114,7 @@ def test_an_attempt_killed_before_its_first_checkpoint_has_no_useful_steps(life:
 def test_the_rank_that_ended_the_job_is_named(life: Life) -> None:
     life.start(0)
     life.steps(1)
-    LastWords(life.folder, 3).say("RuntimeError: no more", 2)
+    FailureRecord(life.folder, 3).say("RuntimeError: no more", 2)
     life.kill()
     assert load([life.folder])[0].attempts[0].why == "failed on rank 3: RuntimeError: no more"
 
@@ -123,7 +123,9 @@ def test_a_running_attempt_is_read(life: Life) -> None:
     life.start(0)
     life.steps(1, 2, 3)
     (one,) = load([life.folder])[0].attempts
-    assert one.status == "running" and one.why.startswith("running, last recorded ") and one.why.endswith("after step 3")
+    assert (
+        one.status == "running" and one.why.startswith("running, last recorded ") and one.why.endswith("after step 3")
+    )
     assert (one.steps, one.repeated_steps, one.tokens) == (3, 0, 300)
     path = life.folder / lock.NAME
     own = json.loads(path.read_text())
@@ -145,9 +147,9 @@ def test_a_running_attempt_is_read(life: Life) -> None:
 def test_end_and_energy_are_queried_from_slurm(life: Life) -> None:
     asked: list[set[str]] = []
 
-    def ask(jobs: set[str]) -> dict[str, Account]:
+    def ask(jobs: set[str]) -> dict[str, JobAccount]:
         asked.append(jobs)
-        return {"7": Account(state, 7.2e6)}
+        return {"7": JobAccount(state, 7.2e6)}
 
     life.start(0, job_id="7", scheduler="slurm")
     life.steps(1)
@@ -177,9 +179,9 @@ def test_the_end_is_queried_from_pbs(life: Life, state: str, status: str) -> Non
     life.steps(1)
     asked: list[set[str]] = []
 
-    def ask(jobs: set[str]) -> dict[str, Account]:
+    def ask(jobs: set[str]) -> dict[str, JobAccount]:
         asked.append(jobs)
-        return {"7.server": Account(state, None)}
+        return {"7.server": JobAccount(state, None)}
 
     assert load([life.folder], {"pbs": ask, "slurm": lambda jobs: pytest.fail("no job of Slurm's")})[0].status == status
     assert asked == [{"7.server"}]

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from hpctrain.train.receipt_tally import Tally, process_age
+from hpctrain.train.receipt.write import TimeAccounting, process_age
 
 
 def test_every_second_has_a_category() -> None:
     now = [100.0]
-    tally = Tally(age=4.0, clock=lambda: now[0])
+    tally = TimeAccounting(age=4.0, clock=lambda: now[0])
 
     def pass_(seconds: float) -> None:
         now[0] += seconds
@@ -43,7 +43,7 @@ def test_every_second_has_a_category() -> None:
 
 def test_a_wait_before_the_first_step_is_not_counted_twice() -> None:
     now = [0.0]
-    tally = Tally(age=0.0, clock=lambda: now[0])
+    tally = TimeAccounting(age=0.0, clock=lambda: now[0])
     now[0] = 5.0
     tally.waited(2.0)
     assert tally.facts()["startup_seconds"] == 3.0
@@ -53,13 +53,13 @@ def test_a_wait_before_the_first_step_is_not_counted_twice() -> None:
 
 
 def test_the_first_attempt_of_a_process_starts_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tally, "_first_taken", False)
-    assert Tally().elapsed == pytest.approx(process_age(), abs=1.0)
-    assert Tally().elapsed < 1.0
+    monkeypatch.setattr(TimeAccounting, "_first_taken", False)
+    assert TimeAccounting().elapsed == pytest.approx(process_age(), abs=1.0)
+    assert TimeAccounting().elapsed < 1.0
 
 
 def test_the_age_of_a_process_is_measured() -> None:
-    code = "import time; from hpctrain.train.receipt_tally import process_age; time.sleep(0.3); print(process_age())"
+    code = "import time; from hpctrain.train.receipt.write import process_age; time.sleep(0.3); print(process_age())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.3 <= float(done.stdout) <= time.monotonic() - began + 0.05

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.life import checkpoints_of, contents
 
-from hpctrain.train.receipt_read import load
+from hpctrain.train.receipt.read import load
 
 RUN = """
 import ctypes, os, signal, sys, threading, time

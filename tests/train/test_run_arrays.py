@@ -15,9 +15,9 @@ from torch import nn
 
 from hpctrain.data.arrays import write_arrays
 from hpctrain.errors import HpctrainError
-from hpctrain.train import guard
-from hpctrain.train.run import train
-from hpctrain.train.settings import load
+from hpctrain.train import watchdog
+from hpctrain.train.config import load
+from hpctrain.train.recipe import train
 
 STEPS, BATCH, SAMPLES = 12, 8, 40
 CONFIG = f"""
@@ -69,7 +69,7 @@ def project(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(shared_tmp_path)
     monkeypatch.syspath_prepend(str(shared_tmp_path))
     monkeypatch.delitem(sys.modules, "nets_of_test", raising=False)
-    monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
     return shared_tmp_path
 
 

@@ -13,10 +13,10 @@ from support.legs import SPLIT, Legs, losses, shared_project
 
 from hpctrain.errors import UsageError
 from hpctrain.models.settings import ModelSettings
-from hpctrain.parallel.materialise import is_meta
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.train import run
-from hpctrain.train.settings import DataSettings, Settings, TrainSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.meta_init import is_meta
+from hpctrain.train import recipe
+from hpctrain.train.config import DataSettings, Settings, TrainSettings
 
 IMAGES = {"input_shape": (8, 8), "outputs": 5}
 MODELS: dict[str, tuple[ModelSettings, dict[str, Any]]] = {
@@ -69,7 +69,7 @@ def settings_of(model: ModelSettings, data: Any) -> Settings:
 
 def made(model: ModelSettings, data: Any, facts: dict[str, Any], ranks: int) -> torch.nn.Module:
     corpus: Any = SimpleNamespace(train=SimpleNamespace(facts=facts))
-    return run.make_model(settings_of(model, data), corpus, ranks)
+    return recipe.make_model(settings_of(model, data), corpus, ranks)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,7 +116,7 @@ def leg(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Le
 @pytest.mark.ranks(2, 3, 4)
 def test_sharded_runs_start_with_the_loss_of_ddp(leg: Legs) -> None:
     seen = []
-    make_model = run.make_model
+    make_model = recipe.make_model
 
     def looking(*args: Any) -> torch.nn.Module:
         model = make_model(*args)
@@ -124,7 +124,7 @@ def test_sharded_runs_start_with_the_loss_of_ddp(leg: Legs) -> None:
         return model
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "make_model", looking)
+        patch.setattr(recipe, "make_model", looking)
         every = {name: losses(leg(name, name, *GPT, "train.steps=3")) for name in ("ddp", *SPLIT)}
     assert seen == [False, True, True, True, True]
     for found in every.values():

@@ -16,9 +16,9 @@ from support.disks import PLENTY, shared_disk
 from support.life import checkpoints_of, metrics_of, receipt_of
 
 from hpctrain.errors import HpctrainError
-from hpctrain.train import guard
-from hpctrain.train.run import train
-from hpctrain.train.settings import load
+from hpctrain.train import watchdog
+from hpctrain.train.config import load
+from hpctrain.train.recipe import train
 
 HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
 
@@ -50,7 +50,7 @@ def trained_here(config: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(config.parent)
     monkeypatch.syspath_prepend(str(config.parent))
     monkeypatch.delitem(sys.modules, "bytes_model", raising=False)
-    monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
     return lambda folder, *words: train(load("tiny.toml", [f"run.folder={folder}", *words]))
 
 

@@ -13,7 +13,7 @@ import torch
 from support.life import Training, checkpoints_of, contents, make_batches, receipt_of
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.together.aside import Aside
+from hpctrain.checkpoint.background import BackgroundWriter
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.options import RunOptions
 
@@ -86,7 +86,7 @@ def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path,
     def kill(step: int, batch: torch.Tensor) -> None:
         where.append(step)
         worker = training.run._saves._saver._worker
-        assert isinstance(worker, Aside)
+        assert isinstance(worker, BackgroundWriter)
         if step == 3 and job.rank == job.size - 1:
             worker._process.kill()
             worker._process.wait()

@@ -10,7 +10,7 @@ import h5py
 import pytest
 from support.life import Training, checkpoints_of, make_batches, metrics_of
 
-from hpctrain.checkpoint.look.place import judge
+from hpctrain.checkpoint.tools.inspect import judge
 
 SCORES = [5.0, 9.0, 2.0, 7.0, 6.0, 1.0, 8.0, 4.0, 3.0]  # logged in the steps 1 to 9
 

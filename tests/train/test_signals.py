@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from hpctrain.train.signals import SIGNALS, install, stop_request
+from hpctrain.train.control import SIGNALS, install, stop_request
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -30,7 +30,7 @@ def test_a_thread_keeps_the_handlers_of_its_process() -> None:
 
 
 def test_handlers_are_installed_before_torch_is_imported() -> None:
-    code = "import sys, hpctrain.train.signals as s; s.install()"
+    code = "import sys, hpctrain.train.control as s; s.install()"
     check = "; assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True, timeout=30)
 
@@ -39,7 +39,7 @@ def test_handlers_are_installed_before_torch_is_imported() -> None:
 def test_a_signal_does_not_kill_an_exiting_rank(number: signal.Signals) -> None:
     # Objects of a module are destroyed after Python has removed all handlers.
     code = (
-        "import sys, hpctrain.train.signals as s; s.install(); s.install()\n"
+        "import sys, hpctrain.train.control as s; s.install(); s.install()\n"
         "class Late:\n"
         f"    def __del__(self, kill=__import__('os').kill, pid=__import__('os').getpid()): kill(pid, {int(number)})\n"
         "late = Late(); sys.exit(75)"

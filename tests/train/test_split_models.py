@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.settings import ParallelSettings
 
 SAMPLES = 8
 FORMS = {

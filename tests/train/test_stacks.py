@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hpctrain.train.stacks import print_stacks
+from hpctrain.train.watchdog import print_stacks
 
 
 def test_stacks_of_all_threads_have_one_heading(capfd: pytest.CaptureFixture[str]) -> None:

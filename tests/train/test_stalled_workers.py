@@ -16,8 +16,8 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 import hpctrain
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.config import ParallelSettings
 
 MODES = {
     "server": (ParallelSettings(data="server"), ServerSettings()),

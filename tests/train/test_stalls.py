@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpctrain.log import logger
-from hpctrain.train.stalls import Stalls
+from hpctrain.train.async_control import StragglerDetector
 
 
 class Node:
@@ -19,7 +19,7 @@ class Node:
         self.now, self.meetings, self.said = 100.0, 0, said
         self.steps = [1] * size
         self.ranks = [
-            Stalls(rank, range(size), self.steps.__getitem__, lambda: self.meetings, lambda: self.now)
+            StragglerDetector(rank, range(size), self.steps.__getitem__, lambda: self.meetings, lambda: self.now)
             for rank in range(size)
         ]
 

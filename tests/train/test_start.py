@@ -13,7 +13,7 @@ import torch
 from support.life import Training, make_batches, make_net, metrics_of, seed_everything
 
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.train.start import carried
+from hpctrain.train.resume import carried
 
 LAST = "checkpoints/step_00000004.h5"
 

@@ -11,21 +11,20 @@ import pytest
 from support.life import Training, checkpoints_of, make_batches, receipt_of
 
 from hpctrain.cluster.deadline import VARIABLE, Deadline
-from hpctrain.train import stops
-from hpctrain.train.governor import RESERVE, Governor
-from hpctrain.train.signals import StopRequest
+from hpctrain.train import control
+from hpctrain.train.control import RESERVE, StopRequest, WalltimeGuard
 
 
 @pytest.fixture(autouse=True)
 def _no_deadline_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (VARIABLE, "SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(stops, "_PAUSE", 0.0)
+    monkeypatch.setattr(control, "_PAUSE", 0.0)
 
 
 def test_the_margin_covers_measured_steps_and_saves() -> None:
     now = [1000.0]
-    governor = Governor(Deadline(1200.0, "a test"), clock=lambda: now[0])
+    governor = WalltimeGuard(Deadline(1200.0, "a test"), clock=lambda: now[0])
     assert governor.margin == RESERVE and not governor.is_due
     for seconds in (5.0, 10.0, 2.0):
         governor.step(seconds)
@@ -36,10 +35,10 @@ def test_the_margin_covers_measured_steps_and_saves() -> None:
     for now[0] in (1069.9, 1070.0):
         due[now[0]] = governor.is_due
     assert due == {1069.9: False, 1070.0: True}
-    given = Governor(Deadline(1200.0, "a test"), 5.0, clock=lambda: now[0])
+    given = WalltimeGuard(Deadline(1200.0, "a test"), 5.0, clock=lambda: now[0])
     given.save(100.0)
     assert given.margin == 5.0 and not given.is_due
-    assert not Governor(None).is_due
+    assert not WalltimeGuard(None).is_due
 
 
 @pytest.mark.ranks(1, 2)
@@ -101,19 +100,19 @@ def test_files_in_the_folder_save_and_stop(job: Any, shared_tmp_path: Path) -> N
 
 def test_save_times_of_earlier_attempts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(time.time() + 1000.0))
-    found = stops.Stops(tmp_path, StopRequest(), first=True)
+    found = control.StopSaveFlags(tmp_path, StopRequest(), first=True)
     found.open([3.0, 200.0])
     assert found.governor.margin == 400.0 + RESERVE and not found.look()[0]
     found.governor.save(500.0)
     assert found.look() == (True, False) and "may take 1060 s" in found.reason
-    assert not stops.Stops(tmp_path, StopRequest(), first=False).look()[0]
+    assert not control.StopSaveFlags(tmp_path, StopRequest(), first=False).look()[0]
 
 
 @pytest.mark.parametrize("later, stays", [(-5.0, False), (5.0, True)])
 def test_a_stop_file_written_during_startup_applies_to_the_job(tmp_path: Path, later: float, stays: bool) -> None:
     begun = time.time() - 100.0
-    (tmp_path / stops.STOP).touch()
-    os.utime(tmp_path / stops.STOP, (begun + later, begun + later))
-    found = stops.Stops(tmp_path, StopRequest(), first=True)
+    (tmp_path / control.STOP).touch()
+    os.utime(tmp_path / control.STOP, (begun + later, begun + later))
+    found = control.StopSaveFlags(tmp_path, StopRequest(), first=True)
     found.open([], begun)
-    assert ((tmp_path / stops.STOP).exists(), found.look()[0]) == (stays, stays)
+    assert ((tmp_path / control.STOP).exists(), found.look()[0]) == (stays, stays)

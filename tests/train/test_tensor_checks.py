@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.tensor.first_pass import watch
-from hpctrain.parallel.tensor.same_gradients import check_same, sums_of
+from hpctrain.parallel.tensor.first_step_checks import check_same, sums_of
 
 BOTH = {**QKV, **MLP}
 TWO = pytest.mark.ranks(2)

@@ -15,11 +15,11 @@ from support.life import Training, make_batches
 from hpctrain import trace
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.trace import Recording, Span
-from hpctrain.train import clocks
+from hpctrain.train.config import TrainSettings
 from hpctrain.train.options import RunOptions
-from hpctrain.train.settings import TrainSettings
-from hpctrain.train.trace_file import events, merge
-from hpctrain.train.trace_read import read
+from hpctrain.train.profile import record
+from hpctrain.train.profile.read import read
+from hpctrain.train.profile.record import events, merge_traces
 
 STEPS = 8
 
@@ -168,10 +168,10 @@ def test_an_unwritable_trace_is_a_warning(
 @pytest.mark.ranks(1, 2, 3)
 def test_all_ranks_are_aligned_to_one_clock(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks have simultaneous spans, measured by clocks that are 1000 s ahead per rank."""
-    monkeypatch.setattr(clocks, "offsets", lambda comm: [1000.0 * rank for rank in range(comm.size)])
+    monkeypatch.setattr(record, "clock_offsets", lambda comm: [1000.0 * rank for rank in range(comm.size)])
     spans = [Span("forward", 5.0, 5.5, 1), Span("backward", 5.5, 7.0, 1)]
     moved = [Span(each.name, each.start + 1000 * comm.rank, each.end + 1000 * comm.rank, 1) for each in spans]
-    merge(comm, Recording(moved, dropped=comm.rank), shared_tmp_path / "trace.json", place=f"pipe {comm.rank}")
+    merge_traces(comm, Recording(moved, dropped=comm.rank), shared_tmp_path / "trace.json", place=f"pipe {comm.rank}")
     comm.barrier()
     found = json.loads((shared_tmp_path / "trace.json").read_text())
     assert found["otherData"] == {"format": "hpctrain-trace", "ranks": comm.size, "dropped": sum(range(comm.size))}

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from hpctrain.checkpoint.file.layout import ALIGNMENT
+from hpctrain.checkpoint.format.layout import ALIGNMENT
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
-from hpctrain.train import run
-from hpctrain.train.options import RunOptions
-from hpctrain.train.settings import (
+from hpctrain.train import recipe
+from hpctrain.train.config import (
     CheckpointSettings,
     OptimizerSettings,
     RunSettings,
@@ -23,6 +22,7 @@ from hpctrain.train.settings import (
     TrainSettings,
     load,
 )
+from hpctrain.train.options import RunOptions
 
 
 @pytest.fixture
@@ -88,11 +88,11 @@ def test_checkpoints_judged_by_an_evaluation_are_evaluated(
 ) -> None:
     words = [f"checkpoint.every={every}", f"train.evaluate_every={evaluate_every}", "train.steps=10"]
     settings = load(config, [*words, f'checkpoint.keep_best="{by}"'])
-    assert [number for number in range(1, 11) if run.is_due(number, settings)] == due
+    assert [number for number in range(1, 11) if recipe.is_due(number, settings)] == due
 
 
 def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
-    source: Any = inspect.getsource(run.open_run)
+    source: Any = inspect.getsource(recipe.open_run)
     whole = {field.name for field in fields(CheckpointSettings)} if "**vars(settings.checkpoint)" in source else set()
     given = whole | {field.name for field in fields(RunOptions) if f"{field.name}=settings." in source}
     assert given | {"split", "checks"} == {field.name for field in fields(RunOptions)}

@@ -15,7 +15,7 @@ from torch import nn
 
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.train.state import TrainState
 
 SAMPLES = 8  # per step, over all ranks

@@ -12,7 +12,7 @@ from hpctrain.cli.main import main
 from hpctrain.cli.plan_run import check_functions
 from hpctrain.errors import SettingsError
 from hpctrain.settings import check_code, function_named
-from hpctrain.train.settings import load
+from hpctrain.train.config import load
 from hpctrain.util.owner import files_of, foreign_file, is_standard
 
 OTHER = os.geteuid() + 1  # another user, to whom this user's files are foreign

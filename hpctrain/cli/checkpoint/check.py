@@ -14,12 +14,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hpctrain.checkpoint.look import inspect
-from hpctrain.checkpoint.look.diff import Diff, TensorDifference, ValueDifference, diff
-from hpctrain.checkpoint.look.inspect import Verdict
-from hpctrain.checkpoint.look.place import all_of
-from hpctrain.cli.action import action
+from hpctrain.checkpoint.tools import inspect
+from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifference, diff
+from hpctrain.checkpoint.tools.inspect import Verification, all_of
 from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, progress
+from hpctrain.cli.options import action
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
 from hpctrain.util.child import safe_path
 from hpctrain.util.text import printable, printable_lines
@@ -61,7 +60,7 @@ def _verify(args: argparse.Namespace) -> int:
             raise UsageError(f"no such file: {file}; give checkpoints, such as RUN/checkpoints/*.h5")
     if args.jobs < 1:
         raise UsageError(f"--jobs is {args.jobs}: must be at least 1")
-    verdicts: list[Verdict] = []
+    verdicts: list[Verification] = []
     files = [str(path) for file in args.files for path in all_of(file)]
     for verdict in _verdicts(files, min(args.jobs, len(files))):
         verdicts.append(verdict)
@@ -72,7 +71,7 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if all(verdict.ok for verdict in verdicts) else EXIT_FAILURE
 
 
-def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verdict]:
+def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verification]:
     """Yield a verdict for each file, in order."""
     if jobs == 1:
         with progress(files) as told:
@@ -86,7 +85,7 @@ def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verdict]:
             raise CheckpointError("a process that verifies files was killed: use fewer --jobs") from error
 
 
-def _verdict_line(verdict: Verdict) -> str:
+def _verdict_line(verdict: Verification) -> str:
     return printable(f"ok       {verdict.file}" if verdict.ok else f"damaged  {verdict.error or verdict.file}")
 
 

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.look import export, ingest, plot
-from hpctrain.cli.action import action
+from hpctrain.checkpoint.tools import convert, curves
 from hpctrain.cli.checkpoint.text import chosen, print_json, progress, size
+from hpctrain.cli.options import action
 from hpctrain.util.text import printable
 
 _EXPORT_EPILOG = """\
@@ -42,37 +42,37 @@ def add_actions(actions: Any) -> None:
     """Add the three actions to the command line."""
     out = action(actions, "export", "convert a checkpoint to another format", _EXPORT_EPILOG, _export)
     out.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
-    out.add_argument("--to", required=True, choices=export.SUFFIXES, help="the format")
+    out.add_argument("--to", required=True, choices=convert.EXPORT_SUFFIXES, help="the format")
     out.add_argument("-o", "--output", metavar="OUT", help="the file to write (default: beside FILE, with its name)")
     out.add_argument("--model-only", action="store_true", help="only the model, under its own names")
     out.add_argument("--force", action="store_true", help="replace OUT")
     back = action(actions, "import", "convert another program's model file to a checkpoint", _IMPORT_EPILOG, _import)
-    back.add_argument("file", metavar="FILE", help=f"a file that ends in {', '.join(ingest.SUFFIXES)}")
+    back.add_argument("file", metavar="FILE", help=f"a file that ends in {', '.join(convert.IMPORT_SUFFIXES)}")
     back.add_argument("-o", "--output", metavar="OUT.h5", required=True, help="the checkpoint to write")
     back.add_argument("--step", type=int, default=0, metavar="N", help="the step to record in it (default: 0)")
     back.add_argument("--strip", default="", metavar="PREFIX", help="remove this prefix from all names")
     back.add_argument("--force", action="store_true", help="replace OUT.h5")
     drawing = action(actions, "plot", "plot the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
     drawing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
-    drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(plot.KINDS)}")
+    drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(curves.KINDS)}")
 
 
 def _export(args: argparse.Namespace) -> int:
     file = chosen(args.file)
-    beside = Path(file).with_suffix(export.SUFFIXES[args.to])
+    beside = Path(file).with_suffix(convert.EXPORT_SUFFIXES[args.to])
     output = beside if args.output is None else Path(args.output)
     with progress([file]) as told:
-        count = export.export(file, args.to, output, model_only=args.model_only, force=args.force, progress=told)
+        count = convert.export(file, args.to, output, model_only=args.model_only, force=args.force, progress=told)
     return _written(output, args.json, tensors=count)
 
 
 def _import(args: argparse.Namespace) -> int:
-    names = ingest.ingest(args.file, args.output, step=args.step, strip=args.strip, force=args.force)
+    names = convert.ingest(args.file, args.output, step=args.step, strip=args.strip, force=args.force)
     return _written(Path(args.output), args.json, tensors=len(names))
 
 
 def _plot(args: argparse.Namespace) -> int:
-    plot.plot(chosen(args.file), args.output)
+    curves.plot(chosen(args.file), args.output)
     return _written(Path(args.output), args.json)
 
 

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.look import inspect
-from hpctrain.checkpoint.look.curves import is_steps, sparkline
-from hpctrain.checkpoint.look.inspect import Contents, Entry, TensorStats
-from hpctrain.checkpoint.look.place import judge
-from hpctrain.cli.action import action
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.tools import inspect
+from hpctrain.checkpoint.tools.curves import is_steps, sparkline
+from hpctrain.checkpoint.tools.inspect import Contents, Entry, TensorStats, judge
 from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, progress, shape, size
+from hpctrain.cli.options import action
 from hpctrain.errors import UsageError
 from hpctrain.util.text import printable, printable_lines
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hpctrain.checkpoint.look.place import newest_of
+from hpctrain.checkpoint.tools.inspect import newest_of
 from hpctrain.util.text import printable
 
 BIG = 256 << 20  # minimum bytes for a progress bar

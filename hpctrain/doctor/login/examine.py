@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import detect
-from hpctrain.doctor.finding import Finding, note, ok
+from hpctrain.doctor.findings import Finding, note, ok
 from hpctrain.doctor.login import (
     gpus,
     hdf5,
@@ -32,7 +32,7 @@ from hpctrain.errors import LaunchError
 
 
 @dataclass(frozen=True)
-class Facts:
+class LoginFacts:
     """All collected facts."""
 
     environ: Mapping[str, str]
@@ -44,8 +44,8 @@ class Facts:
     hdf5: Answer
     slurm: slurm.Slurm
     pbs: pbs.Pbs
-    limits: limits.Limits
-    storage: list[storage.Place]
+    limits: limits.ProcessLimits
+    storage: list[storage.FolderFacts]
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as plain values, without environment variables, as those may contain secrets."""
@@ -62,7 +62,7 @@ class Facts:
         }
 
 
-def gather(environ: Mapping[str, str] = os.environ) -> Facts:
+def gather(environ: Mapping[str, str] = os.environ) -> LoginFacts:
     """Collect all facts concurrently; the slowest probe, which has a time limit, determines the duration."""
     tasks: dict[str, Callable[[], Any]] = {
         "torch": pytorch.gather,
@@ -77,10 +77,10 @@ def gather(environ: Mapping[str, str] = os.environ) -> Facts:
         running: dict[str, Future[Any]] = {name: pool.submit(task) for name, task in tasks.items()}
         own = interpreter.gather(), limits.gather()
         answers = {name: future.result() for name, future in running.items()}
-    return Facts(environ, socket.gethostname(), interpreter=own[0], limits=own[1], **answers)
+    return LoginFacts(environ, socket.gethostname(), interpreter=own[0], limits=own[1], **answers)
 
 
-def check(facts: Facts, text: str | None = None) -> list[Finding]:
+def check(facts: LoginFacts, text: str | None = None) -> list[Finding]:
     """Return the findings from the facts, for jobs in general and for the job script with this text."""
     environ = facts.environ
     scheduler = "slurm" if "SLURM_JOB_ID" in environ else "pbs" if "PBS_JOBID" in environ else None
@@ -102,14 +102,16 @@ def check(facts: Facts, text: str | None = None) -> list[Finding]:
     return found if text is None else [*found, *script.check(text, facts.mpi, facts.slurm, environ)]
 
 
-def examine(script_path: Path | None = None, environ: Mapping[str, str] = os.environ) -> tuple[Facts, list[Finding]]:
+def examine(
+    script_path: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> tuple[LoginFacts, list[Finding]]:
     """Return the facts and the findings."""
     text = None if script_path is None else script.read(script_path)  # before any program is run
     facts = gather(environ)
     return facts, check(facts, text)
 
 
-def _check_place(facts: Facts) -> Iterator[Finding]:
+def _check_place(facts: LoginFacts) -> Iterator[Finding]:
     """Yield the node and the job, and whether this process is one of several ranks."""
     try:
         launch = detect(facts.environ)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.findings import Finding, error, note, ok, warning
 from hpctrain.doctor.login.ask import Answer, ask, ask_probe
 from hpctrain.doctor.login.pytorch import build
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hpctrain.doctor.finding import Finding, error, note, ok
+from hpctrain.doctor.findings import Finding, error, note, ok
 from hpctrain.doctor.login.ask import LOADING, Answer, ask_probe
 
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster.binding import cpu_affinity, format_cpus
-from hpctrain.doctor.advice import advice
-from hpctrain.doctor.finding import Finding, note, ok, warning
+from hpctrain.doctor.findings import Finding, advice, note, ok, warning
 
 _FILES = 4096  # descriptors; shards of data and sockets to other ranks need thousands
 _LITTLE = 4 * 2**30  # bytes; torch and a small model need two GiB
@@ -18,7 +17,7 @@ _SMALL_LOCK = 2**30  # bytes
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """Limits in bytes and counts; None means no limit, or unknown."""
 
     cores: int  # of the node
@@ -32,10 +31,10 @@ class Limits:
     rdma: bool
 
 
-def gather() -> Limits:
+def gather() -> ProcessLimits:
     """Query the system's limits."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Limits(
+    return ProcessLimits(
         cores=os.cpu_count() or 1,
         affinity=cpu_affinity(),
         files=_finite(files[0]),
@@ -48,7 +47,7 @@ def gather() -> Limits:
     )
 
 
-def check(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
+def check(limits: ProcessLimits, scheduler: str | None) -> Iterator[Finding]:
     """Yield the findings on limits, in a job of this scheduler; on a login node (None) limits are often low."""
     yield from _check_cores(limits, scheduler)
     yield from _check_memory(limits, scheduler)
@@ -70,7 +69,7 @@ def check(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
         )
 
 
-def _check_cores(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
+def _check_cores(limits: ProcessLimits, scheduler: str | None) -> Iterator[Finding]:
     told = f"{len(limits.affinity)} of {limits.cores} cores ({format_cpus(limits.affinity)})"
     if len(limits.affinity) >= limits.cores:
         yield ok("cores", f"all {limits.cores}")
@@ -85,7 +84,7 @@ def _check_cores(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
         yield ok("cores", told)
 
 
-def _check_memory(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
+def _check_memory(limits: ProcessLimits, scheduler: str | None) -> Iterator[Finding]:
     if limits.memory is None or limits.memory >= limits.installed:
         yield ok("memory", f"{tell(limits.installed)}, without a limit")
     elif limits.memory < _LITTLE:

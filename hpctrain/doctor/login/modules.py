@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hpctrain.doctor.finding import Finding, note, ok
+from hpctrain.doctor.findings import Finding, note, ok
 
 # Modules with packages that a user's own environment also contains.
 _RIVALS = ("pytorch", "torch", "tensorflow", "horovod", "anaconda", "miniconda", "mambaforge")

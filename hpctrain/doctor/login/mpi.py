@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster import promise
-from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.findings import Finding, error, note, ok, warning
 from hpctrain.doctor.login.ask import LOADING, Answer, ask, ask_probe
-from hpctrain.jobs import wheels
+from hpctrain.jobs import profile
 
 # Version texts of launchers, and the libraries whose ranks each can start.
 _LAUNCHERS = (
@@ -61,7 +61,7 @@ def gather() -> Mpi:
     own = Path(sys.executable).parent / "mpiexec"
     return Mpi(
         probe=ask_probe("mpi_library"),
-        wheels=tuple(wheels.installed(sys.prefix)),
+        wheels=tuple(profile.installed_wheel(sys.prefix)),
         mpiexec=mpiexec,
         version=ask([mpiexec, "--version"], both=True) if mpiexec else Answer(),
         own=str(own) if own.exists() else "",

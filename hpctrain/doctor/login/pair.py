@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpctrain.cluster import promise
-from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.findings import Finding, error, note, ok, warning
 from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.slurm import Slurm
 

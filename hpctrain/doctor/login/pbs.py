@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hpctrain.cluster import pbs_server
-from hpctrain.doctor.finding import Finding, note, ok, warning
+from hpctrain.doctor.findings import Finding, note, ok, warning
 from hpctrain.doctor.login.ask import Answer, ask
 
 _TORQUE = re.compile(r"^Version:", re.MULTILINE)

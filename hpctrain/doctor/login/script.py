@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.findings import Finding, error, note, ok, warning
 from hpctrain.doctor.login import pair
 from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.slurm import Slurm

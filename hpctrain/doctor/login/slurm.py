@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpctrain.doctor.finding import Finding, note, ok, warning
+from hpctrain.doctor.findings import Finding, note, ok, warning
 from hpctrain.doctor.login.ask import Answer, ask
 
 # Releases whose sbatch does not pass --cpus-per-task on to srun (Slurm's release notes; fixed in

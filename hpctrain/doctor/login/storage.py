@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hpctrain.cluster.shared_memory import SEGMENTS, Segment, left_over
-from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.findings import Finding, error, note, ok, warning
 from hpctrain.doctor.login.ask import PATIENCE, Answer, ask_probe
 from hpctrain.doctor.login.limits import tell
 
@@ -18,7 +18,7 @@ _FILES = 1000  # remaining number of files below which a folder counts as full
 
 
 @dataclass(frozen=True)
-class Place:
+class FolderFacts:
     """Folder with a purpose, and the state of its filesystem."""
 
     role: str  # shm, tmp, home or work
@@ -34,7 +34,7 @@ def places(environ: Mapping[str, str]) -> dict[str, str]:
     return {role: path for role, path in found.items() if path}
 
 
-def gather(environ: Mapping[str, str]) -> list[Place]:
+def gather(environ: Mapping[str, str]) -> list[FolderFacts]:
     """Query each filesystem in its own subprocess, so that one that hangs does not block the others."""
     found = places(environ)
     with ThreadPoolExecutor(len(found)) as pool:
@@ -42,12 +42,12 @@ def gather(environ: Mapping[str, str]) -> list[Place]:
         return [_place(role, path, answer) for (role, path), answer in zip(found.items(), answers)]
 
 
-def _place(role: str, path: str, answer: Answer) -> Place:
+def _place(role: str, path: str, answer: Answer) -> FolderFacts:
     looks = role == "shm" and not answer.hangs
-    return Place(role, path, answer, tuple(left_over(path)) if looks else ())
+    return FolderFacts(role, path, answer, tuple(left_over(path)) if looks else ())
 
 
-def check(found: list[Place]) -> Iterator[Finding]:
+def check(found: list[FolderFacts]) -> Iterator[Finding]:
     """Yield the findings on each folder."""
     for place in found:
         yield _checked(place)
@@ -88,7 +88,7 @@ _ADVICE = {
 }
 
 
-def _checked(place: Place) -> Finding:
+def _checked(place: FolderFacts) -> Finding:
     topic, use, advice = _TOPICS[place.role], _USES[place.role], _ADVICE[place.role]
     facts = place.answer.facts
     if place.answer.hangs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hpctrain.doctor.finding import Finding, note, warning
+from hpctrain.doctor.findings import Finding, note, warning
 
 # Inputs of srun in its environment; outside of a job they were set by the user or by a module.
 _SRUN = (

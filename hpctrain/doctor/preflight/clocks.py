@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.doctor.finding import Finding, ok, warning
+from hpctrain.doctor.findings import Finding, ok, warning
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 ROUNDS = 20  # round-trip messages to each node; the fastest counts
 APART = 1.0  # seconds from which on clocks count as too far apart

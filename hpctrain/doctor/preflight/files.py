@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.doctor.finding import Finding, error, ok
-from hpctrain.doctor.preflight.seats import Seat
+from hpctrain.doctor.findings import Finding, error, ok
+from hpctrain.doctor.preflight.placement import RankPlacement
 from hpctrain.errors import UsageError
 from hpctrain.util import atomic
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 BLOCK, FLUSH = 2**22, 2**24  # bytes per write; bytes between two flushes, so that the time limit is observed
 MOST = 2**28  # bytes per rank
@@ -41,7 +41,7 @@ class Written:
 
 def measure(comm: Communicator, folder: Path, seconds: float) -> list[Written]:
     """Return the results of all ranks; no file is left behind. Collective."""
-    from hpctrain.collectives.agreement import on_first_rank
+    from hpctrain.comm.agreement import on_first_rank
 
     place, most = on_first_rank(comm, lambda: _prepare(folder, comm.size))
     own = Written(seen=False)
@@ -74,7 +74,7 @@ def write(path: Path, seconds: float, most: int = MOST) -> Written:
             path.unlink()
 
 
-def check(found: Sequence[Written], seats: Sequence[Seat], folder: Path) -> Iterator[Finding]:
+def check(found: Sequence[Written], seats: Sequence[RankPlacement], folder: Path) -> Iterator[Finding]:
     """Yield the findings on a folder."""
     unseen = sorted({seat.host for seat, one in zip(seats, found) if not one.seen})
     if unseen:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 PINGS = 20  # small round-trip messages, for the latency
 PROBE, LARGEST = 2**18, 2**24  # bytes; beyond 16 MiB MPI libraries lose time in memory management

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median_high
 from typing import Any
 
-from hpctrain.doctor.preflight.outliers import LEAST
-from hpctrain.doctor.preflight.report import Report
+from hpctrain.doctor.preflight.rates import LEAST
+from hpctrain.doctor.preflight.report import PreflightReport
 from hpctrain.errors import UsageError
 from hpctrain.util.text import without_math
 
@@ -17,7 +17,7 @@ _LABELS = 40  # maximum number of tick labels
 _NUMBERS = 10  # maximum number of members for which cells show their values
 
 
-def figure(report: Report, title: str) -> Any:
+def figure(report: PreflightReport, title: str) -> Any:
     """Return the plot as a matplotlib figure; raises ``UsageError`` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ def figure(report: Report, title: str) -> Any:
     return drawn
 
 
-def _map(drawn: Any, axis: Any, report: Report) -> None:
+def _map(drawn: Any, axis: Any, report: PreflightReport) -> None:
     """Draw bandwidths as a map; pairs that were not measured stay white."""
     nodes = len(report.hosts) > 1
     names = report.hosts if nodes else [str(seat.rank) for seat in report.seats]
@@ -62,7 +62,7 @@ def _name(axis: Any, names: Sequence[str]) -> None:
     axis.set_yticks(places, [without_math(names[place]) for place in places], fontsize=8)
 
 
-def _shares(axis: Any, report: Report) -> None:
+def _shares(axis: Any, report: PreflightReport) -> None:
     """Draw each rank's rates relative to the usual ones, and the threshold of a slow rank."""
     rates = {"products": report.products, "memory": report.streams, "writes": [one.rate for one in report.written]}
     ranks = range(len(report.seats))

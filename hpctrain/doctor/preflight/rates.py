@@ -1,16 +1,45 @@
-"""Measurement of compute and memory rates of each rank, while all ranks are busy, as in a step."""
+"""Detection of rates that are too low to be noise."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from statistics import median_high, median_low
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
+
+LEAST = 0.25  # minimum shortfall from the usual rate; noise of 10 % up and down gives 0.18
+DEVIATIONS = 3.0  # minimum shortfall in usual deviations
+_NORMAL = 1.4826  # standard deviation of normal noise, in median absolute deviations (Hampel 1974)
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+def slow(rates: Mapping[Key, float], least: float = LEAST) -> dict[Key, float]:
+    """Return the slow entries with their share of the usual rate; no entries if there is no other to compare with.
+
+    The usual rate is the upper median; its deviation is the lower median of the distances from it.
+    Therefore the slower of two entries can be reported; if half of all entries are slow, that half
+    is reported.
+    """
+    if len(rates) < 2:
+        return {}
+    usual = median_high(rates.values())
+    spread = _NORMAL * median_low(abs(rate - usual) for rate in rates.values())
+    return {
+        key: rate / usual
+        for key, rate in rates.items()
+        if rate < usual * (1 - least) and usual - rate > DEVIATIONS * spread
+    }
+
+
+# Measurement of compute and memory rates of each rank, while all ranks are busy, as in a step -------------------------
+
 
 SIDES = {"cpu": 768, "cuda": 8192}  # rows of square matrices: a product takes a few milliseconds
 STREAMS = {"cpu": 2**25, "cuda": 2**28}  # bytes of each array, beyond caches
@@ -18,14 +47,14 @@ _WARM = 0.2  # share of the time for warm-up: clocks rise, pages are mapped, lib
 
 
 @dataclass(frozen=True)
-class Kernel:
+class RateKernel:
     """Repeated operation, and its size in operations or bytes."""
 
     run: Callable[[], object]
     amount: float
 
 
-def product(device: torch.device) -> Kernel:
+def product(device: torch.device) -> RateKernel:
     """Return a product of square matrices: float32 on CPUs, bfloat16 on GPUs."""
     import torch
 
@@ -33,19 +62,19 @@ def product(device: torch.device) -> Kernel:
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     one, two = (torch.rand(side, side, device=device).to(kind) for _ in range(2))
     out = torch.empty(side, side, dtype=kind, device=device)
-    return Kernel(_synchronous(lambda: torch.mm(one, two, out=out), device), 2.0 * side**3)
+    return RateKernel(_synchronous(lambda: torch.mm(one, two, out=out), device), 2.0 * side**3)
 
 
-def stream(device: torch.device) -> Kernel:
+def stream(device: torch.device) -> RateKernel:
     """Return a sum of two arrays into a third: the memory traffic is three times the bytes of one array."""
     import torch
 
     numel = STREAMS[device.type] // 4
     one, two, out = (torch.ones(numel, device=device) for _ in range(3))
-    return Kernel(_synchronous(lambda: torch.add(one, two, out=out), device), 12.0 * numel)
+    return RateKernel(_synchronous(lambda: torch.add(one, two, out=out), device), 12.0 * numel)
 
 
-def measure(comm: Communicator, kernel: Kernel, seconds: float) -> list[float]:
+def measure(comm: Communicator, kernel: RateKernel, seconds: float) -> list[float]:
     """Return the rate of every rank, by rank; all ranks start together. Collective.
 
     The rate is the mean over the time, which includes the waits of oversubscribed cores.

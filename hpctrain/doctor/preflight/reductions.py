@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpctrain.doctor.finding import Finding, error, ok
+from hpctrain.doctor.findings import Finding, error, ok
 from hpctrain.doctor.login.limits import tell
 
 if TYPE_CHECKING:
     import torch
 
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 SIZES = (2**12, 2**20, 2**25)  # bytes
 _MOST = 200  # repeats
@@ -22,7 +22,7 @@ _ROOM = 4  # tensors may take one part in _ROOM of the free node memory
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReductionCheck:
     """Time of one message size, and the ranks with a wrong sum."""
 
     nbytes: int
@@ -36,13 +36,13 @@ class Reduction:
         return 2 * (self.size - 1) / self.size * self.nbytes / self.seconds
 
 
-def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Reduction]:
+def measure(comm: Communicator, device: torch.device, seconds: float) -> list[ReductionCheck]:
     """Return the mean time of each size that fits; all ranks return the same result. Collective."""
     import torch
 
     part = comm.split(0)  # its memory is released at the end
     try:
-        found: list[Reduction] = []
+        found: list[ReductionCheck] = []
         sizes = _fitting(part)
         for nbytes in sizes:
             share = seconds / len(sizes)
@@ -54,13 +54,13 @@ def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Re
             whole = part.size * (part.size + 1) / 2
             wrong = part.all_gather_object(bool((tensor != whole).any()))
             took = _timed(part, tensor, share)
-            found.append(Reduction(nbytes, took, tuple(r for r, bad in enumerate(wrong) if bad), part.size))
+            found.append(ReductionCheck(nbytes, took, tuple(r for r, bad in enumerate(wrong) if bad), part.size))
         return found
     finally:
         part.free()
 
 
-def check(found: Sequence[Reduction]) -> Iterator[Finding]:
+def check(found: Sequence[ReductionCheck]) -> Iterator[Finding]:
     """Yield the findings on reductions."""
     wrong = sorted({rank for one in found for rank in one.wrong})
     if wrong:
@@ -75,7 +75,7 @@ def check(found: Sequence[Reduction]) -> Iterator[Finding]:
         yield ok("all_reduce", f"correct on all ranks; {tell(most.nbytes)} in {most.seconds * 1e3:.3g} ms")
 
 
-def _forecast(found: Sequence[Reduction], nbytes: int) -> float:
+def _forecast(found: Sequence[ReductionCheck], nbytes: int) -> float:
     """Return the forecast seconds of a size, linear in the last two; 0 with fewer than two."""
     if len(found) < 2:
         return 0.0

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.nodes import compress_node_list
-from hpctrain.doctor.preflight import clocks, files, hosts, pairs, rates, reductions, seats
+from hpctrain.doctor.preflight import clocks, files, pairs, placement, rates, reductions
 from hpctrain.doctor.preflight.pairs import Tournament
-from hpctrain.doctor.preflight.report import Report
+from hpctrain.doctor.preflight.report import PreflightReport
 
 if TYPE_CHECKING:
     import torch
 
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
 # Shares of the time limit; the rest is for starting the measurements, and for flushing files.
 _CLOCKS, _PRODUCTS, _STREAMS, _INSIDE, _BETWEEN, _REDUCTIONS, _FILES = 0.04, 0.14, 0.10, 0.14, 0.24, 0.16, 0.10
@@ -26,28 +26,28 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SurveyPlan:
     """Duration, folder, and replaceable clocks and kernels of the measurements (tests replace them)."""
 
     seconds: float = 30.0
     folder: Path = Path(".")
     clock: Callable[[], float] = time.time
-    product: Callable[[torch.device], rates.Kernel] = rates.product
-    stream: Callable[[torch.device], rates.Kernel] = rates.stream
+    product: Callable[[torch.device], rates.RateKernel] = rates.product
+    stream: Callable[[torch.device], rates.RateKernel] = rates.stream
 
 
-def survey(comm: Communicator, device: torch.device, plan: Plan, say: Say = lambda what: None) -> Report:
+def survey(comm: Communicator, device: torch.device, plan: SurveyPlan, say: Say = lambda what: None) -> PreflightReport:
     """Return the measurements of all ranks, the same on each rank. Collective.
 
     If the folder cannot be written, raises ``UsageError`` on all ranks before any measurement.
     """
     begin, part = time.monotonic(), plan.seconds
     say("finding ranks and nodes")
-    there = seats.take(comm, device)
-    nodes = hosts.take(comm)
+    there = placement.take_placements(comm, device)
+    nodes = placement.take_hosts(comm)
     # Print the placement at once: if a rank hangs later, the error has its number, and this line
     # its node.
-    say(f"{seats.count(comm.size, 'rank')} on {compress_node_list(node.name for node in nodes)}")
+    say(f"{placement.count(comm.size, 'rank')} on {compress_node_list(node.name for node in nodes)}")
     # Files first: a missing folder should be reported before half a minute of measurements.
     say(f"writing into {plan.folder}")
     written = files.measure(comm, plan.folder, part * _FILES)
@@ -61,7 +61,7 @@ def survey(comm: Communicator, device: torch.device, plan: Plan, say: Say = lamb
     say("all_reduce")
     reduced = reductions.measure(comm, device, part * _REDUCTIONS) if comm.size > 1 else []
     seconds = comm.broadcast_object(time.monotonic() - begin)
-    return Report(
+    return PreflightReport(
         there, nodes, skews, products, streams, inside, between, reduced, written, str(plan.folder.absolute()), seconds
     )
 

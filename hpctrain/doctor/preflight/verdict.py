@@ -7,22 +7,21 @@ from pathlib import Path
 from statistics import median_high
 
 from hpctrain.cluster.nodes import compress_node_list
-from hpctrain.doctor.advice import advice
-from hpctrain.doctor.finding import Finding, note, ok, warning
-from hpctrain.doctor.preflight import clocks, files, hosts, pairs, reductions, seats
-from hpctrain.doctor.preflight.outliers import slow
-from hpctrain.doctor.preflight.report import Report
+from hpctrain.doctor.findings import Finding, advice, note, ok, warning
+from hpctrain.doctor.preflight import clocks, files, pairs, placement, reductions
+from hpctrain.doctor.preflight.rates import slow
+from hpctrain.doctor.preflight.report import PreflightReport
 
 _SHOWN = 8  # names in one finding
 _FAR = 0.5  # minimum shortfall within a node, where some cores are closer to each other than others
 _IDLE = 0.7  # minimum shortfall of writes, as filesystems are shared with all other jobs
 
 
-def findings(report: Report, scheduler: str | None = None) -> list[Finding]:
+def findings(report: PreflightReport, scheduler: str | None = None) -> list[Finding]:
     """Return the findings from a report, with advice for this scheduler."""
     return [
-        *seats.check(report.seats, scheduler),
-        *hosts.check(report.nodes, scheduler),
+        *placement.check_placements(report.seats, scheduler),
+        *placement.check_hosts(report.nodes, scheduler),
         *clocks.check(report.skews),
         *_check_rates(report, "products", "matrix products", report.products, "GFLOP/s"),
         *_check_rates(report, "memory", "reading and writing memory", report.streams, "GB/s"),
@@ -35,7 +34,7 @@ def findings(report: Report, scheduler: str | None = None) -> list[Finding]:
     ]
 
 
-def slow_nodes(report: Report) -> list[str]:
+def slow_nodes(report: PreflightReport) -> list[str]:
     """Return the names of nodes that are slow in any measurement; empty if there is only one node."""
     hosts = report.hosts
     if len(hosts) < 2:
@@ -46,7 +45,7 @@ def slow_nodes(report: Report) -> list[str]:
     return [hosts[node] for node in sorted(nodes)]
 
 
-def excluded(report: Report) -> str:
+def excluded(report: PreflightReport) -> str:
     """Return the nodes to exclude, in the syntax of ``--exclude``; empty if most nodes are slow."""
     names = slow_nodes(report)
     return compress_node_list(names) if 2 * len(names) <= len(report.hosts) else ""
@@ -56,22 +55,22 @@ def _by_rank(rates: Sequence[float]) -> dict[int, float]:
     return dict(enumerate(rates))
 
 
-def _inside(report: Report) -> dict[int, float]:
+def _inside(report: PreflightReport) -> dict[int, float]:
     """Return the usual bandwidth within each node."""
     found = {}
     for node, tournament in report.inside.items():
-        if reached := pairs.reach(tournament.pairs, len(seats.by_node(report.seats)[node])):
+        if reached := pairs.reach(tournament.pairs, len(placement.by_node(report.seats)[node])):
             found[node] = median_high(reached.values())
     return found
 
 
-def _between(report: Report) -> dict[int, float]:
+def _between(report: PreflightReport) -> dict[int, float]:
     """Return the usual bandwidth of each node to others; empty for two nodes, as both would have the same."""
     nodes = len(report.hosts)
     return pairs.reach(report.between.pairs, nodes) if nodes > 2 else {}
 
 
-def _writing(report: Report) -> dict[int, float]:
+def _writing(report: PreflightReport) -> dict[int, float]:
     """Return the write rate of each node's ranks together."""
     found: dict[int, float] = {}
     for seat, one in zip(report.seats, report.written):
@@ -79,7 +78,9 @@ def _writing(report: Report) -> dict[int, float]:
     return found
 
 
-def _check_rates(report: Report, topic: str, what: str, rates: Sequence[float], unit: str) -> Iterator[Finding]:
+def _check_rates(
+    report: PreflightReport, topic: str, what: str, rates: Sequence[float], unit: str
+) -> Iterator[Finding]:
     lagging = slow(_by_rank(rates))
     middle = median_high(rates)
     if not lagging:
@@ -94,7 +95,7 @@ def _check_rates(report: Report, topic: str, what: str, rates: Sequence[float], 
     )
 
 
-def _check_inside(report: Report) -> Iterator[Finding]:
+def _check_inside(report: PreflightReport) -> Iterator[Finding]:
     every = [pair for tournament in report.inside.values() for pair in tournament.pairs]
     if not every:
         return
@@ -112,7 +113,7 @@ def _check_inside(report: Report) -> Iterator[Finding]:
         yield ok("messages", f"inside of nodes: {told}, {_played(report.inside)}")
 
 
-def _check_between(report: Report) -> Iterator[Finding]:
+def _check_between(report: PreflightReport) -> Iterator[Finding]:
     every = report.between.pairs
     if not every:
         return
@@ -135,7 +136,7 @@ def _check_between(report: Report) -> Iterator[Finding]:
         yield note("messages", f"slow together: {_listed(names)}", "their network path may be shared with others")
 
 
-def _check_writers(report: Report) -> Iterator[Finding]:
+def _check_writers(report: PreflightReport) -> Iterator[Finding]:
     lagging = slow(_writing(report), _IDLE)
     if lagging and len(report.hosts) > 1 and not any(one.trouble or not one.seen for one in report.written):
         names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
@@ -147,7 +148,7 @@ def _check_writers(report: Report) -> Iterator[Finding]:
         )
 
 
-def _check_nodes(report: Report, scheduler: str | None) -> Iterator[Finding]:
+def _check_nodes(report: PreflightReport, scheduler: str | None) -> Iterator[Finding]:
     names = slow_nodes(report)
     if not names:
         return
@@ -172,7 +173,7 @@ def _played(tournaments: Mapping[int, pairs.Tournament]) -> str:
     """Return the number of measured pairs as text."""
     measured = sum(len(one.pairs) for one in tournaments.values())
     done, rounds = (sum(getattr(one, name) for one in tournaments.values()) for name in ("rounds", "of_rounds"))
-    return seats.count(measured, "pair") if done == rounds else f"{measured} pairs in {done} of {rounds} rounds"
+    return placement.count(measured, "pair") if done == rounds else f"{measured} pairs in {done} of {rounds} rounds"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.asynchronous import rules
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.base import Work
+from hpctrain.parallel.asynchronous import replica
+from hpctrain.parallel.asynchronous.config import ServerSettings
 from hpctrain.parallel.asynchronous.replica import Replica
-from hpctrain.parallel.asynchronous.settings import ServerSettings
 from hpctrain.parallel.strategy import clip_whole_gradients
-from hpctrain.transport.base import Work
 
 
 class ElasticAveraging(Replica):
@@ -52,8 +52,8 @@ class ElasticAveraging(Replica):
         self._work.wait()
         self._work = None
         alpha = self._alpha
-        rules.pull_worker(self._flat.values, self._centre.to(self._flat.values.device), alpha)
-        rules.pull_centre(self._centre, self._mean, self.comm.size, alpha)
+        replica.pull_worker(self._flat.values, self._centre.to(self._flat.values.device), alpha)
+        replica.pull_centre(self._centre, self._mean, self.comm.size, alpha)
 
     def _after_move(self) -> None:
         """Replace the parameters by the average of all workers if local SGD is due."""

@@ -20,20 +20,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.rma.select import expose
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
-from hpctrain.parallel.asynchronous import flat
-from hpctrain.parallel.asynchronous.figures.communication import CommunicationTime
-from hpctrain.parallel.asynchronous.figures.histogram import Histogram
-from hpctrain.parallel.asynchronous.hooks import Hooks
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.asynchronous.tables.lookup import Lookup
-from hpctrain.parallel.asynchronous.tables.moves import TableMoves
-from hpctrain.parallel.asynchronous.tables.table import find_tables
-from hpctrain.parallel.asynchronous.worker import FirstRank, own_states
+from hpctrain.parallel.asynchronous import replica
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, own_states
+from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram
+from hpctrain.parallel.asynchronous.sparse import Lookup, TableSteps, find_tables
 from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients, trainable
 from hpctrain.shard import Split
-from hpctrain.transport.onesided.expose import expose
 
 
 class Hogwild(Strategy):
@@ -49,11 +45,11 @@ class Hogwild(Strategy):
         self._home = self._keepers[comm.node]
         named = trainable(model)
         # In place if nothing else is needed. Otherwise updates are made separately, to determine the change.
-        self._in_place = len(self._keepers) == 1 and all(flat.on_host(parameter) for _, parameter in named)
+        self._in_place = len(self._keepers) == 1 and all(replica.on_host(parameter) for _, parameter in named)
         tables = [] if self._in_place else find_tables(model)
         order = {table.parameter for table in tables}
-        self._flat = flat.Flat(model, [*order, *(one for _, one in named if one not in order)])
-        self._tables = TableMoves(tables)
+        self._flat = replica.Flat(model, [*order, *(one for _, one in named if one not in order)])
+        self._tables = TableSteps(tables)
         self._lookup = Lookup(tables, lambda number, rows: self._tables.read(self._copy, number, rows))
         self._began = False
         total = self._flat.values.numel()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.module_hooks import ModuleHook, after_gradient
+from hpctrain.parallel.hooks import ModuleHook, after_gradient
 from hpctrain.parallel.strategy import trainable
+from hpctrain.shard import Shard
 
 Call = Callable[[], None]
 
@@ -83,3 +86,95 @@ class Hooks:
 def _call(method: Callable[[torch.optim.Optimizer], None] | None, optimizer: torch.optim.Optimizer) -> None:
     if method is not None:
         method(optimizer)
+
+
+# State of a worker in checkpoints: its own tensors, and shared tensors that rank 0 writes -----------------------------
+
+
+class FirstRank:
+    """Split in which rank 0 writes tensors that every rank holds in full, under equal names; every rank reads them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def shards(self, name: str, tensor: Any) -> list[Shard]:
+        """Return the whole tensor, which only rank 0 writes."""
+        whole = Shard.whole(name, tensor)
+        if self._rank == 0:
+            return [whole]
+        return [Shard(whole.name, whole.shape, whole.dtype, whole.start, whole.extent, tensor, spare=True)]
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint contains, by name."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: one for name, one in model.named_buffers() if name in kept}
+
+
+def own_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return a worker's buffers and the tensors of its optimizer states, under separate names."""
+    found = {f"buffer.{name}": one for name, one in buffers_of(model).items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, states in optimizer.state.items():
+        for key, value in states.items():
+            if isinstance(value, Tensor):
+                found[f"optimizer.{names[parameter]}.{key}"] = value
+    return found
+
+
+# Detection of a program's writes to parameters that come from servers or from a centre --------------------------------
+
+
+_HOW = "allowed is, on all ranks, with job.unshard(model, write=True): ..., in which rank 0's values count"
+
+
+class Writes:
+    """Guard against a program's writes to parameters where they would be lost; ``where`` names their source."""
+
+    def __init__(self, model: nn.Module, where: str) -> None:
+        self._where = where
+        self._parameters = trainable(model)
+        self._versions: list[int] = []
+        self.open = False  # whether writes count
+        modules: list[Any] = list(model.modules())
+        self._handles: list[RemovableHandle] = [
+            module.register_load_state_dict_pre_hook(ModuleHook(self._load_comes)) for module in modules
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Let the program write in the ``with`` block."""
+        before, self.open = self.open, True
+        try:
+            yield
+        finally:
+            self.open = before
+
+    def note(self) -> None:
+        """Record the current versions of the parameters as valid."""
+        self._versions = [parameter._version for _, parameter in self._parameters]
+
+    def check(self) -> None:
+        """Raise ``UsageError`` if the program has changed parameters in place since ``note``."""
+        now = [parameter._version for _, parameter in self._parameters]
+        if not self._versions or now == self._versions:
+            return
+        changed = [name for (name, _), one, other in zip(self._parameters, now, self._versions) if one != other]
+        self._versions = now
+        raise UsageError(
+            f"parameters {', '.join(changed[:4])}{', ...' if len(changed) > 4 else ''} were changed in place by the "
+            f"program: they come from {self._where}, and the change would be lost; {_HOW}"
+        )
+
+    def _load_comes(self, *_: Any) -> None:
+        if not self.open:
+            raise UsageError(
+                f"load_state_dict of a model whose parameters come from {self._where}: what it loads would be lost; "
+                f"{_HOW}; or load before job.wrap(model)"
+            )

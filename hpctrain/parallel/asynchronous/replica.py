@@ -1,26 +1,106 @@
-"""Base class of strategies with a replica per worker: flat parameters, an optimizer, a centre."""
+"""Update rules of elastic averaging between workers and centre.
+
+Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, equations 5 and
+6. With worker i's parameters x_i, the centre x, and the moving rate alpha = learning rate x rho:
+
+    x_i <- x_i - learning rate x gradient_i - alpha (x_i - x)
+    x   <- x + alpha (sum over i of (x_i - x))
+
+All values on the right are those before the update. Any optimizer makes the first part of a
+worker's update; this module makes the rest.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
-from hpctrain.parallel.asynchronous import rules
-from hpctrain.parallel.asynchronous.figures.communication import CommunicationTime
-from hpctrain.parallel.asynchronous.flat import Flat
-from hpctrain.parallel.asynchronous.hooks import Hooks
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.asynchronous.worker import FirstRank, buffers_of, own_states
-from hpctrain.parallel.asynchronous.writes import Writes
-from hpctrain.parallel.strategy import Figures, Strategy
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, Writes, buffers_of, own_states
+from hpctrain.parallel.asynchronous.metrics import CommunicationTime
+from hpctrain.parallel.strategy import Figures, Strategy, trainable
 from hpctrain.shard import Split
+
+BETA = 0.9  # fraction of the distance by which all workers together move the centre, as the authors recommend
+
+
+def moving_rate(rho: float, learning_rate: float, workers: int) -> float:
+    """Return alpha; without a rho, the alpha by which all workers together move the centre by ``BETA``."""
+    return learning_rate * rho if rho else BETA / workers
+
+
+def pull_worker(worker: Tensor, centre: Tensor, alpha: float) -> None:
+    """Move a worker towards the centre, in place."""
+    worker.lerp_(centre, alpha)
+
+
+def pull_centre(centre: Tensor, mean: Tensor, workers: int, alpha: float) -> None:
+    """Move the centre towards the ``mean`` of ``workers`` workers, in place."""
+    centre.lerp_(mean, alpha * workers)  # alpha (sum over i of (x_i - x)) equals alpha workers (mean - x)
+
+
+# Flat vector of a model's parameters, so that they are communicated as one tensor -------------------------------------
+
+
+def on_host(values: Tensor) -> bool:
+    """Return whether parameters are in host memory, where other ranks can access them."""
+    return values.device.type == "cpu"
+
+
+class Flat:
+    """Trained parameters of a model as one vector, ``values``; the model's parameters become views of it."""
+
+    def __init__(
+        self, model: nn.Module, order: Sequence[nn.Parameter] = (), without: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Flatten in an ``order``, or in the model's order; parameters in ``without`` stay unchanged."""
+        rank = {parameter: number for number, parameter in enumerate(order)}
+        named = sorted(trainable(model), key=lambda item: rank.get(item[1], 0))
+        if not named:
+            raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
+        first = named[0][1]
+        for name, parameter in named:
+            if parameter.dtype is not first.dtype or parameter.dtype not in (torch.float32, torch.float64):
+                raise UsageError(
+                    f"the parameter {name} is of {parameter.dtype}, {named[0][0]} of {first.dtype}: replicas that "
+                    "differ need all of them in float32, or all in float64; for narrower passes set train.precision",
+                    everywhere=True,
+                )
+        apart = set(without)
+        named = [(name, parameter) for name, parameter in named if parameter not in apart]
+        total = sum(parameter.numel() for _, parameter in named)
+        self.values = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.places: list[slice] = []
+        self._parameters = [parameter for _, parameter in named]
+        at = 0
+        for _, parameter in named:
+            self.places.append(slice(at, at + parameter.numel()))
+            view = self.values[self.places[-1]].view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+            at += parameter.numel()
+
+    def move_to(self, values: Tensor) -> None:
+        """Make the parameters views of another vector, which already holds their values."""
+        self.values = values
+        for parameter, place in zip(self._parameters, self.places):
+            parameter.data = values[place].view(parameter.shape)
+
+    def host(self) -> Tensor:
+        """Return the values in host memory: the vector itself if it is there, else a copy."""
+        if on_host(self.values):
+            return self.values
+        return torch.empty(self.values.shape, dtype=self.values.dtype).copy_(self.values)
+
+
+# Base class of strategies with a replica per worker: flat parameters, an optimizer, a centre --------------------------
 
 
 class Replica(Strategy):
@@ -110,7 +190,7 @@ class Replica(Strategy):
         rates = {float(group["lr"]) for group in self._hooks.optimizer.param_groups}
         if len(rates) > 1 and self.settings.rho:
             raise UsageError("server.rho needs a single learning rate, and the optimizer has several", everywhere=True)
-        return rules.moving_rate(self.settings.rho, rates.pop(), self.comm.size)
+        return moving_rate(self.settings.rho, rates.pop(), self.comm.size)
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Do nothing: every worker makes its own passes."""

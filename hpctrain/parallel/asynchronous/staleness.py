@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hpctrain.comm.rma.remote_memory import WORDS as LOCK_WORDS
+from hpctrain.comm.rma.remote_memory import Lock, RemoteMemory
+from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
 from hpctrain.errors import SettingsError
-from hpctrain.transport.activity import timeout_seconds, waiting
-from hpctrain.transport.onesided.exposed import Exposed
-from hpctrain.transport.onesided.lock import WORDS as LOCK_WORDS
-from hpctrain.transport.onesided.lock import Lock
-from hpctrain.transport.patience import SPINS, until
 
 
 def may_update(updates: int, read: Mapping[int, int], worker: int, most: int) -> bool:
@@ -49,7 +47,7 @@ class Bound:
     other worker. The counters alone give the staleness of an update.
     """
 
-    def __init__(self, exposed: Exposed, first: int, workers: int, most: int) -> None:
+    def __init__(self, exposed: RemoteMemory, first: int, workers: int, most: int) -> None:
         self._exposed, self._first, self._workers, self._most = exposed, first, workers, most
         self._lock = Lock(exposed, first)
         self._rank = exposed.rank

@@ -9,6 +9,7 @@ Sharded Data Parallel", VLDB 2023, section 3.2.3).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ ALIGN = 64  # bytes: parameters and slices start on cache lines
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRange:
     """Range of a parameter's elements that a rank holds, in C order, and its offset in the rank's slice."""
 
     begin: int
@@ -30,7 +31,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Layout of a flat tensor in ``ranks`` slices: parameters of ``numels`` elements at offsets ``places``."""
 
     places: tuple[int, ...]
@@ -43,17 +44,17 @@ class Layout:
         """Return the elements of the flat tensor, padding included."""
         return self.ranks * self.share
 
-    def held(self, rank: int) -> list[Held]:
+    def held(self, rank: int) -> list[HeldRange]:
         """Return the range of each parameter that a rank holds; ranges may be empty."""
         low, high = rank * self.share, (rank + 1) * self.share
         found = []
         for place, numel in zip(self.places, self.numels):
             begin, end = max(place, low), min(place + numel, high)
-            found.append(Held(begin - place, end - place, begin - low) if begin < end else Held(0, 0, 0))
+            found.append(HeldRange(begin - place, end - place, begin - low) if begin < end else HeldRange(0, 0, 0))
         return found
 
 
-def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
+def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> FlatLayout:
     """Place parameters one after another, each aligned to a cache line; ``itemsize`` in bytes."""
     align = max(ALIGN // itemsize, 1)
     places, end = [], 0
@@ -61,20 +62,20 @@ def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
         places.append(end)
         end += -(-numel // align) * align
     share = max(-(-end // (ranks * align)), 1) * align
-    return Layout(tuple(places), tuple(numels), ranks, share)
+    return FlatLayout(tuple(places), tuple(numels), ranks, share)
 
 
 @dataclass(frozen=True)
-class Seat:
+class RingSlot:
     """Slot of one tensor in a ring buffer; the first ``after`` tensors must be released before its use."""
 
     offset: int
     after: int  # number of tensors, counted from the first
 
 
-def ring(sizes: Sequence[int], capacity: int) -> list[Seat]:
+def ring(sizes: Sequence[int], capacity: int) -> list[RingSlot]:
     """Assign slots in a ring of ``capacity`` elements to tensors that are used in order; the largest must fit."""
-    seats: list[Seat] = []
+    seats: list[RingSlot] = []
     end, lap = 0, 0  # end of the last tensor, and the first tensor since the last wrap-around
     for number, size in enumerate(sizes):
         if end + size > capacity:
@@ -87,10 +88,47 @@ def ring(sizes: Sequence[int], capacity: int) -> list[Seat]:
             ),
             0,
         )
-        seats.append(Seat(end, max(after, seats[-1].after if seats else 0)))
+        seats.append(RingSlot(end, max(after, seats[-1].after if seats else 0)))
         end += size
     return seats
 
 
 def _overlap(start: int, size: int, other: int, length: int) -> bool:
     return start < other + length and other < start + size
+
+
+# Description of a range of a flattened tensor as boxes of the tensor, so that readers can locate the elements ---------
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...], int]  # start, extent, offset of the first element from begin
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Cover the elements ``begin`` to ``end`` (in C order) of a tensor with the fewest axis-parallel boxes.
+
+    Each box is contiguous in the tensor. The boxes are returned in C order; a tensor of d dims
+    needs at most 2 d - 1. Each step takes the longest box that starts at the end of the previous
+    box. This gives the fewest boxes: boxes that start at the same element are nested, and the rest
+    after a longer box never needs more boxes than the rest after a shorter one.
+    """
+    assert 0 <= begin <= end <= math.prod(shape), (shape, begin, end)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found: list[Box] = []
+    at = begin
+    while at < end:
+        start, extent = _longest(shape, strides, at, end)
+        found.append((start, extent, at - begin))
+        at += math.prod(extent)
+    return found
+
+
+def _longest(
+    shape: Sequence[int], strides: Sequence[int], at: int, end: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return start and extent of the longest contiguous box that begins at element ``at`` and does not pass ``end``."""
+    start = tuple(at // stride % length for stride, length in zip(strides, shape))
+    for dim, stride in enumerate(strides):
+        if at % stride == 0 and end - at >= stride:
+            slabs = min((end - at) // stride, shape[dim] - start[dim])
+            return start, (*[1] * dim, slabs, *shape[dim + 1 :])
+    return (), ()  # a tensor without dims: its single element

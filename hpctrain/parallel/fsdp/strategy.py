@@ -18,22 +18,20 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp import hooks
-from hpctrain.parallel.fsdp.norm import clip_shards
-from hpctrain.parallel.fsdp.owners import Owners
-from hpctrain.parallel.fsdp.parts import Parts, assemble
-from hpctrain.parallel.fsdp.split import FlatSplit
+from hpctrain.parallel.fsdp.optimizer import Owners, clip_shards
+from hpctrain.parallel.fsdp.param_group import FlatSplit
+from hpctrain.parallel.fsdp.setup import Parts, assemble
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.guard.updates import LateParameters
-from hpctrain.parallel.module_hooks import ModuleHook, after_gradient
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.guard.guard import LateParameters
+from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, after_gradient
+from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.parallel.update_hooks import UpdateHooks
 from hpctrain.plain_tensors import as_parts, plain_tensors
 
 

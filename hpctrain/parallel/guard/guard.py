@@ -1,29 +1,122 @@
-"""Switch of parameters between ``ShardParameter``, which refuses sums over parts, and plain ``nn.Parameter``."""
+"""Whole tensors in ``model.load_state_dict``: each rank copies its part of them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp import hooks
 from hpctrain.parallel.guard import torch_functions
-from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, Part, ShardParameter, mark, part_of, unmark
-from hpctrain.parallel.update_hooks import UpdateHooks
-from hpctrain.plain_tensors import plain_tensors
+from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, mark, part_of, unmark
+from hpctrain.parallel.hooks import ModuleHook, UpdateHooks
+from hpctrain.plain_tensors import as_parts, plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.strategy import Strategy
 
 
-class Guard:
+class WholeStates:
+    """Hooks that let every module of a split model load whole tensors, on all ranks that hold parts of them.
+
+    ``model.load_state_dict(whole)``, also of a submodule, copies this rank's elements. Names that a
+    pipeline has moved to other stages are ignored.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._handles: list[RemovableHandle] = []
+        for name, module in strategy.model.named_modules(remove_duplicate=False):
+            hook = ModuleHook(self._hook(f"{name}." if name else ""))
+            self._handles.append(module.register_load_state_dict_pre_hook(hook))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, path: str) -> Any:
+        @as_parts
+        def hook(module: nn.Module, given: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+            if metadata.get("assign_to_params_buffers"):
+                raise UsageError(
+                    "load_state_dict(assign=True) after job.wrap(model): the optimizer and the strategy hold the "
+                    "parameters that it would replace; load without assign",
+                    everywhere=True,
+                )
+            for name, tensor in _own(module):
+                key = prefix + name
+                if tensor is None and self._strategy.pipelined:
+                    given.pop(key, None)  # held by another stage
+                elif tensor is not None and isinstance(given.get(key), Tensor):
+                    given[key] = self._part(path + name, tensor, given[key])
+
+        return hook
+
+    def _part(self, name: str, held: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor; a tensor of another shape is returned unchanged."""
+        split = self._strategy.split
+        if split is None or whole.shape == held.shape:
+            return whole
+        if tuple(whole.shape) != self._strategy.whole_shape(name):
+            return whole
+        part = torch.empty_like(held, dtype=whole.dtype, device=whole.device, requires_grad=False)
+        for shard in split.shards(name, part):
+            box = tuple(slice(start, start + extent) for start, extent in zip(shard.start, shard.extent))
+            shard.tensor.copy_(whole[box])
+        return part
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+
+
+# Checks before each update of an optimizer for mistakes that would let replicas diverge -------------------------------
+
+
+class LateParameters:
+    """Parameters that a program has created after its model was wrapped: no strategy reduces their gradients."""
+
+    def __init__(self, model: nn.Module, held: Iterable[nn.Parameter]) -> None:
+        self._model = weakref.ref(model)
+        self._known = {id(parameter) for parameter in held}
+
+    def add(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add parameters that the strategy has adopted."""
+        self._known |= {id(parameter) for parameter in parameters}
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` for a parameter of the model that the optimizer holds and the strategy does not."""
+        model = self._model()
+        if model is None or all(self._known.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
+            return
+        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        late = [names[id(parameter)] for parameter in new if id(parameter) in names]
+        if late:
+            raise UsageError(
+                f"parameters that the model has got after job.wrap(model): {', '.join(late[:4])}"
+                f"{', ...' if len(late) > 4 else ''}; their gradients would stay each rank's own; build the whole "
+                "model, its parametrizations included, before job.wrap",
+                everywhere=True,
+            )
+        self._known |= {id(parameter) for parameter in new}  # of another model
+
+
+# Switch of parameters between ``ShardParameter``, which refuses sums over parts, and plain ``nn.Parameter`` -----------
+
+
+class ParameterGuard:
     """Guard of the parameters (by name) of a strategy; ``what`` describes the part of a parameter in errors.
 
     The parameters are ``ShardParameter`` except during updates, and during passes if the passes use
@@ -42,7 +135,7 @@ class Guard:
         self._handles: list[RemovableHandle | UpdateHooks] = []
         owner = weakref.ref(strategy)
         for name, parameter in parameters.items():
-            parameter.__dict__[ATTRIBUTE] = Part(name, owner, what)
+            parameter.__dict__[ATTRIBUTE] = ShardInfo(name, owner, what)
         self._attach()
         if in_passes:
             self._handles += hooks.around_forward(strategy.model, self._before_forward, self._after_forward)
@@ -86,7 +179,7 @@ class Guard:
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        self._handles.append(UpdateHooks(self, Guard._before_update, Guard._after_update))
+        self._handles.append(UpdateHooks(self, ParameterGuard._before_update, ParameterGuard._after_update))
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._holds(optimizer):
@@ -145,7 +238,7 @@ class Guard:
         self._end()
 
 
-def _marked_state(value: Any, parameter: nn.Parameter, part: Part) -> Any:
+def _marked_state(value: Any, parameter: nn.Parameter, part: ShardInfo) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
         return value
     return mark(value.detach(), replace(part, what="the optimizer's state of " + part.what))

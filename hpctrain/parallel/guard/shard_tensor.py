@@ -70,7 +70,7 @@ _KNOWN: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardInfo:
     """Description of the content of a tensor: part of the parameter ``name`` of a model with a ``strategy``."""
 
     name: str
@@ -82,10 +82,10 @@ class Part:
         return f"{self.what} {self.name}"
 
 
-def part_of(tensor: object) -> Part | None:
-    """Return the ``Part`` of a tensor; None if it is whole or computed from several parameters."""
+def part_of(tensor: object) -> ShardInfo | None:
+    """Return the ``ShardInfo`` of a tensor; None if it is whole or computed from several parameters."""
     found = getattr(tensor, "__dict__", {}).get(ATTRIBUTE)
-    return found if isinstance(found, Part) else None
+    return found if isinstance(found, ShardInfo) else None
 
 
 class ShardTensor(Tensor):
@@ -156,7 +156,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _marked(name, result, args, kwargs)
 
 
-def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part | None:
+def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardInfo | None:
     """Return the parameter whose part is indexed by position; None for masks and for all elements."""
     first = args[0] if args else kwargs.get("input")
     part = part_of(first)
@@ -177,7 +177,7 @@ def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part |
         return part if whole is not None and held is not None and tuple(held.shape) != whole else None
 
 
-def _position_error(name: str, part: Part) -> UsageError:
+def _position_error(name: str, part: ShardInfo) -> UsageError:
     return UsageError(
         f"{name} of {part.text}: places in it are not those in the whole tensor, so other elements would be taken; "
         "allowed are element-wise functions, masks computed from the part itself, and all elements ([:]); change rows "

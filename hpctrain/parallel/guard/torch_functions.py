@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.guard.shard_tensor import Part, ShardParameter, ShardTensor, part_of
+from hpctrain.parallel.guard.shard_tensor import ShardInfo, ShardParameter, ShardTensor, part_of
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts, plain_tensors
 
@@ -142,7 +142,7 @@ def _clip_grads_with_norm(
         _originals["_clip_grads_with_norm_"](parameters, max_norm, total_norm, foreach)
 
 
-def _required_part(tensor: Tensor) -> Part | None:
+def _required_part(tensor: Tensor) -> ShardInfo | None:
     part = part_of(tensor)
     if part is None and isinstance(tensor, (ShardTensor, ShardParameter)):
         raise UsageError(
@@ -153,7 +153,7 @@ def _required_part(tensor: Tensor) -> Part | None:
 
 
 def _norm(
-    held: Sequence[tuple[Tensor, Part | None]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    held: Sequence[tuple[Tensor, ShardInfo | None]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
     """Return the norm of whole tensors and of parts together. Collective over the ranks that share the parts."""
     strategies = {id(one): one for _, part in held if part is not None and (one := part.strategy()) is not None}
@@ -190,7 +190,9 @@ def _pipelined() -> list[Strategy]:
     return [strategy for strategy in Strategy.guards if strategy.pipelined]
 
 
-def _over_ranks(strategy: Strategy, own: Sequence[tuple[Tensor, Part]], order: float, device: torch.device) -> Tensor:
+def _over_ranks(
+    strategy: Strategy, own: Sequence[tuple[Tensor, ShardInfo]], order: float, device: torch.device
+) -> Tensor:
     strategy.gradients_final()
     counted = [tensor for tensor, part in own if strategy.counts(part.name)]
     total = _powers(counted, order, device).reshape(1)

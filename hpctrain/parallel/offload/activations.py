@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hpctrain.comm.device.streams import streams_of
+from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.offload.memory import HostMemory
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.offload.transfer import Arrival, Transfer
+from hpctrain.parallel.offload.weights import Arrival, Transfer
 from hpctrain.parallel.recompute import keep_inputs
-from hpctrain.transport.streams import streams_of
 
 
 def offload_activations(
@@ -58,9 +58,9 @@ class _Given:
 
     def __init__(self, before: _Given | None) -> None:
         self._before = weakref.ref(before) if before is not None else lambda: None
-        self._kept: list[weakref.ref[_Kept]] = []
+        self._kept: list[weakref.ref[_SavedTensor]] = []
 
-    def add(self, kept: _Kept) -> None:
+    def add(self, kept: _SavedTensor) -> None:
         """Add one saved tensor."""
         self._kept.append(weakref.ref(kept))
 
@@ -74,7 +74,7 @@ class _Given:
             earlier.fetch(before=False)
 
 
-class _Kept:
+class _SavedTensor:
     """One saved tensor, in host memory."""
 
     def __init__(self, tensor: Tensor, given: _Given, transfer: Transfer, buffers: Buffers) -> None:
@@ -125,10 +125,10 @@ class Activations:
         given = _Given(self._last() if self._last is not None else None)
         self._last = weakref.ref(given)
 
-        def pack(tensor: Tensor) -> Tensor | _Kept:
+        def pack(tensor: Tensor) -> Tensor | _SavedTensor:
             if not self._moves(tensor):
                 return tensor
-            kept = _Kept(tensor, given, self._transfer, self._buffers)
+            kept = _SavedTensor(tensor, given, self._transfer, self._buffers)
             given.add(kept)
             return kept
 
@@ -140,5 +140,5 @@ class Activations:
         return here and tensor.numel() > 0 and tensor.is_contiguous() and not (tensor.is_leaf and tensor.requires_grad)
 
 
-def _unpack(kept: Tensor | _Kept) -> Tensor:
+def _unpack(kept: Tensor | _SavedTensor) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept.take()

@@ -1,24 +1,105 @@
-"""Host memory for masters, gradients and states: pageable, pinned, or file-backed.
+"""Memory backed by files on a disk.
 
-Note: pinned memory and files are allocated in chunks that are divided into tensors. Torch rounds
-pinned allocations up to powers of two, which would double the memory of many tensors; and a file is
-extended and mapped one chunk at a time. Pageable memory is allocated per tensor, because a partly
-filled chunk would cost a rank up to 64 MiB. Pageable and pinned memory is written at once by the
-rank that allocates it. Therefore it is placed on the rank's NUMA node, and a lack of memory shows
-at the start.
+Note: cleanup. A file is unlinked as soon as it is mapped. Its space is therefore freed when the
+process ends, however it ends. A file keeps its name only if its process is killed while creating
+it. The next start of the same rank removes such a file, unless another job is creating it at that
+moment and therefore holds its lock.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import secrets
+import socket
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.offload.disk import Disk
-from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.util import atomic
+from hpctrain.util.text import printable
+
+MIB = 2**20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Disk:
+    """Allocator of file-backed memory for one rank; a call returns ``nbytes`` zero bytes of a new file in a folder."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder = Path(folder).expanduser()
+        self._mark = f"hpctrain-offload-rank{rank}-"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left in sorted(self._folder.glob(f"{self._mark}{socket.gethostname()}-*")):
+                if not _remove_unless_locked(left):
+                    logger.warning("%s belongs to another user: it is left there", printable(left))
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def __call__(self, nbytes: int) -> Tensor:
+        """Return memory of a new file; all its blocks are allocated, so that later writes cannot lack space."""
+        path = self._folder / f"{self._mark}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            self._check_space(nbytes)
+            descriptor = atomic.create(path, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                os.posix_fallocate(descriptor, 0, nbytes)
+                # mmap.mmap would keep a descriptor per file. Open by descriptor: the name may
+                # belong to another file by now.
+                return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
+            finally:
+                path.unlink()
+                os.close(descriptor)
+        except OSError as error:
+            raise self._refused(error, nbytes) from error
+
+    def _check_space(self, nbytes: int) -> None:
+        """Raise ``OSError`` if the disk has less free space; posix_fallocate would fill the disk before it fails."""
+        system = os.statvfs(self._folder)
+        if system.f_bavail * system.f_frsize < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _refused(self, error: OSError, nbytes: int = 0) -> UsageError:
+        what = f"setting offload.disk = {self._folder}"
+        if error.errno not in _FULL:
+            return UsageError(f"{what}: {error.strerror}: must be a folder in which every rank can create files")
+        system = os.statvfs(self._folder)
+        free = system.f_bavail * system.f_frsize
+        missing = f"{max(nbytes - free, 0) / MIB:.0f} MiB are missing" if free < nbytes else "a quota allows no more"
+        return UsageError(f"{what}: {nbytes / MIB:.0f} MiB more are needed, {free / MIB:.0f} MiB are free: {missing}")
+
+
+def _remove_unless_locked(path: Path) -> bool:
+    """Remove a file that a process of this user left behind; return False if it is not this user's regular file."""
+    try:
+        if os.lstat(path).st_uid != os.geteuid():
+            return False
+        descriptor = atomic.reopen(path)
+    except FileNotFoundError:
+        return True  # its process has just removed it
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(descriptor)
+    return True
+
+
+# Host memory for masters, gradients and states: pageable, pinned, or file-backed --------------------------------------
+
 
 CHUNK = 64 * 2**20
 _LINE = 64  # bytes; tensors begin at cache lines

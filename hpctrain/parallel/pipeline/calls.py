@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import Arguments
+from hpctrain.parallel.inputs import CallArguments
 
 if TYPE_CHECKING:
     from hpctrain.parallel.pipeline.layers import Layer
@@ -109,7 +109,7 @@ def _called(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 
 @dataclass(frozen=True)
-class Call:
+class MicrobatchCall:
     """Arguments of one microbatch: those of the first layer, and those that later layers name."""
 
     args: tuple[Any, ...]
@@ -117,9 +117,9 @@ class Call:
     named: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, example: Any) -> Call:
+    def of(cls, example: Any) -> MicrobatchCall:
         """Return the call that passes one argument to the first layer."""
-        return example if isinstance(example, Call) else cls((example,))
+        return example if isinstance(example, MicrobatchCall) else cls((example,))
 
     def first(self, layer: Layer) -> Any:
         """Call the first layer."""
@@ -139,7 +139,7 @@ class Caller:
         self._signature = None if unwritten else signature_of(model)
         self._later = frozenset(name for layer in layers[1:] for name in layer.takes.later())
 
-    def bind(self, arguments: Arguments) -> Call:
+    def bind(self, arguments: CallArguments) -> MicrobatchCall:
         """Return the distribution of arguments. Raises ``UsageError`` if the model does not take them."""
         entries = self._entries(arguments)
         takes = self._first.takes
@@ -150,7 +150,7 @@ class Caller:
             by_name |= dict(zip(free, args))
             args = args[len(free) :]
         named = {name: value for name, value in entries if name is not None and name in self._later}
-        call = Call(args, by_name, named)
+        call = MicrobatchCall(args, by_name, named)
         given = spread(self._first, args[0]) if len(args) == 1 and not by_name else args
         if why := takes.fits(given, by_name):
             names = ", ".join(name or "a positional one" for name, _ in entries)
@@ -161,7 +161,7 @@ class Caller:
             )
         return call
 
-    def _entries(self, arguments: Arguments) -> list[tuple[str | None, Any]]:
+    def _entries(self, arguments: CallArguments) -> list[tuple[str | None, Any]]:
         """Return the arguments with the names that the model's ``forward`` gives them."""
         if self._signature is None or self._sequential:
             kwargs = dict(arguments.kwargs)
@@ -194,7 +194,7 @@ class Caller:
         return found
 
 
-def run_layers(layers: Sequence[Layer], call: Call) -> Any:
+def run_layers(layers: Sequence[Layer], call: MicrobatchCall) -> Any:
     """Return the result of a sequence of layers for a call, as the stages of a pipeline compute it."""
     x = call.first(layers[0])
     for layer in layers[1:]:

@@ -25,13 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpctrain.collectives.agreement import agreed
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.inputs import Arguments
-from hpctrain.parallel.nest import take_apart
-from hpctrain.parallel.pipeline.calls import Call, Caller, run_layers
+from hpctrain.parallel.inputs import CallArguments, take_apart
+from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall, run_layers
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -76,7 +75,7 @@ class LayersCheck:
         """Free the whole model and skip the comparison."""
         self._due, self._whole = False, None
 
-    def __call__(self, arguments: Arguments) -> None:
+    def __call__(self, arguments: CallArguments) -> None:
         """Compare on the first microbatch only. Raises ``UsageError`` on all stages if the results differ."""
         if not self._due:
             return
@@ -84,7 +83,7 @@ class LayersCheck:
         whole, self._whole = self._whole, None
         agreed(self._comm, lambda: self._compare(whole, arguments) if whole is not None else None)
 
-    def _compare(self, whole: nn.Module, arguments: Arguments) -> None:
+    def _compare(self, whole: nn.Module, arguments: CallArguments) -> None:
         nbytes = sum(each.nbytes for each in _tensors(whole))
         if self._device.type == "cuda" and nbytes > SHARE * torch.cuda.mem_get_info(self._device)[0]:
             self._skip(f"it has {nbytes / 2**20:,.0f} MiB, too much beside what is on the GPU")
@@ -121,7 +120,7 @@ class LayersCheck:
                     trained,
                 )
 
-    def _both(self, whole: nn.Module, layers: Sequence[Layer], arguments: Arguments, call: Call) -> str:
+    def _both(self, whole: nn.Module, layers: Sequence[Layer], arguments: CallArguments, call: MicrobatchCall) -> str:
         """Run both with the same random numbers; return how they differ or that forward fails, empty if they agree."""
         buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):

@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.nest import mapped, tensors_of
-from hpctrain.parallel.pipeline.backward_from import backward_from
-from hpctrain.parallel.pipeline.calls import Call, call_layer
+from hpctrain.parallel.inputs import mapped, tensors_of
+from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.pipeline.partition import by_hand, check_parts, partition
 from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.pipeline.split_backward import backward_from
 
 Running = Callable[[Any], Any]
 MEASURES = ("compute", "time", "parameters")
@@ -46,7 +47,7 @@ def costs(
 ) -> list[float]:
     """Return the cost of each layer by ``how``: compute, time (in seconds) or parameters.
 
-    ``example`` is a ``Call`` with a microbatch, or the input of the first layer. Only time requires
+    ``example`` is a ``MicrobatchCall`` with a microbatch, or the input of the first layer. Only time requires
     it.
     """
     if how == "parameters":
@@ -115,7 +116,7 @@ def _walk(
     layers: Sequence[Layer], example: Any, device: torch.device, run: Callable[[Running, Any], Any]
 ) -> None:
     """Pass ``run`` a callable for a copy of each layer, and the output of the previous layer."""
-    given = mapped(Call.of(example), lambda one: one.detach().to(device))
+    given = mapped(MicrobatchCall.of(example), lambda one: one.detach().to(device))
     x: Any = given
     kept: dict[str, Tensor] = {}
     for layer in layers:
@@ -127,7 +128,7 @@ def _walk(
         x = mapped(x, lambda one: one.detach())
 
 
-def _calling(layer: Layer, given: Call, kept: dict[str, Tensor]) -> Running:
+def _calling(layer: Layer, given: MicrobatchCall, kept: dict[str, Tensor]) -> Running:
     """Return a function that runs a layer; each run sees the same tensors stored by earlier ``Keep`` layers."""
     before = {name: one.detach() for name, one in kept.items()}
 
@@ -135,7 +136,7 @@ def _calling(layer: Layer, given: Call, kept: dict[str, Tensor]) -> Running:
         kept.clear()
         kept.update(before)
         with carrying(kept):
-            return x.first(layer) if isinstance(x, Call) else call_layer(layer, x, given.named)
+            return x.first(layer) if isinstance(x, MicrobatchCall) else call_layer(layer, x, given.named)
 
     return call
 
@@ -189,3 +190,25 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+# Partition of a sequence of layers into stages, by the costs of the layers or as the user specifies -------------------
+
+
+def balance(
+    layers: Sequence[Layer],
+    parts: int,
+    how: str | Sequence[int | str] = "compute",
+    example: Any = None,
+    device: torch.device = torch.device("cpu"),
+) -> list[range]:
+    """Return the layers of each part as ranges of indices into ``layers``.
+
+    ``how`` is a measure of ``costs``, the number of layers of each part, or the names of the layers
+    at which parts begin. Time is measured on the calling rank. Call this on one rank and broadcast
+    the result.
+    """
+    check_parts(len(layers), parts)
+    if not isinstance(how, str):
+        return by_hand([layer.name for layer in layers], parts, how)
+    return partition(costs(layers, how, example, device), parts)

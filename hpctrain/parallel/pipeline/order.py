@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpctrain.parallel.pipeline.action import Action, Kind
-from hpctrain.parallel.pipeline.schedule import Schedule
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.actions import Action, ActionKind
+from hpctrain.parallel.pipeline.schedules import Schedule
 
 Done = tuple[str, int, int]  # dependency: "activations" or "gradients" of a chunk's inputs, chunk, microbatch
 
 
 @dataclass(frozen=True)
-class Order:
+class ExecutionOrder:
     """Actions in an executable order, and the actions at which ranks are ``stuck``."""
 
     actions: list[tuple[int, Action]]
@@ -26,26 +27,26 @@ class Order:
 def needs(action: Action, chunks: int) -> Iterator[Done]:
     """Yield the dependencies of an action: passes of the neighbouring chunks, and earlier passes of its own chunk."""
     chunk, microbatch = action.chunk, action.microbatch
-    if action.kind is Kind.FORWARD and chunk:
+    if action.kind is ActionKind.FORWARD and chunk:
         yield "activations", chunk - 1, microbatch
-    if action.kind in (Kind.BACKWARD, Kind.INPUT):
+    if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT):
         yield "activations", chunk, microbatch
         if chunk + 1 < chunks:
             yield "gradients", chunk + 1, microbatch
-    if action.kind is Kind.WEIGHT:
+    if action.kind is ActionKind.WEIGHT:
         yield "gradients", chunk, microbatch
 
 
 def gives(action: Action) -> Done | None:
     """Return the dependency that an action satisfies."""
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         return "activations", action.chunk, action.microbatch
-    if action.kind in (Kind.BACKWARD, Kind.INPUT):
+    if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT):
         return "gradients", action.chunk, action.microbatch
     return None
 
 
-def playable(schedule: Schedule) -> Order:
+def playable(schedule: Schedule) -> ExecutionOrder:
     """Execute a schedule symbolically, as far as possible, and return the order."""
     done: set[Done | None] = set()
     places = [0] * schedule.ranks
@@ -61,4 +62,54 @@ def playable(schedule: Schedule) -> Order:
                 places[rank] += 1
                 moved = True
     left = {rank: actions[places[rank]] for rank, actions in enumerate(schedule.actions) if places[rank] < len(actions)}
-    return Order(order, left)
+    return ExecutionOrder(order, left)
+
+
+# Validation of a pipeline schedule against the rules of every schedule; schedules from ``make`` always pass -----------
+
+
+# Together these leave no pass out: a microbatch without a whole backward pass has both halves.
+_ONCE = ((ActionKind.FORWARD,), (ActionKind.BACKWARD, ActionKind.INPUT), (ActionKind.BACKWARD, ActionKind.WEIGHT))
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ``UsageError`` unless a schedule computes every pass once, in order, and without deadlock.
+
+    Every chunk computes one forward and one backward pass per microbatch, in the order of the
+    microbatches. A backward pass is one action, or an input pass and a weight pass. Updates
+    directly follow their backward pass; the last microbatch has none. With blocking receives and
+    buffered sends, no rank waits forever.
+    """
+    if len(schedule.actions) != schedule.ranks or schedule.chunks % schedule.ranks:
+        raise _refused(schedule, f"{len(schedule.actions)} lists of actions, {schedule.chunks} chunks")
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if not 0 <= action.chunk < schedule.chunks or schedule.rank_of(action.chunk) != rank:
+                raise _refused(schedule, f"{action} of chunk {action.chunk} on rank {rank}, which does not hold it")
+        _check_updates(schedule, actions)
+        for chunk in range(rank, schedule.chunks, schedule.ranks):
+            _check_chunk(schedule, [action for action in actions if action.chunk == chunk], chunk)
+    stuck = playable(schedule).stuck
+    if stuck:
+        waits = ", ".join(f"rank {rank} in {action} of chunk {action.chunk}" for rank, action in stuck.items())
+        raise _refused(schedule, f"ranks wait for each other: {waits}")
+
+
+def _check_chunk(schedule: Schedule, actions: list[Action], chunk: int) -> None:
+    for kinds in _ONCE:
+        found = [action.microbatch for action in actions if action.kind in kinds]
+        if found != list(range(schedule.microbatches)):
+            names = " or ".join(kind.word for kind in kinds)
+            raise _refused(schedule, f"{names} passes of chunk {chunk} come as {found}")
+
+
+def _check_updates(schedule: Schedule, actions: tuple[Action, ...]) -> None:
+    last = schedule.microbatches - 1
+    for before, action in zip((None, *actions), actions):
+        if action.kind is ActionKind.UPDATE:
+            if before != Action(ActionKind.BACKWARD, action.chunk, action.microbatch) or action.microbatch == last:
+                raise _refused(schedule, f"{action} of chunk {action.chunk} after {before}")
+
+
+def _refused(schedule: Schedule, why: str) -> UsageError:
+    return UsageError(f"the schedule {schedule.name} cannot be executed: {why}", everywhere=True)

@@ -11,28 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hpctrain.collectives.agreement import on_first_rank
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.agreement import on_first_rank
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, SettingsError, UsageError
-from hpctrain.parallel.inputs import Arguments, cut, samples_of
-from hpctrain.parallel.nest import ONE_TENSOR, put_together
+from hpctrain.parallel.config import A_STAGE, ParallelSettings, even_pieces, microbatches_for
+from hpctrain.parallel.inputs import ONE_TENSOR, CallArguments, cut, put_together, samples_of
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.pipeline.balance import balance
-from hpctrain.parallel.pipeline.calls import Call, Caller
+from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall
+from hpctrain.parallel.pipeline.channels import Parcel
 from hpctrain.parallel.pipeline.compare import LayersCheck
-from hpctrain.parallel.pipeline.costs import MEASURES
-from hpctrain.parallel.pipeline.engine import Engine, Work
-from hpctrain.parallel.pipeline.generators import PassGenerators
+from hpctrain.parallel.pipeline.costs import MEASURES, balance
+from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StepInput
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.pipeline.parcel import Parcel
-from hpctrain.parallel.pipeline.prune import TiedParameter, prune, tied
+from hpctrain.parallel.pipeline.parameters import TiedGradients, TiedParameter, prune, tied
 from hpctrain.parallel.pipeline.route import Route
-from hpctrain.parallel.pipeline.schedule import Schedule, forward_only, make
-from hpctrain.parallel.pipeline.stage import Chunk, Run, Tensors, make_chunks
-from hpctrain.parallel.pipeline.tied import TiedGradients
-from hpctrain.parallel.pipeline.versions import StashedWeights
-from hpctrain.parallel.plan import A_STAGE, even_pieces, microbatches_for
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.pipeline.schedules import Schedule, forward_only, make
+from hpctrain.parallel.pipeline.stage import Chunk, PassGenerators, Run, Tensors, make_chunks
+from hpctrain.parallel.pipeline.weight_stashing import StashedWeights
 
 
 class Pipeline:
@@ -60,7 +55,7 @@ class Pipeline:
         make(settings.schedule, comm.size, comm.size * count, settings.chunks_a_rank)  # validates the schedule
         layers = find_layers(model)
         self._caller = Caller(model, layers)
-        shown = None if example is None else Arguments.of(example)
+        shown = None if example is None else CallArguments.of(example)
         cuts = self._cuts(layers, count, None if shown is None else self._caller.bind(shown))
         shared = tied(layers, cuts)
         self._count = count
@@ -79,7 +74,7 @@ class Pipeline:
         if settings.schedule == "pipedream":
             self._refuse_tied(shared)
             self.versions = StashedWeights(model, make("pipedream", comm.size, count).live(comm.rank))
-        self._engine = Engine(self._chunks, count, device, self.versions)
+        self._engine = ScheduleExecutor(self._chunks, count, device, self.versions)
         self._generators = PassGenerators(device, (comm.rank, replica))
         self._routes: dict[Hashable, Route] = {}
         self._compares = True  # the inputs of the stages
@@ -93,7 +88,7 @@ class Pipeline:
 
     def train(self, inputs: Any, targets: Any, objective: Objective, weight: float) -> Tensor:
         """Accumulate the gradients of weight x loss in this rank's parameters; return that loss on every rank."""
-        arguments = Arguments.of(inputs)
+        arguments = CallArguments.of(inputs)
         pieces = microbatches_for(self.settings, arguments.samples)
         schedule = make(self.settings.schedule, self.comm.size, pieces, self.settings.chunks_a_rank)
         route, work = self._prepare(schedule, arguments, targets, objective, weight)
@@ -105,7 +100,7 @@ class Pipeline:
 
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
         """Return the loss on every rank."""
-        arguments = Arguments.of(inputs)
+        arguments = CallArguments.of(inputs)
         pieces = even_pieces(arguments.samples, self.settings.microbatches or A_STAGE * self.comm.size)
         schedule = forward_only(self.comm.size, pieces, self.settings.chunks_a_rank)
         route, work = self._prepare(schedule, arguments, targets, objective, 1.0)
@@ -121,7 +116,7 @@ class Pipeline:
                 "compute forward only",
                 everywhere=True,
             )
-        arguments = Arguments(args, kwargs)
+        arguments = CallArguments(args, kwargs)
         self.check(arguments)
         call = self._caller.bind(arguments)
         values: tuple[Tensor, ...] = ()
@@ -158,8 +153,8 @@ class Pipeline:
     # Implementation ---------------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, schedule: Schedule, arguments: Arguments, targets: Any, objective: Objective, weight: float
-    ) -> tuple[Route, Work]:
+        self, schedule: Schedule, arguments: CallArguments, targets: Any, objective: Objective, weight: float
+    ) -> tuple[Route, StepInput]:
         """Split a batch into microbatches; return it with the links for their shape, created on first use."""
         samples = samples_of({"targets": targets}, "targets")
         if samples != arguments.samples:
@@ -175,10 +170,10 @@ class Pipeline:
             self.check(pieces[0])
             parcels = self._parcels(calls[0], objective)
             self._routes[key] = Route(self.comm, schedule, parcels, self.device)
-        work = Work(calls, cut(targets, schedule.microbatches), objective, weight)
+        work = StepInput(calls, cut(targets, schedule.microbatches), objective, weight)
         return self._routes[key], work
 
-    def _check_alike(self, arguments: Arguments) -> None:
+    def _check_alike(self, arguments: CallArguments) -> None:
         """Raise ``MismatchError`` if the stages get different inputs in the first pass."""
         if not self._compares:
             return
@@ -194,7 +189,7 @@ class Pipeline:
             )
 
     @torch.no_grad()
-    def _parcels(self, call: Call, objective: Objective) -> list[Parcel]:
+    def _parcels(self, call: MicrobatchCall, objective: Objective) -> list[Parcel]:
         """Return the message formats between chunks, from a forward pass on zeros."""
         parcels: list[Parcel] = []
         values: tuple[Tensor, ...] = ()
@@ -217,7 +212,7 @@ class Pipeline:
         parcel: Parcel = self.comm.broadcast_object(found, root=chunk % self.comm.size)
         return parcel
 
-    def _cuts(self, layers: Sequence[Layer], count: int, example: Call | None) -> list[range]:
+    def _cuts(self, layers: Sequence[Layer], count: int, example: MicrobatchCall | None) -> list[range]:
         """Return the layers of each chunk: the result of rank 0, because measured times differ between ranks."""
         how = by_hand_or(self.settings.partition)
         # Counting loads torch's compiler, which takes seconds; without convolutions the weights suffice.

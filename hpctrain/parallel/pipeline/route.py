@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from hpctrain.collectives.communicator import Communicator
-from hpctrain.collectives.node.slots import Handover
-from hpctrain.parallel.pipeline.links import Link, Links, MessageLink, SlotLink, StagedLink
-from hpctrain.parallel.pipeline.parcel import Parcel
-from hpctrain.parallel.pipeline.schedule import Kind, Schedule
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.shm.spsc_ring import RingHandle
+from hpctrain.parallel.pipeline.channels import Link, Links, MessageLink, Parcel, SlotLink, StagedLink
+from hpctrain.parallel.pipeline.schedules import ActionKind, Schedule
 
 AHEAD = 1  # messages that may be ready beyond those that are needed at once
 # Kinds of pass at which a chunk begins and stops to need a received message: for activations, and for
 # gradients.
-ACTIVATIONS = ({Kind.FORWARD}, {Kind.BACKWARD, Kind.WEIGHT})
-GRADIENTS = ({Kind.BACKWARD, Kind.INPUT}, {Kind.BACKWARD, Kind.WEIGHT})
+ACTIVATIONS = ({ActionKind.FORWARD}, {ActionKind.BACKWARD, ActionKind.WEIGHT})
+GRADIENTS = ({ActionKind.BACKWARD, ActionKind.INPUT}, {ActionKind.BACKWARD, ActionKind.WEIGHT})
 
 
 class Route:
@@ -37,11 +36,11 @@ class Route:
         wanted, ends = [], []
         for chunk, parcel in enumerate(parcels):
             here, there = schedule.rank_of(chunk), schedule.rank_of(chunk + 1)
-            wanted.append(Handover(here, there, most_held(schedule, chunk + 1, *ACTIVATIONS) + AHEAD, parcel.nbytes))
+            wanted.append(RingHandle(here, there, most_held(schedule, chunk + 1, *ACTIVATIONS) + AHEAD, parcel.nbytes))
             ends.append((self.activations_out, chunk, self.activations_in, chunk + 1, parcel))
             if goes_back(schedule):
                 back = parcel.gradients()
-                wanted.append(Handover(there, here, most_held(schedule, chunk, *GRADIENTS) + AHEAD, back.nbytes))
+                wanted.append(RingHandle(there, here, most_held(schedule, chunk, *GRADIENTS) + AHEAD, back.nbytes))
                 ends.append((self.gradients_out, chunk + 1, self.gradients_in, chunk, back))
         rings = comm.slots(wanted)
         for tag, (handover, ring, (out, source, into, target, parcel)) in enumerate(zip(wanted, rings, ends)):
@@ -66,10 +65,10 @@ class Route:
 
 def goes_back(schedule: Schedule) -> bool:
     """Return whether a schedule has backward passes."""
-    return any(action.kind is not Kind.FORWARD for action in schedule.actions[0])
+    return any(action.kind is not ActionKind.FORWARD for action in schedule.actions[0])
 
 
-def most_held(schedule: Schedule, chunk: int, begins: set[Kind], ends: set[Kind]) -> int:
+def most_held(schedule: Schedule, chunk: int, begins: set[ActionKind], ends: set[ActionKind]) -> int:
     """Return the largest number of microbatches whose received message a chunk needs at once."""
     if not goes_back(schedule):
         return 1

@@ -1,8 +1,16 @@
-"""Forward and backward pass of a chunk (contiguous layers of a model) on tensors from the previous chunk."""
+"""Random generators of torch that differ between pipeline stages and data ranks during a batch.
+
+Programs seed all ranks alike, which shuffling and initial weights need. The stages would then draw
+the same dropout masks for different layers. The passes of a batch therefore draw from a separate
+stream. Its seed combines the state of the host's generator, a counter, the stage and the data rank
+(Megatron-LM also seeds by the stage). Tensor ranks of one stage draw alike. Afterwards the
+program's own stream is restored, so all ranks continue to draw alike, as in one process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +19,53 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.nest import ONE_TENSOR, named_leaves, put_together, take_apart
-from hpctrain.parallel.pipeline.backward_from import backward_from
-from hpctrain.parallel.pipeline.calls import Call, call_layer
+from hpctrain.parallel.inputs import ONE_TENSOR, named_leaves, put_together, take_apart
+from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.skip import carried, carrying
+from hpctrain.parallel.pipeline.split_backward import backward_from
+from hpctrain.parallel.tensor.rng import generator_of, mixed
+
+
+class PassGenerators:
+    """Generators of the host and of ``device`` for passes; ``place`` is the pipeline stage and the data rank."""
+
+    def __init__(self, device: torch.device, place: tuple[int, int]) -> None:
+        self._devices = {torch.device("cpu"), device}
+        self._place = place
+        self._passes, self._last = 0, 0
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from this stage's stream in the ``with`` block, from a new one each time."""
+        generators = [generator_of(device) for device in self._devices]
+        states = [generator.get_state() for generator in generators]
+        number = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+        # A program that draws nothing between two steps must not get the same masks twice.
+        self._passes = self._passes + 1 if number == self._last else 0
+        self._last = number
+        try:
+            for generator in generators:
+                generator.manual_seed(mixed(number, self._passes, *self._place))
+            yield
+        finally:
+            for generator, state in zip(generators, states):
+                generator.set_state(state)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Restore the generators after the ``with`` block."""
+        generators = [generator_of(device) for device in self._devices]
+        states = [generator.get_state() for generator in generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states):
+                generator.set_state(state)
+
+
+# Forward and backward pass of a chunk (contiguous layers of a model) on tensors from the previous chunk ---------------
+
 
 Tensors = tuple[Tensor, ...]
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -48,7 +98,7 @@ class Chunk:
         self.carried_out = tuple(carried_out)
         self.after: After | None = None
 
-    def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: Call | None = None) -> Outputs:
+    def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: MicrobatchCall | None = None) -> Outputs:
         """Return the outputs of the layers for ``inputs``, then the outgoing skip tensors; integers stay unchanged.
 
         ``structure`` is the skeleton of the previous chunk's result. ``call`` holds the arguments
@@ -91,7 +141,7 @@ class Chunk:
         return f"{self.layers[0].name} to {self.layers[-1].name}"
 
 
-def _run(layers: Sequence[Layer], inputs: Tensors, structure: Any, call: Call | None) -> Any:
+def _run(layers: Sequence[Layer], inputs: Tensors, structure: Any, call: MicrobatchCall | None) -> Any:
     """Return the result of layers for the tensors of the previous chunk, or for the arguments of the model."""
     if call is not None and not inputs:
         x, rest = call.first(layers[0]), layers[1:]

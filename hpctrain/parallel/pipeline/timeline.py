@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.action import Action, Kind
+from hpctrain.parallel.pipeline.actions import Action, ActionKind
 from hpctrain.parallel.pipeline.order import Done, gives, needs, playable
-from hpctrain.parallel.pipeline.schedule import CHANGE, Schedule
+from hpctrain.parallel.pipeline.schedules import CHANGE, Schedule
 
-WORK = (*(kind.word for kind in Kind), "loss", "optimizer")
+WORK = (*(kind.word for kind in ActionKind), "loss", "optimizer")
 WAITS = ("send", "receive", "reduce", "wait")  # idle time, even inside work
 _LIVE = {kind.word: change for kind, change in CHANGE.items()}
 
@@ -18,8 +18,8 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Span:
-    """Activity of a rank from ``start`` to ``end``: a word of ``Kind`` in a simulation, any name in a trace."""
+class TimelineSpan:
+    """Activity of a rank from ``start`` to ``end``: a word of ``ActionKind`` in a simulation, any name in a trace."""
 
     name: str
     start: float
@@ -32,7 +32,7 @@ class Span:
 class Timeline:
     """Spans of each rank, ordered by their start."""
 
-    rows: tuple[tuple[Span, ...], ...]
+    rows: tuple[tuple[TimelineSpan, ...], ...]
 
     @property
     def start(self) -> float:
@@ -135,7 +135,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         raise UsageError(f"the schedule {schedule.name} cannot be executed: ranks wait for each other", everywhere=True)
     ready: dict[Done | None, tuple[float, int]] = {}  # time and rank at which it is ready
     free = [0.0] * schedule.ranks
-    rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+    rows: list[list[TimelineSpan]] = [[] for _ in range(schedule.ranks)]
     for rank, action in order.actions:
         start = free[rank]
         for need in needs(action, schedule.chunks):
@@ -143,7 +143,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             start = max(start, when if where == rank else when + costs.send)
         free[rank] = start + costs.of(action)
         ready[gives(action)] = (free[rank], rank)
-        rows[rank].append(Span(action.kind.word, start, free[rank], action.chunk, action.microbatch))
+        rows[rank].append(TimelineSpan(action.kind.word, start, free[rank], action.chunk, action.microbatch))
     return Timeline(tuple(map(tuple, rows)))
 
 

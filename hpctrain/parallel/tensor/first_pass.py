@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.parallel.forward_subclass import subclass_with
+from hpctrain.parallel.hooks import subclass_with
 from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.tensor.embedding import ParallelEmbedding
+from hpctrain.parallel.tensor.functional import degrees
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
-from hpctrain.parallel.tensor.pieces import degrees
+from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
 
 KINDS = {
     "column": "a linear layer, split by its outputs, which stay split",

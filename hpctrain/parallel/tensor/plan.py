@@ -9,17 +9,17 @@ from functools import partial
 import torch
 from torch import nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import check_same_model
-from hpctrain.parallel.materialise import check_drawable, materialise
+from hpctrain.parallel.meta_init import check_drawable, materialise
 from hpctrain.parallel.tensor import sequence as sequences
-from hpctrain.parallel.tensor.flow import PartialGradients, replicate
+from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.kinds import KINDS, Change
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
-from hpctrain.parallel.tensor.pieces import bounds
+from hpctrain.parallel.tensor.partial_gradients import PartialGradients, replicate
 from hpctrain.parallel.tensor.rng import Region, agree, can_drop
-from hpctrain.parallel.tensor.split import Place, TensorSplit
+from hpctrain.parallel.tensor.sharding import SlicePosition, TensorSplit
 
 Plan = Mapping[str, str]
 _UNCUT = ("scatter", "gather", "replicated", "whole")
@@ -189,7 +189,7 @@ def _check_sequence(chosen: Sequence[Change]) -> None:
 # Application of the plan ----------------------------------------------------------------------------------------------
 
 
-def _places(changes: Sequence[Change], model: nn.Module, comm: Communicator) -> dict[str, Place]:
+def _places(changes: Sequence[Change], model: nn.Module, comm: Communicator) -> dict[str, SlicePosition]:
     """Return the shape and offset of this rank's slice for every split tensor, by its names in ``state_dict``."""
     cuts = {change.module: change.become.dims for change in changes}
     places = {}
@@ -200,7 +200,7 @@ def _places(changes: Sequence[Change], model: nn.Module, comm: Communicator) -> 
                 shape = tuple(parameter.shape)
                 begin, _ = bounds(shape[dim], comm.rank, comm.size)
                 start = tuple(begin if place == dim else 0 for place in range(len(shape)))
-                places[f"{path}.{attribute}"] = Place(shape, start)
+                places[f"{path}.{attribute}"] = SlicePosition(shape, start)
     return places
 
 
@@ -238,7 +238,7 @@ def _split_sequences(
     region: Region | None,
     layers: Sequence[nn.Module],
 ) -> None:
-    extent = sequences.Extent(model, layers, {change.module: change.kind for change in chosen})
+    extent = sequences.SequenceRegion(model, layers, {change.module: change.kind for change in chosen})
     for change in chosen:
         if change.kind == "scatter":
             sequences.begin_behind(change.module, comm, extent)

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.tensor import moves
+from hpctrain.parallel.tensor import functional
 from hpctrain.parallel.tensor.rng import Region
 
 _BEGINS = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split after the module
 
 
-class Extent:
+class SequenceRegion:
     """Parts of a forward pass in which sequences are split, and the modules that see a part of them.
 
     The first pass determines this per module. Stages of a pipeline do not call the model. For them,
@@ -77,30 +77,30 @@ def split_before(layers: Iterable[nn.Module], kinds: Mapping[nn.Module, str]) ->
 
 def join(values: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """Return tensors with the sequences of all activations gathered, for all ranks."""
-    return tuple(moves.join_sequence(one, comm) if _is_activation(one) else one for one in values)
+    return tuple(functional.join_sequence(one, comm) if _is_activation(one) else one for one in values)
 
 
-def begin_behind(module: nn.Module, comm: Communicator, extent: Extent) -> None:
+def begin_behind(module: nn.Module, comm: Communicator, extent: SequenceRegion) -> None:
     """Register a hook that splits a module's outputs along the sequence; each rank keeps its part."""
 
     def split(_: nn.Module, args: Any, result: Any) -> Any:
         extent.change(True)
-        return tree_map(lambda leaf: moves.split_sequence(leaf, comm) if _is_activation(leaf) else leaf, result)
+        return tree_map(lambda leaf: functional.split_sequence(leaf, comm) if _is_activation(leaf) else leaf, result)
 
     module.register_forward_hook(split)
 
 
-def end_before(module: nn.Module, comm: Communicator, extent: Extent) -> None:
+def end_before(module: nn.Module, comm: Communicator, extent: SequenceRegion) -> None:
     """Register a hook that gathers the sequences of a module's inputs on all ranks."""
 
     def join(_: nn.Module, args: Any) -> Any:
         extent.change(False)
-        return tree_map(lambda leaf: moves.join_sequence(leaf, comm) if _is_activation(leaf) else leaf, args)
+        return tree_map(lambda leaf: functional.join_sequence(leaf, comm) if _is_activation(leaf) else leaf, args)
 
     module.register_forward_pre_hook(join)
 
 
-def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent | None = None) -> None:
+def sum_gradients(module: nn.Module, comm: Communicator, extent: SequenceRegion | None = None) -> None:
     """Sum the gradients of a module's own parameters over the ranks, if this rank applies them to a part only.
 
     ``extent`` determines where that is the case; without it, always. The sum uses hooks around
@@ -114,7 +114,7 @@ def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent | None =
             return
         trained = {name: one for name, one in module._parameters.items() if one is not None and one.requires_grad}
         if trained and torch.is_grad_enabled():
-            summed = moves.summed(list(trained.values()), comm)
+            summed = functional.summed(list(trained.values()), comm)
             module.__dict__["_parameters"] = {**module._parameters, **dict(zip(trained, summed))}
 
     def give_back(_: nn.Module, args: Any, result: Any) -> None:
@@ -150,7 +150,7 @@ def prepare(
     split: Collection[nn.Module],
     whole: Collection[nn.Module],
     region: Region | None,
-    extent: Extent,
+    extent: SequenceRegion,
 ) -> None:
     """Prepare all modules that see a part of the sequence: modules neither split nor in ``whole``."""
     apart = {inner for module in whole for inner in module.modules()} | set(split)

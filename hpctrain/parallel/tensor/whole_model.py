@@ -21,17 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.log import logger
-from hpctrain.parallel.inputs import Arguments
-from hpctrain.parallel.nest import take_apart
+from hpctrain.parallel.inputs import CallArguments, take_apart
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
 from hpctrain.parallel.tensor.rng import can_drop, generator_of
-from hpctrain.parallel.tensor.split import TensorSplit
+from hpctrain.parallel.tensor.sharding import TensorSplit
 
 SHARE = 0.25  # fraction of the free memory that the whole model may take
 # Largest difference of outputs, relative to their norm, that rounding explains.
@@ -120,7 +119,7 @@ class WholeModel:
     def before(self, args: Any, kwargs: Any) -> None:
         """Compute the batch with the whole model; in evaluation mode compare at once. Collective."""
         comm = self._split.comm
-        digests = comm.all_gather_object(Arguments(tuple(args), dict(kwargs)).digest())
+        digests = comm.all_gather_object(CallArguments(tuple(args), dict(kwargs)).digest())
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise MismatchError(

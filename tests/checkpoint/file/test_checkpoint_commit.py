@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.file.commit import commit
-from hpctrain.checkpoint.file.layout import step_of
-from hpctrain.checkpoint.file.reader import Reader, verify_file
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.layout import step_of
+from hpctrain.checkpoint.format.reader import Reader, verify_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import commit, write_file
 from hpctrain.errors import CheckpointError, NonFiniteError
 from hpctrain.util.atomic import private_name
 
@@ -159,9 +158,9 @@ import resource, sys
 import numpy as np
 from pathlib import Path
 from types import SimpleNamespace
-from hpctrain.checkpoint.file.commit import commit
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.writer import commit
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 array = np.ones(100_000, dtype="<f4")
@@ -188,9 +187,9 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from pathlib import Path
-from hpctrain.checkpoint.file.commit import commit
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.writer import commit
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 
 def counted(real):
     def call(*args, **keywords):

@@ -6,7 +6,7 @@ import io
 import random
 from pathlib import Path
 
-from hpctrain.checkpoint.file.image import Image
+from hpctrain.checkpoint.format.draft import Image
 
 
 def test_the_image_behaves_like_a_real_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.format import layout
 from hpctrain.errors import CheckpointError
 
 

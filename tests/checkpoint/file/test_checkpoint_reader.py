@@ -11,9 +11,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.file.reader import Reader, verify_file
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.reader import Reader, verify_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 
 Contents = dict[str, object]

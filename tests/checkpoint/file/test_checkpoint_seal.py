@@ -10,11 +10,11 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.reader import Reader, verify_file
-from hpctrain.checkpoint.file.seal import overlap, seal
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.integrity import overlap, seal
+from hpctrain.checkpoint.format.reader import Reader, verify_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from support.crafted import ATTACKS, craft, sound_file
 
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from support.checkpoints import all_dtypes
 
-from hpctrain.checkpoint.file import draft, layout
-from hpctrain.checkpoint.file.reader import Reader, verify_file
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format import draft, layout
+from hpctrain.checkpoint.format.reader import Reader, verify_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
-from hpctrain.checkpoint.look.curves import as_floats, read_curve, read_curves, sparkline
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.tools.curves import as_floats, read_curve, read_curves, sparkline
 from hpctrain.errors import CheckpointError
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
-from hpctrain.checkpoint.look.diff import Diff, TensorDifference, ValueDifference, diff
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifference, diff
 from hpctrain.errors import CheckpointError
 
 Tensors = dict[str, tuple[np.ndarray, str | None]]

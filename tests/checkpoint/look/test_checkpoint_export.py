@@ -12,12 +12,12 @@ import torch
 from support.checkpoints import all_dtypes, make_model, same, train
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.layout import STORAGE
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
-from hpctrain.checkpoint.look import safetensors
-from hpctrain.checkpoint.look.export import export
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.layout import STORAGE
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.tools import safetensors
+from hpctrain.checkpoint.tools.convert import export
 from hpctrain.errors import CheckpointError, UsageError
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]

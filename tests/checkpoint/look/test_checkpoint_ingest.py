@@ -12,9 +12,8 @@ import torch
 from support.checkpoints import make_model, same
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.look.export import export
-from hpctrain.checkpoint.look.ingest import ingest
+from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.tools.convert import export, ingest
 from hpctrain.errors import CheckpointError, UsageError
 
 

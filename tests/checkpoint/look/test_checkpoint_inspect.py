@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
-from hpctrain.checkpoint.look import inspect
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.tools import inspect
 from hpctrain.errors import CheckpointError, UsageError
 
 
@@ -97,7 +97,7 @@ def test_a_name_selects_tensors(run: Path) -> None:
 
 def test_damaged_values_are_reported_and_not_shown(run: Path) -> None:
     path = run / "checkpoints" / "step_00000005.h5"
-    assert inspect.verify(path) == inspect.Verdict(str(path), True)
+    assert inspect.verify(path) == inspect.Verification(str(path), True)
     data = path.read_bytes()
     needle = np.array([2.0, 0.2]).tobytes()
     path.write_bytes(data.replace(needle, np.array([2.0, 0.1]).tobytes()))
@@ -110,7 +110,7 @@ def test_damaged_values_are_reported_and_not_shown(run: Path) -> None:
 @pytest.mark.parametrize("call", ["ls(sys.argv[1])", "show(sys.argv[2])", "verify(sys.argv[2])"])
 def test_neither_torch_nor_mpi_is_imported(run: Path, call: str) -> None:
     code = (
-        f"import sys\nfrom hpctrain.checkpoint.look import inspect\nassert inspect.{call}\n"
+        f"import sys\nfrom hpctrain.checkpoint.tools import inspect\nassert inspect.{call}\n"
         "print([name for name in ('torch', 'mpi4py') if name in sys.modules])"
     )
     arguments = [sys.executable, "-c", code, str(run), str(run / "checkpoints" / "step_00000005.h5")]

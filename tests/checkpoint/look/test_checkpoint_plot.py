@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
-from hpctrain.checkpoint.look.plot import plot, running_mean
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.tools.curves import plot, running_mean
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.parallel.asynchronous.figures.histogram import LONGEST
+from hpctrain.parallel.asynchronous.metrics import LONGEST
 
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("matplotlib.figure")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.checkpoints import all_dtypes
 
-from hpctrain.checkpoint.look import safetensors
+from hpctrain.checkpoint.tools import safetensors
 from hpctrain.errors import CheckpointError
 
 HEAD = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from support.checksums import lookup3
 
-from hpctrain.checkpoint.look import inspect, safetensors
-from hpctrain.checkpoint.look.ingest import ingest
+from hpctrain.checkpoint.tools import inspect, safetensors
+from hpctrain.checkpoint.tools.convert import ingest
 from hpctrain.cli.main import main
 from hpctrain.errors import CheckpointError
 

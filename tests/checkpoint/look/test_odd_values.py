@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import rng
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli.main import main
 from hpctrain.errors import CheckpointError
 

@@ -19,8 +19,8 @@ from support.life import contents
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import Saver
-from hpctrain.checkpoint.together.aside import Aside
-from hpctrain.checkpoint.together.scribe import NICENESS
+from hpctrain.checkpoint.background import BackgroundWriter
+from hpctrain.checkpoint.writer_process import NICENESS
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 
 
@@ -57,7 +57,7 @@ def saver() -> Iterator[Saver]:
 
 
 def process_of(saver: Saver) -> subprocess.Popen[bytes]:
-    assert isinstance(saver._worker, Aside)
+    assert isinstance(saver._worker, BackgroundWriter)
     return saver._worker._process
 
 
@@ -91,7 +91,7 @@ def test_advancing_does_not_block_if_the_saver_is_not_busy(tmp_path: Path, saver
     for number in range(3):
         saver.save(tmp_path / f"{number}.h5", model=model)
         worker = saver._worker
-        assert isinstance(worker, Aside) and worker._under_way == (2 if number else 1)
+        assert isinstance(worker, BackgroundWriter) and worker._under_way == (2 if number else 1)
         while saver.pending:
             until(lambda: not saver.busy)
             assert len(worker._received) == worker._under_way

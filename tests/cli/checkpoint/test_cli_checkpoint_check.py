@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli import checkpoint as verb
 from hpctrain.cli.checkpoint import check
 from hpctrain.errors import CheckpointError, UsageError

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.file.source import Source
-from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli import checkpoint as verb
 from hpctrain.errors import CheckpointError, UsageError
 

@@ -9,14 +9,14 @@ from support.doctoring import MISSING, facts, mpi, slurm, told
 
 from hpctrain.doctor.login import storage
 from hpctrain.doctor.login.ask import Answer
-from hpctrain.doctor.login.examine import Facts, check
+from hpctrain.doctor.login.examine import LoginFacts, check
 from hpctrain.doctor.login.gpus import Gpus
 from hpctrain.doctor.login.interpreter import Interpreter
-from hpctrain.doctor.login.limits import Limits
+from hpctrain.doctor.login.limits import ProcessLimits
 from hpctrain.doctor.login.pbs import Pbs
 
 ROOM = facts(there=True, writable=True, size=2**40, free=2**38, files=0, files_free=0)
-FINE = Facts(
+FINE = LoginFacts(
     environ={},
     host="login1",
     interpreter=Interpreter((3, 12, 1), "/venv", True, "/venv/lib", ""),
@@ -26,8 +26,8 @@ FINE = Facts(
     hdf5=facts(h5py="3.16.0", hdf5="2.0.0", mpi=False),
     slurm=slurm(),
     pbs=Pbs(MISSING),
-    limits=Limits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False),
-    storage=[storage.Place("shm", "/dev/shm", ROOM)],
+    limits=ProcessLimits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False),
+    storage=[storage.FolderFacts("shm", "/dev/shm", ROOM)],
 )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.doctoring import only, told
 
-from hpctrain.doctor.login.limits import Limits, check, gather, memory_limit, tell
+from hpctrain.doctor.login.limits import ProcessLimits, check, gather, memory_limit, tell
 
-FINE = Limits(64, tuple(range(64)), 65536, None, None, 0, None, 2**38, rdma=True)
+FINE = ProcessLimits(64, tuple(range(64)), 65536, None, None, 0, None, 2**38, rdma=True)
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.doctoring import MISSING, told
 
-from hpctrain.doctor.finding import Finding
+from hpctrain.doctor.findings import Finding
 from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.pbs import Pbs, check
 

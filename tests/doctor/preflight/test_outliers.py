@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.doctor.preflight.outliers import slow
+from hpctrain.doctor.preflight.rates import slow
 
 
 @pytest.mark.parametrize(

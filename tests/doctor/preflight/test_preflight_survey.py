@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.nodes import alone, in_pairs, placed
 
-from hpctrain.doctor.preflight.rates import Kernel
-from hpctrain.doctor.preflight.report import Report
-from hpctrain.doctor.preflight.survey import Plan, survey
+from hpctrain.doctor.preflight.rates import RateKernel
+from hpctrain.doctor.preflight.report import PreflightReport
+from hpctrain.doctor.preflight.survey import SurveyPlan, survey
 from hpctrain.doctor.preflight.verdict import excluded, findings, slow_nodes
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ PAUSE = 0.04  # seconds: long enough that a busy machine adds little to it
 
 def steady(amount: float = 1e9) -> Any:
     """Return a kernel that reports ``amount`` operations per fixed time, independent of the load of the machine."""
-    return lambda device: Kernel(lambda: time.sleep(PAUSE), amount)
+    return lambda device: RateKernel(lambda: time.sleep(PAUSE), amount)
 
 
 @pytest.fixture(scope="module", params=[alone, in_pairs], ids=["alone", "in_pairs"])
@@ -37,18 +37,18 @@ def world(request: pytest.FixtureRequest, comm: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def surveyed(world: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[str], float]:
+def surveyed(world: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreflightReport, list[str], float]:
     """Return a report of ranks whose last one computes ten times slower, the messages, and the seconds taken."""
     folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("survey"))))
     said: list[str] = []
     last = world.rank == world.size - 1
-    plan = Plan(SECONDS, folder, product=steady(1e8 if last else 1e9), stream=steady())
+    plan = SurveyPlan(SECONDS, folder, product=steady(1e8 if last else 1e9), stream=steady())
     begin = time.monotonic()
     return survey(world, CPU, plan, said.append), said, time.monotonic() - begin
 
 
 @pytest.mark.ranks(2, 4)
-def test_everything_is_measured(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+def test_everything_is_measured(world: Any, surveyed: tuple[PreflightReport, list[str], float]) -> None:
     report, said, _ = surveyed
     assert len(report.seats) == len(report.products) == len(report.streams) == len(report.written) == world.size
     # On an oversubscribed machine the time may be over before the last clock is measured.
@@ -63,12 +63,12 @@ def test_everything_is_measured(world: Any, surveyed: tuple[Report, list[str], f
 
 
 @pytest.mark.ranks(2, 4)
-def test_all_ranks_have_the_same_report(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+def test_all_ranks_have_the_same_report(world: Any, surveyed: tuple[PreflightReport, list[str], float]) -> None:
     assert world.broadcast_object(surveyed[0]) == surveyed[0]
 
 
 @pytest.mark.ranks(2, 4)
-def test_the_slowed_rank_is_named(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+def test_the_slowed_rank_is_named(world: Any, surveyed: tuple[PreflightReport, list[str], float]) -> None:
     report = surveyed[0]
     # One host simulates all nodes, so names do not distinguish them; positions do.
     found = [finding.found for finding in findings(report) if finding.topic == "products"]
@@ -80,12 +80,12 @@ def test_the_slowed_rank_is_named(world: Any, surveyed: tuple[Report, list[str],
 
 
 @pytest.mark.ranks(2, 4)
-def test_the_time_limit_is_kept(surveyed: tuple[Report, list[str], float]) -> None:
+def test_the_time_limit_is_kept(surveyed: tuple[PreflightReport, list[str], float]) -> None:
     report, _, took = surveyed
     assert max(report.seconds, took) < SECONDS + 10  # a first round, a first repetition and one flush always run
 
 
 def test_a_survey_of_one_process_works(comm: Any, tmp_path: Path) -> None:
-    report = survey(comm, CPU, Plan(0.5, tmp_path, product=steady(), stream=steady()))
+    report = survey(comm, CPU, SurveyPlan(0.5, tmp_path, product=steady(), stream=steady()))
     assert len(report.seats) == 1 and not report.reductions and not report.between.pairs
     assert {finding.level for finding in findings(report)} <= {"ok", "note"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.doctoring import report, tournament
 
-from hpctrain.doctor.preflight.text import lines
+from hpctrain.doctor.preflight.report import lines
 
 
 def test_text_has_ranks_links_and_reductions() -> None:

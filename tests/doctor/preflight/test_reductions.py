@@ -9,17 +9,17 @@ import torch
 from support.doctoring import only, told
 from support.pace import scaled
 
-from hpctrain.doctor.preflight.reductions import SIZES, Reduction, check, measure
+from hpctrain.doctor.preflight.reductions import SIZES, ReductionCheck, check, measure
 
 CPU = torch.device("cpu")
 
 
 def test_bus_bandwidth_follows_the_ring_formula() -> None:
-    assert Reduction(1000, 0.5, (), 4).bus == 2 * 3 / 4 * 1000 / 0.5
+    assert ReductionCheck(1000, 0.5, (), 4).bus == 2 * 3 / 4 * 1000 / 0.5
 
 
 def test_wrong_sums_and_times_are_findings() -> None:
-    right, wrong = Reduction(2**20, 2e-3, (), 4), Reduction(2**12, 1e-5, (1, 3), 4)
+    right, wrong = ReductionCheck(2**20, 2e-3, (), 4), ReductionCheck(2**12, 1e-5, (1, 3), 4)
     assert told(check([wrong, right])) == [("error", "all_reduce")]
     assert only(check([wrong])).found == "a wrong sum on 2 ranks, 1 the first"
     assert [finding.found for finding in check([right])] == ["correct on all ranks; 1 MiB in 2 ms"]
@@ -37,7 +37,7 @@ def test_sizes_are_measured_as_time_allows(own: Any) -> None:
 
 @pytest.mark.ranks
 def test_a_wrong_sum_is_detected(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.comm.communicator import Communicator
 
     right = Communicator.all_reduce
 

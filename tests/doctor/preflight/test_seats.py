@@ -10,16 +10,25 @@ import pytest
 from support.doctoring import only, seat, told
 
 from hpctrain.cluster.binding import cpu_affinity
-from hpctrain.doctor.preflight.seats import Seat, check, host_name, numa_nodes, ranks_in_words, take
+from hpctrain.doctor.preflight.placement import (
+    RankPlacement,
+    check_placements,
+    host_name,
+    numa_nodes,
+    ranks_in_words,
+    take_placements,
+)
 
 
-def ranks(*cpus: tuple[int, ...], **other: Any) -> list[Seat]:
+def ranks(*cpus: tuple[int, ...], **other: Any) -> list[RankPlacement]:
     """Return the placement of ranks on one node with these cores."""
     return [seat(rank, 0, rank, cpus=own, **other) for rank, own in enumerate(cpus)]
 
 
 def test_ranks_on_separate_cores_are_ok() -> None:
-    assert [finding.found for finding in check([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0), seat(3, 1, 1)])] == [
+    assert [
+        finding.found for finding in check_placements([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0), seat(3, 1, 1)])
+    ] == [
         "4 ranks on 2 nodes",
         "no two ranks share a core",
     ]
@@ -35,47 +44,50 @@ def test_ranks_on_separate_cores_are_ok() -> None:
         (ranks((0, 4), (1, 5), numa=(0, 1)), "note", "the cores of ranks 0-1 are in several NUMA nodes (n1)"),
     ],
 )
-def test_shared_or_wrong_cores_are_findings(placement: list[Seat], level: str, words: str) -> None:
-    found = only(check(placement))
+def test_shared_or_wrong_cores_are_findings(placement: list[RankPlacement], level: str, words: str) -> None:
+    found = only(check_placements(placement))
     assert (found.level, found.topic, found.found) == (level, "binding", words)
 
 
 def test_a_rank_that_has_the_whole_node_may_span_it() -> None:
-    assert told(check([seat(0, 0, 0, cpus=tuple(range(8)), numa=(0, 1), cores=8)])) == []
+    assert told(check_placements([seat(0, 0, 0, cpus=tuple(range(8)), numa=(0, 1), cores=8)])) == []
 
 
 def test_a_finding_on_many_nodes_is_reported_once() -> None:
     both = tuple(range(8))
-    found = only(check([seat(rank, rank // 2, rank % 2, cpus=both) for rank in range(200)]))
+    found = only(check_placements([seat(rank, rank // 2, rank % 2, cpus=both) for rank in range(200)]))
     assert found.found == "2 ranks may all use cores 0-7: they are not bound (100 nodes, n1 the first)"
 
 
 def test_unequal_numbers_of_ranks_are_reported() -> None:
-    assert only(check([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0)])).found == "3 ranks on 2 nodes, from 1 to 2 on each"
+    assert (
+        only(check_placements([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0)])).found
+        == "3 ranks on 2 nodes, from 1 to 2 on each"
+    )
 
 
-def gpu(rank: int, identity: str, node: int = 0, name: str = "A100", local: int | None = None) -> Seat:
+def gpu(rank: int, identity: str, node: int = 0, name: str = "A100", local: int | None = None) -> RankPlacement:
     local = rank if local is None else local
     return seat(rank, node, local, device=f"cuda:{local}", gpu=name, identity=identity)
 
 
 def test_separate_gpus_are_no_finding() -> None:
-    assert told(check([gpu(0, "a"), gpu(1, "b")])) == []
+    assert told(check_placements([gpu(0, "a"), gpu(1, "b")])) == []
     same_number = [gpu(0, "a"), gpu(1, "a", node=1, local=0)]
-    assert told(check(same_number)) == []
+    assert told(check_placements(same_number)) == []
 
 
 def test_a_shared_gpu_is_an_error() -> None:
-    found = only(check([gpu(0, "a"), gpu(1, "a"), gpu(2, "b")]))
+    found = only(check_placements([gpu(0, "a"), gpu(1, "a"), gpu(2, "b")]))
     assert found.level == "error" and found.found == "ranks 0-1 share a GPU of n1 (cuda:0)"
 
 
 def test_ranks_without_a_gpu_among_ranks_with_one_are_an_error() -> None:
-    assert told(check([gpu(0, "a"), seat(1, 0, 1)])) == [("error", "GPUs")]
+    assert told(check_placements([gpu(0, "a"), seat(1, 0, 1)])) == [("error", "GPUs")]
 
 
 def test_gpus_of_two_models_are_reported() -> None:
-    assert only(check([gpu(0, "a"), gpu(1, "b", name="H100")])).found == "2 x A100, H100"
+    assert only(check_placements([gpu(0, "a"), gpu(1, "b", name="H100")])).found == "2 x A100, H100"
 
 
 def test_numa_nodes_are_read_from_sysfs(tmp_path: Path) -> None:
@@ -95,7 +107,7 @@ def test_hosts_and_ranks_are_named() -> None:
 def test_take_gathers_the_placement_of_this_process(comm: Any) -> None:
     import torch
 
-    seats = take(comm, torch.device("cpu"))
+    seats = take_placements(comm, torch.device("cpu"))
     assert [one.rank for one in seats] == list(range(comm.size))
     own = seats[comm.rank]
     assert (own.cpus, own.node, own.local_rank, own.gpu) == (cpu_affinity(), comm.node, comm.local_rank, "")

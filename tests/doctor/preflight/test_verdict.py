@@ -10,7 +10,7 @@ import pytest
 from support.doctoring import noisy, only, report, told, tournament
 
 from hpctrain.doctor.preflight.files import Written
-from hpctrain.doctor.preflight.report import Report
+from hpctrain.doctor.preflight.report import PreflightReport
 from hpctrain.doctor.preflight.verdict import excluded, findings, slow_nodes
 
 
@@ -106,7 +106,7 @@ def test_omitted_rounds_are_reported() -> None:
 
 
 def test_json_contains_all_measurements() -> None:
-    found: Report = report(2, 2)
+    found: PreflightReport = report(2, 2)
     told_json = found.to_json()
     assert told_json["hosts"] == ["n1", "n2"] and len(told_json["ranks"]) == 4
     assert told_json["ranks"][3]["flops"] == found.products[3]

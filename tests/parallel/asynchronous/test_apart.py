@@ -11,10 +11,10 @@ from support.replicas_apart import RATE, batch, flat, gradient, make_model
 from torch import nn
 
 from hpctrain.errors import DeadlineError, SettingsError
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.train.health import check_policy
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.wrap import attach
+from hpctrain.train.updates import check_policy
 
 pytestmark = pytest.mark.ranks
 EASGD = ParallelSettings(data="easgd")

@@ -11,10 +11,10 @@ from support.replicas_apart import RATE, batch, flat, gradient, make_model
 from torch import nn
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.parallel.wrap import attach
 
 EASGD = ParallelSettings(data="easgd")
 
@@ -131,8 +131,8 @@ def test_a_nonfinite_gradient_is_known_to_all_ranks(own: Any) -> None:
 def test_incompatible_settings_are_refused(
     parallel: ParallelSettings, server: ServerSettings, offload: OffloadSettings, expected: str
 ) -> None:
-    from hpctrain.collectives.communicator import Communicator
-    from hpctrain.transport.single import SingleTransport
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.transport.single import SingleTransport
 
     with pytest.raises(SettingsError, match=expected):
         attach(make_model(), Communicator(SingleTransport()), parallel, offload=offload, server=server)
@@ -145,7 +145,7 @@ def test_invalid_settings_are_refused(bad: dict[str, Any]) -> None:
 
 
 def test_parameters_of_different_dtypes_are_refused() -> None:
-    from hpctrain.parallel.asynchronous.flat import Flat
+    from hpctrain.parallel.asynchronous.replica import Flat
 
     with pytest.raises(UsageError, match=r"the parameter 1.weight is of torch.bfloat16, 0.weight of torch.float32"):
         Flat(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).to(torch.bfloat16)))

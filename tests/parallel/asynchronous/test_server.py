@@ -11,10 +11,10 @@ from support.replicas_apart import batch, flat, make_model
 from torch import nn
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.parallel.asynchronous.server import ParameterServer
-from hpctrain.parallel.asynchronous.settings import ServerSettings
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
+from hpctrain.parallel.asynchronous.part_update import states_of
 from hpctrain.parallel.asynchronous.staleness import may_update
-from hpctrain.parallel.asynchronous.store.states import states_of
 
 KINDS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.staging import train
 
-from hpctrain.parallel.asynchronous import flat
-from hpctrain.parallel.asynchronous.store.served_vector import ServedVector
+from hpctrain.parallel.asynchronous import replica
+from hpctrain.parallel.asynchronous.partition import ServedVector
 
 pytestmark = pytest.mark.ranks(2, 3)
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def elsewhere(values: torch.Tensor) -> bool:
 def test_staged_training_equals_unstaged_training(own: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = mode != "easgd_asynchronous"  # beside dense parameters
     expected = train(own, mode, CPU, tables=tables)
-    monkeypatch.setattr(flat, "on_host", elsewhere)
+    monkeypatch.setattr(replica, "on_host", elsewhere)
     found = train(own, mode, CPU, tables=tables)
     # Under Hogwild differences are added instead of updates in place, which rounds once more.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -32,7 +32,7 @@ def test_staged_training_equals_unstaged_training(own: Any, mode: str, monkeypat
 
 def test_a_step_copies_once_per_direction(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of copies does not depend on the number of parameters: four here."""
-    monkeypatch.setattr(flat, "on_host", elsewhere)
+    monkeypatch.setattr(replica, "on_host", elsewhere)
     copies: list[str] = []
 
     def noted(self: ServedVector, *words: Any) -> Any:

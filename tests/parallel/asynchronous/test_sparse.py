@@ -11,8 +11,8 @@ import torch
 from support.tables import BAGS, KINDS, ROWS, batch, make_lookups, passes, plain, values_of
 
 from hpctrain.checkpoint.state import load, save
-from hpctrain.parallel.asynchronous.server import ParameterServer
-from hpctrain.parallel.asynchronous.settings import ServerSettings
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
 from hpctrain.parallel.ddp import DataParallel
 
 

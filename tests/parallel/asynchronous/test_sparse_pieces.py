@@ -9,15 +9,15 @@ import torch
 from support.tables import Lookups, batch, make_lookups
 from torch import nn
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import UsageError
-from hpctrain.parallel.asynchronous.server import ParameterServer
-from hpctrain.parallel.asynchronous.store.share import share_of
-from hpctrain.parallel.asynchronous.store.states import States, states_of
-from hpctrain.parallel.asynchronous.tables.table import find_tables
-from hpctrain.transport.single import SingleTransport
+from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
+from hpctrain.parallel.asynchronous.part_update import ParameterStates, states_of
+from hpctrain.parallel.asynchronous.partition import share_of
+from hpctrain.parallel.asynchronous.sparse import find_tables
 
-ADAM = States((("m", 0.0), ("v", 0.5)), "number")
+ADAM = ParameterStates((("m", 0.0), ("v", 0.5)), "number")
 
 
 def serve(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterServer:
@@ -28,8 +28,8 @@ def serve(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterServer
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_owners_hold_whole_rows_and_each_element_exactly_once(count: int) -> None:
-    groups, tables = [7, 0, 12], [(4, 3, 1, ADAM), (2, 5, 0, States())]
-    shares = [share_of(place, count, groups, States((("buffer", 0.0),)), tables) for place in range(count)]
+    groups, tables = [7, 0, 12], [(4, 3, 1, ADAM), (2, 5, 0, ParameterStates())]
+    shares = [share_of(place, count, groups, ParameterStates((("buffer", 0.0),)), tables) for place in range(count)]
     assert [row for one in shares for row in range(one.blocks[0].first, one.blocks[0].last)] == [0, 1, 2, 3]
     assert sum(one.dense for one in shares) == 19 and sum(one.length for one in shares) == 2 * 19 + 3 * 12 + 10
     for share in shares:
@@ -62,7 +62,11 @@ def test_tables_are_parameters_used_only_by_lookups() -> None:
 @pytest.mark.parametrize(
     "kind, options, expected",
     [
-        (torch.optim.AdamW, {}, "AdamW with these options cannot use the sparse gradients of word.weight .Adam does not"),
+        (
+            torch.optim.AdamW,
+            {},
+            "AdamW with these options cannot use the sparse gradients of word.weight .Adam does not",
+        ),
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "SGD keeps momentum_buffer, by which rows of word.weight move"),
         (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, "SGD with these options cannot use the sparse"),
         (torch.optim.Adagrad, {"weight_decay": 0.1}, "weight_decay option is not compatible with sparse gradients"),
@@ -98,7 +102,7 @@ def test_groups_are_checked_separately() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     strategy.detach()
     sparse = states_of(torch.optim.SparseAdam([nn.Parameter(torch.zeros(3))]), table="a table")
-    assert sparse == States((("exp_avg", 0.0), ("exp_avg_sq", 0.0)), "number")
+    assert sparse == ParameterStates((("exp_avg", 0.0), ("exp_avg_sq", 0.0)), "number")
 
 
 def test_unsuitable_gradients_are_named_and_refused() -> None:

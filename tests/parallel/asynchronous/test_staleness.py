@@ -13,13 +13,11 @@ from support.replicas_apart import RATE, batch, make_model
 from torch import nn
 
 from hpctrain.errors import DeadlineError
-from hpctrain.parallel.asynchronous import rules
-from hpctrain.parallel.asynchronous.figures import communication, histogram
-from hpctrain.parallel.asynchronous.figures.communication import CommunicationTime
-from hpctrain.parallel.asynchronous.figures.histogram import Histogram, bars
-from hpctrain.parallel.asynchronous.settings import ServerSettings
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.asynchronous import metrics, replica
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram, bars
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     "server": ("server", {}),
@@ -161,7 +159,7 @@ def test_the_holder_of_a_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Return a clock that a test advances."""
     now = [1000.0]
-    monkeypatch.setattr(communication, "_monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics, "_monotonic", lambda: now[0])
     yield now
 
 
@@ -180,7 +178,7 @@ SHARING: dict[str, tuple[str, dict[str, Any], Any]] = {  # with the communicatin
     "server": ("server", {}, lambda strategy: (strategy._store, "read")),
     "synchronous server": ("server", {"mode": "synchronous"}, lambda strategy: (strategy, "_share_gradients")),
     "hogwild": ("hogwild", {}, lambda strategy: (strategy, "_count_moves")),
-    "easgd": ("easgd", {}, lambda strategy: (rules, "pull_centre")),
+    "easgd": ("easgd", {}, lambda strategy: (replica, "pull_centre")),
     "local sgd": ("easgd", {"average": True}, lambda strategy: (strategy, "_average")),
     "asynchronous": ("easgd", {"mode": "asynchronous"}, lambda strategy: (strategy._lock, "of")),
     "round-robin": ("easgd", {"mode": "round-robin"}, lambda strategy: (strategy, "_await_turn")),
@@ -233,7 +231,7 @@ def test_ranks_that_only_hold_parameters_have_no_share(own: Any, clock: list[flo
 
 def test_the_last_bar_counts_all_larger_staleness(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bars(Counter()) == [] and bars(Counter({0: 2, 3: 1})) == [2, 0, 0, 1]
-    monkeypatch.setattr(histogram, "LONGEST", 3)
+    monkeypatch.setattr(metrics, "LONGEST", 3)
     assert bars(Counter({1: 4, 2: 1, 900: 5})) == [0, 4, 6]
     if comm.size == 1:
         record = Histogram()

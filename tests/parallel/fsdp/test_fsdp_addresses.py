@@ -10,7 +10,7 @@ import torch
 from support.shards import FORMS, communicator
 from torch import nn
 
-from hpctrain.parallel.fsdp.piece import Piece
+from hpctrain.parallel.fsdp.param_group import ParamGroup
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
 NUMEL = 2**16
@@ -20,10 +20,10 @@ def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-def make(comm: Any, value: float) -> Piece:
+def make(comm: Any, value: float) -> ParamGroup:
     parameter = nn.Parameter(torch.full((NUMEL,), value))
     cpu = torch.device("cpu")
-    piece = Piece(["x"], [parameter], [[]], comm, empty, dtype=torch.float32, passing=True, device=cpu)
+    piece = ParamGroup(["x"], [parameter], [[]], comm, empty, dtype=torch.float32, passing=True, device=cpu)
     piece.fill((lambda _: parameter.detach()) if comm.rank == 0 else None)
     return piece
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.parallel.fsdp.carrier import Ticket
+from hpctrain.parallel.fsdp.param_group import StreamWork
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
@@ -57,13 +57,13 @@ def test_pending_reductions_progress_whenever_another_begins(
     comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    done = Ticket.done
+    done = StreamWork.done
 
-    def counted(ticket: Ticket) -> bool:
+    def counted(ticket: StreamWork) -> bool:
         asked.append(1)
         return done(ticket)
 
-    monkeypatch.setattr(Ticket, "done", counted)
+    monkeypatch.setattr(StreamWork, "done", counted)
     with communicator(comm, FORMS["fsdp"]) as own:
         model = make_mlp()
         shard(model, own, FORMS["fsdp"], **SMALL)

@@ -14,8 +14,8 @@ import torch
 from support.beside import LAYERS, Bench, Log, batch
 from torch import Tensor, nn
 
-from hpctrain.parallel.fsdp import parts
-from hpctrain.parallel.fsdp.flow import Flow
+from hpctrain.parallel.fsdp import setup
+from hpctrain.parallel.fsdp.reduce import GroupReduction
 
 SETTINGS: list[dict[str, Any]] = [
     *({"data": "fsdp", "units": ("Linear",), "prefetch": depth} for depth in range(4)),
@@ -110,17 +110,17 @@ def test_whole_gradients_exist_for_a_limited_number_of_pieces(monkeypatch: pytes
     bench = Bench(monkeypatch, data=data, units=("Linear",), bucket_mib=1e-6)
     flows = bench.strategy._reduction.flows
     assert len(flows) > LAYERS
-    counts, opened = [], Flow.open
+    counts, opened = [], GroupReduction.open
 
-    def count(flow: Flow, memory: Tensor) -> None:
+    def count(flow: GroupReduction, memory: Tensor) -> None:
         opened(flow, memory)
         counts.append(sum(each.flat is not None for each in flows))
 
-    monkeypatch.setattr(Flow, "open", count)
+    monkeypatch.setattr(GroupReduction, "open", count)
     for step in range(3):
         bench.gradients(batch(step))
         assert all(flow.flat is None for flow in flows)
-    assert max(counts) == parts.ON_DEVICE
+    assert max(counts) == setup.ON_DEVICE
 
 
 # Whole parameters that stay -------------------------------------------------------------------------------------------

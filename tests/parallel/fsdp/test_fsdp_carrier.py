@@ -12,9 +12,9 @@ import torch
 from support.streams import LateStreams
 from torch import Tensor
 
-from hpctrain.parallel.fsdp.carrier import Lane
-from hpctrain.transport.base import Work
-from hpctrain.transport.streams import HostStreams
+from hpctrain.comm.device.streams import HostStreams
+from hpctrain.comm.transport.base import Work
+from hpctrain.parallel.fsdp.param_group import CommStream
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def streams() -> LateStreams:
 
 
 @pytest.fixture
-def lane(streams: LateStreams) -> Lane:
-    return Lane(streams)
+def lane(streams: LateStreams) -> CommStream:
+    return CommStream(streams)
 
 
 class Counting:
@@ -54,12 +54,12 @@ def compute(streams: LateStreams, action: Callable[[], object]) -> None:
     streams.give(streams.caller, action)
 
 
-def test_collectives_overlap_on_a_device_and_not_on_the_host(lane: Lane) -> None:
+def test_collectives_overlap_on_a_device_and_not_on_the_host(lane: CommStream) -> None:
     assert lane.beside
-    assert not Lane(LateStreams(torch.device("cpu"))).beside and not Lane(HostStreams()).beside
+    assert not CommStream(LateStreams(torch.device("cpu"))).beside and not CommStream(HostStreams()).beside
 
 
-def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LateStreams, lane: Lane) -> None:
+def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LateStreams, lane: CommStream) -> None:
     first, second, third = (torch.zeros(3) for _ in range(3))
     compute(streams, lambda: first.fill_(1))
     ticket = lane.run(copying(streams, second, first))
@@ -70,7 +70,7 @@ def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: L
     assert bool((third == 1).all())
 
 
-def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, lane: Lane) -> None:
+def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, lane: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     ticket = lane.run(copying(streams, target, source))
     streams.finish()
@@ -80,7 +80,7 @@ def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, lane: La
     assert bool((target == 1).all())
 
 
-def test_later_computation_does_not_delay_a_collective(streams: LateStreams, lane: Lane) -> None:
+def test_later_computation_does_not_delay_a_collective(streams: LateStreams, lane: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     ticket = lane.run(copying(streams, target, source))
     compute(streams, lambda: source.fill_(2))  # as if the memory were reused without a wait
@@ -95,7 +95,7 @@ def test_later_computation_does_not_delay_a_collective(streams: LateStreams, lan
     assert bool((target == 1).all())
 
 
-def test_collectives_keep_their_order(streams: LateStreams, lane: Lane) -> None:
+def test_collectives_keep_their_order(streams: LateStreams, lane: CommStream) -> None:
     done: list[int] = []
     tickets = []
     for number in range(5):
@@ -108,7 +108,7 @@ def test_collectives_keep_their_order(streams: LateStreams, lane: Lane) -> None:
     assert done == [0, 1, 2, 3]
 
 
-def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateStreams, lane: Lane) -> None:
+def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateStreams, lane: CommStream) -> None:
     seen = []
     for _ in range(3):
         lane.run(lambda: seen.append(streams.current()))
@@ -116,7 +116,7 @@ def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateS
     assert streams.current() is streams.caller
 
 
-def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStreams, lane: Lane) -> None:
+def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStreams, lane: CommStream) -> None:
     def broken() -> None:
         raise ValueError("broken")
 
@@ -125,7 +125,7 @@ def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStre
     assert streams.current().name == "caller"
 
 
-def test_the_host_never_waits(streams: LateStreams, lane: Lane) -> None:
+def test_the_host_never_waits(streams: LateStreams, lane: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     for _ in range(3):
         ticket = lane.run(copying(streams, target, source))
@@ -137,7 +137,7 @@ def test_the_host_never_waits(streams: LateStreams, lane: Lane) -> None:
 @pytest.mark.parametrize("streams", [LateStreams(), HostStreams()], ids=["late", "host"])
 def test_completed_work_is_not_polled_or_waited_for_again(streams: LateStreams) -> None:
     work = Counting(2)
-    ticket = Lane(streams).run(lambda: work)
+    ticket = CommStream(streams).run(lambda: work)
     assert [ticket.done() for _ in range(3)] == [False, False, True]
     ticket.wait()
     ticket.wait()
@@ -146,7 +146,7 @@ def test_completed_work_is_not_polled_or_waited_for_again(streams: LateStreams) 
 
 def test_on_the_host_a_collective_runs_immediately() -> None:
     done: list[int] = []
-    ticket = Lane(HostStreams()).run(lambda: done.append(1))
+    ticket = CommStream(HostStreams()).run(lambda: done.append(1))
     assert done == [1] and ticket.done()
     ticket.wait()
     assert done == [1]

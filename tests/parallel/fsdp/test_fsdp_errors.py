@@ -16,7 +16,7 @@ from torch import nn
 
 from hpctrain.cluster.launcher import detect
 from hpctrain.errors import HpctrainError, MismatchError, UsageError
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.train.job import Job
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]

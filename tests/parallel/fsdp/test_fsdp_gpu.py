@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 pytestmark = pytest.mark.gpu
 BATCH, WIDTH, STEPS = 12, 64, 10

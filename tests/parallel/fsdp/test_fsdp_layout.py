@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hpctrain.parallel.fsdp.layout import ALIGN, Held, Layout, lay_out, ring
+from hpctrain.parallel.fsdp.layout import ALIGN, FlatLayout, HeldRange, lay_out, ring
 
 Case = tuple[list[int], int, int]  # elements of the parameters, ranks, bytes per element
 CASES: list[Case] = [
@@ -33,7 +33,7 @@ def every_case(check: Callable[[list[int], int, int], None]) -> Callable[[], Non
     return test
 
 
-def flat_array(layout: Layout) -> tuple[np.ndarray, list[np.ndarray]]:
+def flat_array(layout: FlatLayout) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return the flat memory and the parameters in it; every element is a different number, padding is -1."""
     flat, parameters, first = np.full(layout.numel, -1), [], 0
     for place, numel in zip(layout.places, layout.numels):
@@ -78,10 +78,10 @@ def test_parameters_and_slices_are_aligned_to_cache_lines_with_minimal_padding(
 
 def test_a_parameter_without_local_elements_is_an_empty_slice_at_0() -> None:
     layout = lay_out([16, 40], 4, 4)
-    assert layout == Layout((0, 16), (16, 40), 4, 16)
-    assert layout.held(0) == [Held(0, 16, 0), Held(0, 0, 0)]
-    assert layout.held(1) == [Held(0, 0, 0), Held(0, 16, 0)]
-    assert layout.held(3) == [Held(0, 0, 0), Held(32, 40, 0)]
+    assert layout == FlatLayout((0, 16), (16, 40), 4, 16)
+    assert layout.held(0) == [HeldRange(0, 16, 0), HeldRange(0, 0, 0)]
+    assert layout.held(1) == [HeldRange(0, 0, 0), HeldRange(0, 16, 0)]
+    assert layout.held(3) == [HeldRange(0, 0, 0), HeldRange(32, 40, 0)]
 
 
 # Places in a ring -----------------------------------------------------------------------------------------------------

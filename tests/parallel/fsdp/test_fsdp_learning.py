@@ -11,10 +11,10 @@ from support.shards import FEW, FORMS, Form, communicator, fits, shard, train, w
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hpctrain.parallel.attach import attach
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import clip_whole_gradients
+from hpctrain.parallel.wrap import attach
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(60)]
 STEPS = 50
@@ -56,7 +56,7 @@ def test_replicas_avoid_node_memory_if_one_node_lacks_space(
     if not fits(name, comm.size):
         pytest.skip("it takes more ranks")
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr("hpctrain.transport.shm_space.free_bytes", lambda: 0)
+        monkeypatch.setattr("hpctrain.comm.transport.window.free_bytes", lambda: 0)
     with communicator(comm, FORMS[name]) as own:
         check_learning(own, FORMS[name], "mlp", 4)
 

@@ -13,7 +13,7 @@ from support.replicas import make_gpt, share, token_loss, tokens
 from support.shards import FORMS, communicator, shard
 from torch import Tensor, nn
 
-from hpctrain.parallel.fsdp.parts import IN_FLIGHT
+from hpctrain.parallel.fsdp.setup import IN_FLIGHT
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]

@@ -12,8 +12,8 @@ from support.replicas import Branches, backward, make_gpt, part, share, token_lo
 from support.shards import FORMS, communicator, shard
 from torch import nn
 
+from hpctrain.comm.transport.base import Recorder
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
-from hpctrain.transport.recorder import Recorder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
 EVEN = 192  # a layer with this many inputs and outputs fills its cache lines, and 2, 3 or 4 ranks share these equally

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from hpctrain.models.gpt import GPT
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.fsdp.parts import IN_FLIGHT
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.fsdp.setup import IN_FLIGHT
+from hpctrain.parallel.wrap import attach
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
 

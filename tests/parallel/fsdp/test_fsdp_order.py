@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.parallel.fsdp.order import Action, Plan, Walk, hastened
+from hpctrain.parallel.fsdp.unshard import Action, PassPlan, PlanCursor, hastened
 
 SEEDS = range(200)
 
@@ -33,14 +33,14 @@ def random_numbers(draw: random.Random) -> list[int]:
 
 
 def test_a_plan_knows_the_actions_of_any_pass() -> None:
-    plan = Plan(gather(0, 1), [*gather(1), *reduce(7)])
+    plan = PassPlan(gather(0, 1), [*gather(1), *reduce(7)])
     assert all(plan.knows(action) for action in [*gather(0, 1), *reduce(7)])
     assert not any(plan.knows(action) for action in [*gather(7), *reduce(0, 1)])
 
 
 def test_a_plan_without_reductions_has_only_gathers() -> None:
-    plan = Plan(gather(0, 1), [*gather(2), *reduce(0), *gather(1), *reduce(1, 2)])
-    assert plan.without_reductions() == Plan(gather(0, 1), gather(2, 1))
+    plan = PassPlan(gather(0, 1), [*gather(2), *reduce(0), *gather(1), *reduce(1, 2)])
+    assert plan.without_reductions() == PassPlan(gather(0, 1), gather(2, 1))
 
 
 def test_gathers_move_ahead_as_written_by_hand() -> None:
@@ -74,7 +74,7 @@ def reductions_before(one: Action, line: list[Action]) -> int:
 
 def ranks_walk(draw: random.Random, actions: list[Action], depth: int) -> list[Action]:
     """Return the actions of a rank that requests some of them, in order, and then finishes."""
-    walk, done, wanted = Walk(actions), list[Action](), 0
+    walk, done, wanted = PlanCursor(actions), list[Action](), 0
     for place, action in enumerate(actions):
         if draw.random() < 0.4:
             continue
@@ -106,7 +106,7 @@ def test_ranks_that_need_different_units_do_the_same_actions(depth: int, reducti
 
 
 def test_prefetch_is_limited() -> None:
-    walk = Walk(gather(0, 1, 2, 3, 4))
+    walk = PlanCursor(gather(0, 1, 2, 3, 4))
     assert walk.until(("gather", 0)) == gather(0)
     assert walk.ahead(2) == gather(1, 2)
     assert walk.ahead(2) == []
@@ -118,14 +118,14 @@ def test_prefetch_is_limited() -> None:
 
 
 def test_no_unit_is_gathered_ahead_of_a_reduction() -> None:
-    walk = Walk([*gather(0), *reduce(0), *gather(1)])
+    walk = PlanCursor([*gather(0), *reduce(0), *gather(1)])
     assert walk.until(("gather", 0)) == gather(0)
     assert walk.ahead(5) == []
     assert walk.until(("gather", 1)) == [*reduce(0), *gather(1)]
 
 
 def test_skipped_actions_are_done_together_with_other_ranks() -> None:
-    walk = Walk(gather(0, 1, 2, 3))
+    walk = PlanCursor(gather(0, 1, 2, 3))
     assert walk.until(("gather", 2)) == gather(0, 1, 2)
     assert walk.until(("gather", 1)) is None  # too late: the other ranks have already done it
     assert walk.rest() == gather(3)
@@ -133,14 +133,14 @@ def test_skipped_actions_are_done_together_with_other_ranks() -> None:
 
 
 def test_a_repeated_action_must_be_requested_twice() -> None:
-    walk = Walk(gather(0, 1, 0))
+    walk = PlanCursor(gather(0, 1, 0))
     assert walk.until(("gather", 0)) == gather(0)
     assert walk.until(("gather", 0)) == gather(1, 0)
     assert walk.until(("gather", 0)) is None
 
 
 def test_earlier_actions_of_the_list_precede_a_reduction() -> None:
-    walk = Walk([*gather(2), *reduce(0), *gather(1), *reduce(1)])
+    walk = PlanCursor([*gather(2), *reduce(0), *gather(1), *reduce(1)])
     assert walk.before(("reduce", 1)) == [*gather(2), *reduce(0), *gather(1)]
     assert walk.before(("reduce", 1)) == walk.before(("reduce", 0)) == []  # they are done, or being done
     assert walk.before(("reduce", 9)) == []  # not in the list

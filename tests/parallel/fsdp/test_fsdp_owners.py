@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel import update_hooks
-from hpctrain.parallel.fsdp.owners import Owners
+from hpctrain.parallel import hooks as update_hooks
+from hpctrain.parallel.fsdp.optimizer import Owners
 
 
 class Watched:

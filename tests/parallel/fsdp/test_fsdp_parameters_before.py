@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.settings import SHARDED, ParallelSettings
+from hpctrain.parallel.config import SHARDED, ParallelSettings
+from hpctrain.parallel.wrap import attach
 
 
 @pytest.mark.ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.piece import Piece
+from hpctrain.parallel.fsdp.param_group import ParamGroup
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 5), (), (0,), (7,), (2, 1, 3), (0, 4), (40,)]
@@ -55,7 +55,7 @@ class Root:
         out.chunk(self.size)[self.rank].copy_(own)
 
 
-def pieces(size: int, **options: Any) -> list[tuple[Piece, list[nn.Module]]]:
+def pieces(size: int, **options: Any) -> list[tuple[ParamGroup, list[nn.Module]]]:
     """Return the filled piece of every rank, and the modules that show it."""
     mail: dict[str, Tensor] = {}
     found = []
@@ -63,7 +63,7 @@ def pieces(size: int, **options: Any) -> list[tuple[Piece, list[nn.Module]]]:
         whole = parameters(trained=options.get("trained", True))
         modules = holders(whole)
         comm: Any = Root(rank, size, mail)
-        piece = Piece(
+        piece = ParamGroup(
             [f"p{number}" for number in range(len(whole))],
             whole,
             [[(module, "weight")] for module in modules],
@@ -79,7 +79,7 @@ def pieces(size: int, **options: Any) -> list[tuple[Piece, list[nn.Module]]]:
     return found
 
 
-def together(ranks: list[tuple[Piece, list[nn.Module]]], number: int) -> list[float]:
+def together(ranks: list[tuple[ParamGroup, list[nn.Module]]], number: int) -> list[float]:
     """Return the elements of a parameter that the ranks hold, in rank order."""
     return [value for piece, _ in ranks for value in piece.members[number].shard.detach().flatten().tolist()]
 
@@ -159,8 +159,9 @@ def test_modules_show_shards_or_whole_parameters_under_all_names() -> None:
     one.weight = two.weight = tied
     comm: Any = SimpleNamespace(rank=0, size=1)
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    piece = Piece(["w"], [tied], [[(one, "weight"), (two, "weight")]], comm, flat,
-                  dtype=torch.float32, passing=False, device=CPU)
+    piece = ParamGroup(
+        ["w"], [tied], [[(one, "weight"), (two, "weight")]], comm, flat, dtype=torch.float32, passing=False, device=CPU
+    )
     (member,) = piece.members
     piece.show_whole()
     assert one.weight is two.weight is member.whole and list(one.parameters())[0] is member.whole
@@ -176,8 +177,9 @@ def test_modules_with_references_of_their_own_compute_with_the_shown_tensors() -
     expected = lstm(x)[0]
     comm: Any = Root(0, 1, {})
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    piece = Piece(names, whole, [[(lstm, name)] for name in names], comm, flat,
-                  dtype=torch.float32, passing=False, device=CPU)
+    piece = ParamGroup(
+        names, whole, [[(lstm, name)] for name in names], comm, flat, dtype=torch.float32, passing=False, device=CPU
+    )
     values = dict(zip(names, whole))
     piece.fill(lambda member: values[member.name])
     piece.show_shards()
@@ -194,7 +196,7 @@ def test_attributes_set_by_a_user_are_on_shards_and_whole_parameters() -> None:
     parameter.no_decay = True  # type: ignore[attr-defined]
     comm: Any = SimpleNamespace(rank=0, size=1)
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    (member,) = Piece(["p"], [parameter], [[]], comm, flat, dtype=torch.float32, passing=False, device=CPU).members
+    (member,) = ParamGroup(["p"], [parameter], [[]], comm, flat, dtype=torch.float32, passing=False, device=CPU).members
     assert member.whole.no_decay and member.shard.no_decay  # type: ignore[attr-defined]
 
 
@@ -223,7 +225,15 @@ def test_filling_updates_the_replicas() -> None:
     comm: Any = Root(0, 1, {})
     replicas: Any = SimpleNamespace(broadcast=sent.append)
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    piece = Piece([str(number) for number in range(len(whole))], whole, [[] for _ in whole], comm, flat,
-                  dtype=torch.float32, passing=False, device=CPU)
+    piece = ParamGroup(
+        [str(number) for number in range(len(whole))],
+        whole,
+        [[] for _ in whole],
+        comm,
+        flat,
+        dtype=torch.float32,
+        passing=False,
+        device=CPU,
+    )
     piece.fill(lambda member: whole[int(member.name)], replicas)
     assert len(sent) == 1 and torch.equal(sent[0], piece.flat)

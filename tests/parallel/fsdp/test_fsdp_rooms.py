@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.fsdp.rooms import Fresh, Ring
+from hpctrain.parallel.fsdp.buffer_pool import FreshPool, RingPool
 
 CPU = torch.device("cpu")
 
@@ -27,9 +27,9 @@ class FakeMemory:
         return self.given
 
 
-def ring_of(capacity: int) -> tuple[Ring, FakeMemory]:
+def ring_of(capacity: int) -> tuple[RingPool, FakeMemory]:
     comm: Any = FakeMemory()
-    return Ring(comm, capacity), comm
+    return RingPool(comm, capacity), comm
 
 
 def test_a_ring_requests_its_whole_memory_once() -> None:
@@ -80,7 +80,7 @@ def check_together(draw: random.Random, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_fresh_memory_is_limited_to_a_number_of_pieces(limit: int) -> None:
-    room = Fresh(CPU, limit)
+    room = FreshPool(CPU, limit)
     sizes = [64, 128, 192, 64, 64, 320]
     room.order(sizes)
     assert [room.before(number) for number in range(6)] == [max(0, number - limit + 1) for number in range(6)]
@@ -90,6 +90,6 @@ def test_fresh_memory_is_limited_to_a_number_of_pieces(limit: int) -> None:
 
 
 def test_fresh_memory_is_on_the_device() -> None:
-    room = Fresh(torch.device("meta"), 2)
+    room = FreshPool(torch.device("meta"), 2)
     room.order([64])
     assert room.open(0).is_meta

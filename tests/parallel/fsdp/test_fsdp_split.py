@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.fsdp.piece import Member, Piece
-from hpctrain.parallel.fsdp.split import FlatSplit
+from hpctrain.parallel.fsdp.param_group import FlatSplit, ParamGroup, ShardedParam
 
 SHAPES = [(), (1,), (0,), (5,), (64,), (3, 7), (20, 16), (0, 3), (2, 0, 4), (2, 3, 4), (4, 1, 5), (2, 3, 2, 2), (1, 1)]
 
 
-def members(shapes: list[tuple[int, ...]], size: int, dtype: torch.dtype) -> list[dict[str, Member]]:
+def members(shapes: list[tuple[int, ...]], size: int, dtype: torch.dtype) -> list[dict[str, ShardedParam]]:
     """Return the members of every rank, whose whole parameters count up from 0, 1000, 2000 ..."""
     wholes = [torch.arange(math.prod(shape)).view(shape) + 1000 * number for number, shape in enumerate(shapes)]
     found = []
@@ -27,8 +26,9 @@ def members(shapes: list[tuple[int, ...]], size: int, dtype: torch.dtype) -> lis
         names = [f"p{number}" for number in range(len(shapes))]
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
         flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-        piece = Piece(names, parameters, [[] for _ in names], comm, flat,
-                      dtype=dtype, passing=False, device=torch.device("cpu"))
+        piece = ParamGroup(
+            names, parameters, [[] for _ in names], comm, flat, dtype=dtype, passing=False, device=torch.device("cpu")
+        )
         for member, whole in zip(piece.members, wholes):
             with torch.no_grad():
                 member.whole.copy_(whole)
@@ -78,13 +78,15 @@ def test_boxes_have_the_dtype_of_the_given_tensor(dtype: torch.dtype) -> None:
 def test_boxes_of_random_shapes_make_up_the_whole_parameter() -> None:
     draw = random.Random(9)
     for _ in range(40):
-        shapes = [tuple(draw.randrange(0 if draw.random() < 0.1 else 1, 9) for _ in range(draw.randrange(5)))
-                  for _ in range(draw.randrange(1, 5))]
+        shapes = [
+            tuple(draw.randrange(0 if draw.random() < 0.1 else 1, 9) for _ in range(draw.randrange(5)))
+            for _ in range(draw.randrange(1, 5))
+        ]
         check(shapes, draw.randrange(1, 7))
 
 
 def test_boxes_are_views_of_this_ranks_memory() -> None:
-    (one, _) = members([(30, 10)], 2, torch.float32)
+    one, _ = members([(30, 10)], 2, torch.float32)
     shard = one["p0"].shard
     boxes = FlatSplit(one).shards("p0", shard)
     assert not any(box.tensor.requires_grad for box in boxes)
@@ -96,7 +98,10 @@ def test_boxes_are_views_of_this_ranks_memory() -> None:
 def test_a_rank_without_elements_has_no_box() -> None:
     ranks = members([(16,), (16,)], 2, torch.float32)
     assert [len(FlatSplit(each).shards(name, each[name].shard)) for each in ranks for name in ("p0", "p1")] == [
-        1, 0, 0, 1,
+        1,
+        0,
+        0,
+        1,
     ]
 
 
@@ -111,5 +116,6 @@ def test_a_parameter_of_two_names_is_found_by_both() -> None:
     member = members([(40,)], 1, torch.float32)[0]["p0"]
     split = FlatSplit({"embedding.weight": member, "head.weight": member})
     assert [split.shards(name, member.shard)[0].name for name in ("embedding.weight", "head.weight")] == [
-        "embedding.weight", "head.weight",
+        "embedding.weight",
+        "head.weight",
     ]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from hpctrain.parallel.fsdp.uncalled import has_forward, uncalled
+from hpctrain.parallel.fsdp.units import has_forward, uncalled
 
 
 class Attending(nn.Module):

@@ -10,8 +10,7 @@ from torch import nn
 
 from hpctrain.models.gpt import GPT
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.fsdp.units import find_units
-from hpctrain.parallel.fsdp.units_by_size import modules_by_size
+from hpctrain.parallel.fsdp.units import find_units, modules_by_size
 
 WIDTH = 8
 SMALL, LARGE = 500, 2000  # bytes; a layer holds 288

@@ -14,8 +14,8 @@ from support.offloading import HOST, Loop, Model, attached
 from torch import Tensor, nn
 
 from hpctrain.parallel.offload.activations import Activations, Buffers
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.offload.transfer import Transfer
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.parallel.offload.weights import Transfer
 from hpctrain.parallel.recompute import keep_inputs, recompute
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpctrain.parallel.offload.balance import last_pieces, share_on_device
+from hpctrain.parallel.offload.autotune import last_pieces, share_on_device
 
 N = 10**9
 

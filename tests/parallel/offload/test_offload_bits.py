@@ -11,7 +11,7 @@ import torch
 from support.nodes import alone, placed
 from support.offloading import HOST, Loop, attached
 
-from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.offload.config import OffloadSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMETERS = replace(HOST, parameters=True)

@@ -14,9 +14,9 @@ from support.offloading import HOST, Loop, Model, Outcome, adamw, attached, batc
 from torch.nn.functional import mse_loss
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.parallel.offload import engine
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload import host_optimizer
+from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,7 +28,7 @@ DELAYED = replace(HOST, delayed=True)
 def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """Make the next attached strategy copy to and from a fake device with late copies."""
     device = LateDevice()
-    monkeypatch.setattr(engine, "streams_of", lambda _: device)
+    monkeypatch.setattr(host_optimizer, "streams_of", lambda _: device)
     return device
 
 
@@ -44,7 +44,7 @@ def test_no_copy_is_read_before_it_is_complete(
     how: dict[str, Any] = {"data": "fsdp", "mixed_precision": precision}
     plain = loop.run(attached(comm, offload, **how))
     device = LateDevice()
-    monkeypatch.setattr(engine, "streams_of", lambda _: device)
+    monkeypatch.setattr(host_optimizer, "streams_of", lambda _: device)
     offload = replace(offload, piece_mib=0.002)
     loop.run(attached(comm, offload, **how)).check_same(plain)
     assert 0 < device.most["down"] <= 2 and device.nbytes <= 2 * 2**20
@@ -79,7 +79,7 @@ class Early(Loop):
     def passes(self, strategy: Strategy, step: int) -> float:
         """Run the backward passes of a step."""
         loss = super().passes(strategy, step)
-        kept: list[engine.Kept] = strategy._engine._kept  # type: ignore[attr-defined]
+        kept: list[host_optimizer.Kept] = strategy._engine._kept  # type: ignore[attr-defined]
         self.early += sum(each.early is not None for each in kept)
         return loss
 
@@ -245,7 +245,7 @@ def test_pieces_moved_to_the_device_continue_with_the_same_bits(comm: Any, how: 
         optimizer = adamw(strategy.model)
         loop.run(strategy, optimizer)
         if moves:
-            found: engine.Engine = strategy._engine  # type: ignore[attr-defined]
+            found: host_optimizer.HostOptimizer = strategy._engine  # type: ignore[attr-defined]
             before = len(found._kept)
             found.stay_on_device(optimizer, [before - 2, before - 1])
             assert len(found._kept) == before - 2 > 0

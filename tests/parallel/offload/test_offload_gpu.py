@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from hpctrain.parallel.attach import attach
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.parallel.wrap import attach
 
 pytestmark = pytest.mark.gpu
 WIDTH, LAYERS, BATCH, STEPS = 512, 8, 64, 12

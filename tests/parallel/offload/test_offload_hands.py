@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from hpctrain.parallel.offload.hands import Hands
+from hpctrain.parallel.offload.threads import SliceThreads
 
 
 def test_every_item_is_done_once_by_single_threaded_workers() -> None:
@@ -22,7 +22,7 @@ def test_every_item_is_done_once_by_single_threaded_workers() -> None:
             done.append((item, threading.current_thread().name, torch.get_num_threads()))
             time.sleep(0.001)
 
-        Hands(3).each(do, range(60))
+        SliceThreads(3).each(do, range(60))
         assert sorted(item for item, _, _ in done) == list(range(60))
         assert {name for _, name, _ in done} == {f"hpctrain-hand-{number}" for number in range(3)}
         assert {threads for _, _, threads in done} == {1}
@@ -39,7 +39,7 @@ def test_every_item_is_done_once_by_single_threaded_workers() -> None:
 @pytest.mark.parametrize("count, items", [(1, 5), (3, 1), (3, 0)])
 def test_a_single_worker_needs_no_thread(count: int, items: int) -> None:
     done: list[int] = []
-    hands = Hands(count)
+    hands = SliceThreads(count)
     hands.each(lambda item: done.append(threading.get_ident()), range(items))
     assert done == [threading.get_ident()] * items
 
@@ -54,7 +54,7 @@ def test_an_error_is_raised_after_all_threads_have_finished() -> None:
         time.sleep(0.05)
         working.remove(item)
 
-    hands = Hands(2)
+    hands = SliceThreads(2)
     with pytest.raises(ValueError, match="one"):
         hands.each(do, range(1000))
     assert not working

@@ -18,8 +18,8 @@ from support.faults import SmallDisk
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.offload import memory as memory_module
+from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.offload.memory import HostMemory
-from hpctrain.parallel.offload.settings import OffloadSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KIB = 1024
@@ -98,7 +98,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, torch\n"
         "from hpctrain.parallel.offload.memory import HostMemory\n"
-        "from hpctrain.parallel.offload.settings import OffloadSettings\n"
+        "from hpctrain.parallel.offload.config import OffloadSettings\n"
         "memory = HostMemory(OffloadSettings(optimizer=True, disk=sys.argv[1]), torch.device('cpu'), 0, 65536)\n"
         "memory.empty(1000, torch.float32).fill_(1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

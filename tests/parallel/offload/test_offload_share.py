@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.parallel.offload import share
-from hpctrain.parallel.offload.share import ShareFinder, fitting, move_states
-from hpctrain.transport.streams import HostStreams
+from hpctrain.comm.device.streams import HostStreams
+from hpctrain.parallel.offload import autotune
+from hpctrain.parallel.offload.autotune import ShareFinder, fitting, move_states
 
 NBYTES = [100, 100, 100, 100]
 
@@ -22,7 +22,7 @@ def found(monkeypatch: pytest.MonkeyPatch, update: float, room: int) -> list[lis
     The first two steps take longer, which must not matter.
     """
     clock = [0.0]
-    monkeypatch.setattr(share, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     finder = ShareFinder(torch.device("cpu"), HostStreams())
     monkeypatch.setattr(finder, "room", lambda: room)
     one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)

@@ -8,7 +8,7 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.offload.states import States, place
+from hpctrain.parallel.offload.updates import PlacedStates, place
 
 
 class Shelf:
@@ -67,7 +67,7 @@ def test_states_move_with_their_values_and_are_updated_where_they_are() -> None:
 def test_states_stay_in_their_memory_when_others_are_loaded() -> None:
     parameters, optimizer = trained(0)
     shelf = Shelf()
-    states = States(optimizer, parameters, shelf)
+    states = PlacedStates(optimizer, parameters, shelf)
     assert not shelf.given
     step(parameters, optimizer, 0)
     states.settle(parameters[:1])
@@ -88,6 +88,6 @@ def test_states_loaded_before_the_first_update_are_also_moved() -> None:
     parameters, optimizer = trained(0)
     _, plain = trained(2)
     shelf = Shelf()
-    states = States(optimizer, parameters, shelf)
+    states = PlacedStates(optimizer, parameters, shelf)
     optimizer.load_state_dict(plain.state_dict())
     assert len(shelf.given) == 6 and same(values(optimizer), values(plain)) and states is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.offload.update import OnePass
+from hpctrain.parallel.offload.one_pass import OnePass
 
 SHAPES = [(257, 33), (16,), (1,), (1000, 7), (5, 3, 2), (4096,), (31,)]  # tails of all kinds
 SLICE_BYTES = 4 * 1024  # so that some are cut, and others are combined

@@ -15,7 +15,7 @@ import pytest
 from support.pace import scaled
 
 from hpctrain.errors import DeadlineError, UsageError
-from hpctrain.parallel.offload.worker import Worker
+from hpctrain.parallel.offload.threads import WorkerThread
 
 NAME = "hpctrain-test-worker"
 
@@ -26,7 +26,7 @@ def threads() -> list[threading.Thread]:
 
 def test_jobs_run_in_order_in_one_thread_that_starts_with_the_first() -> None:
     prepared: list[int] = []
-    worker = Worker(NAME, lambda: prepared.append(threading.get_ident()))
+    worker = WorkerThread(NAME, lambda: prepared.append(threading.get_ident()))
     assert not threads()
     done: list[int] = []
 
@@ -45,7 +45,7 @@ def test_jobs_run_in_order_in_one_thread_that_starts_with_the_first() -> None:
 
 
 def test_an_error_is_raised_in_wait_and_the_thread_continues() -> None:
-    worker = Worker(NAME)
+    worker = WorkerThread(NAME)
     bad, good = worker.submit(lambda: 1 // 0), worker.submit(lambda: "fine")
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -56,7 +56,7 @@ def test_an_error_is_raised_in_wait_and_the_thread_continues() -> None:
 
 def test_a_hanging_job_is_abandoned_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.05")
-    hold, worker = threading.Event(), Worker(NAME)
+    hold, worker = threading.Event(), WorkerThread(NAME)
     ticket = worker.submit(hold.wait)
     with pytest.raises(DeadlineError, match=f"{NAME}: not done within 0.05 s"):
         ticket.wait()
@@ -65,7 +65,7 @@ def test_a_hanging_job_is_abandoned_at_the_deadline(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_dropped_worker_ends_its_thread_and_frees_pending_jobs() -> None:
-    hold, begun, worker = threading.Event(), threading.Event(), Worker(NAME)
+    hold, begun, worker = threading.Event(), threading.Event(), WorkerThread(NAME)
 
     class Thing:
         pass
@@ -89,7 +89,7 @@ def test_a_dropped_worker_ends_its_thread_and_frees_pending_jobs() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_starts_its_own_thread() -> None:
-    hold, worker = threading.Event(), Worker(NAME)
+    hold, worker = threading.Event(), WorkerThread(NAME)
     ticket = worker.submit(hold.wait)
     child = os.fork()
     if child == 0:
@@ -111,7 +111,7 @@ def test_a_forked_process_starts_its_own_thread() -> None:
 def test_a_program_exits_cleanly_during_a_job() -> None:
     program = (
         "import time, torch\n"
-        "from hpctrain.parallel.offload.worker import Worker\n"
+        "from hpctrain.parallel.offload.threads import Worker\n"
         "memory, worker = torch.zeros(1 << 20), Worker('busy')\n"
         "def job():\n"
         "    for _ in range(200): memory.add_(1)\n"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import Arguments
-from hpctrain.parallel.pipeline.calls import Call, Caller, run_layers
+from hpctrain.parallel.inputs import CallArguments
+from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall, run_layers
 from hpctrain.parallel.pipeline.layers import find_layers
 
 
@@ -66,7 +66,7 @@ class Row(nn.Module):
 
 def ran(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layers = find_layers(model)
-    return run_layers(layers, Caller(model, layers).bind(Arguments(args, kwargs)))
+    return run_layers(layers, Caller(model, layers).bind(CallArguments(args, kwargs)))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,11 @@ def test_a_model_without_its_own_forward_also_passes_arguments_by_name() -> None
             return [self.one, self.echo]
 
     assert ran(Bare(), 1, mask=2) == [1, 2, None]
-    assert Call.of(3).args == (3,)
+    assert MicrobatchCall.of(3).args == (3,)
 
 
 def test_an_error_inside_a_layer_names_the_layer_and_its_arguments() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(TypeError) as error:
-        run_layers(find_layers(model), Call.of("text"))
+        run_layers(find_layers(model), MicrobatchCall.of("text"))
     assert error.value.__notes__ == ["(in layer 0 of a pipeline, called with (str))"]

@@ -15,8 +15,7 @@ from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.pipeline import costs as costs_module
-from hpctrain.parallel.pipeline.balance import balance
-from hpctrain.parallel.pipeline.costs import costs
+from hpctrain.parallel.pipeline.costs import balance, costs
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
 from hpctrain.parallel.pipeline.skip import Join, Keep
 

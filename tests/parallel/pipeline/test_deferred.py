@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.parallel.pipeline.deferred import Deferred
+from hpctrain.parallel.pipeline.split_backward import WeightGradStore
 from hpctrain.parallel.recompute import recompute
 
 SIZES = [(64, 48), (7, 5), (33, 257), (1, 3), (3, 1), (1, 1)]
@@ -35,7 +35,7 @@ def trained(
     weight: Tensor,
     bias: Tensor | None,
     wants: bool,
-    store: Deferred | None,
+    store: WeightGradStore | None,
 ) -> list[Tensor | None]:
     """Return outputs and gradients of microbatches through one layer."""
     own = nn.Parameter(weight.clone(memory_format=torch.preserve_format))
@@ -78,7 +78,7 @@ def test_bits_equal_those_of_autograd(leading: tuple[int, ...], width: int, outp
         bias = torch.randn(outputs) if with_bias else None
         arguments = inputs, gradients, weight, bias, wants
         # With AVX-512, the BLAS library uses another kernel for one column, depending on its strides.
-        assert_same(trained(*arguments, Deferred()), trained(*arguments, None), exactly=width > 1)
+        assert_same(trained(*arguments, WeightGradStore()), trained(*arguments, None), exactly=width > 1)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor | None]:
@@ -102,7 +102,9 @@ class Twice(nn.Module):
         return self.three(self.one(self.two(x)))  # type: ignore[no-any-return]
 
 
-def run(model: nn.Module, store: Deferred | None, batches: int = 3, autocast: bool = False) -> list[Tensor | None]:
+def run(
+    model: nn.Module, store: WeightGradStore | None, batches: int = 3, autocast: bool = False
+) -> list[Tensor | None]:
     """Train on microbatches, with all weight gradients at the end; return losses and gradients."""
     losses: list[Tensor | None] = []
     for key in range(batches):
@@ -122,11 +124,11 @@ def run(model: nn.Module, store: Deferred | None, batches: int = 3, autocast: bo
 
 
 def test_parameters_may_be_used_more_than_once() -> None:
-    assert_same(run(Twice(), Deferred()), run(Twice(), None))
+    assert_same(run(Twice(), WeightGradStore()), run(Twice(), None))
 
 
 def test_only_linear_layers_that_need_gradients_are_deferred() -> None:
-    model, store = Twice(), Deferred()
+    model, store = Twice(), WeightGradStore()
     with store.putting_off("key"):
         value = model(torch.ones(2, 6)).sum()
         with torch.no_grad():
@@ -144,7 +146,7 @@ def test_only_linear_layers_that_need_gradients_are_deferred() -> None:
 
 
 def test_keys_are_separate_and_can_be_dropped() -> None:
-    layer, store = nn.Linear(2, 2, bias=False), Deferred()
+    layer, store = nn.Linear(2, 2, bias=False), WeightGradStore()
     for key, scale in {"a": 1.0, "b": 10.0, "c": 100.0}.items():
         with store.putting_off(key):
             layer(torch.full((1, 2), scale)).sum().backward()
@@ -158,7 +160,7 @@ def test_keys_are_separate_and_can_be_dropped() -> None:
 
 
 def test_hooks_on_parameters_run_when_their_gradient_is_computed() -> None:
-    layer, store, seen = nn.Linear(3, 3), Deferred(), []
+    layer, store, seen = nn.Linear(3, 3), WeightGradStore(), []
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda one, name=name: seen.append((name, one.grad is not None)))
     layer.weight.register_hook(lambda gradient: gradient * 2)
@@ -172,12 +174,12 @@ def test_hooks_on_parameters_run_when_their_gradient_is_computed() -> None:
 
 def test_excluded_parameters_and_computed_weights_are_not_deferred() -> None:
     layer = nn.Linear(3, 3)
-    store = Deferred([layer.weight])
+    store = WeightGradStore([layer.weight])
     with store.putting_off(0):
         layer(torch.ones(2, 3)).sum().backward()
     assert layer.weight.grad is not None and not store.keys
     made = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
-    other = Deferred()
+    other = WeightGradStore()
     with other.putting_off(0):
         made(torch.ones(2, 3)).sum().backward()
     assert all(parameter.grad is not None for parameter in made.parameters()) and not other.keys
@@ -185,7 +187,7 @@ def test_excluded_parameters_and_computed_weights_are_not_deferred() -> None:
 
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
 def test_recomputed_layers_are_deferred_and_keep_only_their_inputs(within: bool) -> None:
-    model, store = nn.Sequential(Twice(), Twice()), Deferred()
+    model, store = nn.Sequential(Twice(), Twice()), WeightGradStore()
     recompute(list(model))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
@@ -205,7 +207,7 @@ def test_recomputed_layers_are_deferred_and_keep_only_their_inputs(within: bool)
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_under_a_users_checkpoint_are_not_deferred(reentrant: bool) -> None:
-    model, plain, store = Twice(), Twice(), Deferred()
+    model, plain, store = Twice(), Twice(), WeightGradStore()
     x = torch.ones(4, 6, requires_grad=True)
     with store.putting_off(0):
         value = checkpoint(model, x, use_reentrant=reentrant).sum()
@@ -216,7 +218,7 @@ def test_gradients_under_a_users_checkpoint_are_not_deferred(reentrant: bool) ->
 
 
 def test_gradients_under_a_users_saved_tensor_hooks_are_deferred() -> None:
-    model, plain, store = Twice(), Twice(), Deferred()
+    model, plain, store = Twice(), Twice(), WeightGradStore()
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one.clone(), lambda one: one):
         with store.putting_off(0):
             value = model(torch.ones(4, 6)).sum()
@@ -232,20 +234,20 @@ def test_autocast_multiplies_in_bfloat16_and_accumulates_in_float32() -> None:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3))
 
-    ours = run(make(), Deferred(), autocast=True)
+    ours = run(make(), WeightGradStore(), autocast=True)
     assert_same(ours, run(make(), None, autocast=True))
     assert not all(
         one is None or other is None or torch.equal(one, other) for one, other in zip(ours, run(make(), None))
     ), "autocast has changed nothing"
     wide = make().double()
-    store = Deferred()
+    store = WeightGradStore()
     with torch.autocast("cpu", torch.bfloat16), store.putting_off(0):
         result = wide[0](torch.ones(2, 6, dtype=torch.float64))
     assert result.dtype is torch.float64
 
 
 def test_flush_frees_its_inputs_as_it_proceeds() -> None:
-    model, store = Twice(), Deferred()
+    model, store = Twice(), WeightGradStore()
     with store.putting_off(0):
         model(torch.ones(2, 6)).sum().backward()
     seen = []
@@ -257,7 +259,11 @@ def test_flush_frees_its_inputs_as_it_proceeds() -> None:
 
 @pytest.mark.gpu
 def test_deferral_works_on_a_gpu_with_a_separate_backward_thread() -> None:
-    model, plain, store = nn.Sequential(Twice(), Twice()).cuda(), nn.Sequential(Twice(), Twice()).cuda(), Deferred()
+    model, plain, store = (
+        nn.Sequential(Twice(), Twice()).cuda(),
+        nn.Sequential(Twice(), Twice()).cuda(),
+        WeightGradStore(),
+    )
     recompute([model[0]])
     x = torch.randn(4, 6, device="cuda")
     with store.putting_off(0):

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.collectives.node.slots import Handover
+from hpctrain.comm.shm.spsc_ring import RingHandle
 from hpctrain.errors import DeadlineError, UsageError
-from hpctrain.parallel.pipeline.links import Link, Links, MessageLink, SlotLink, StagedLink
-from hpctrain.parallel.pipeline.parcel import Parcel
+from hpctrain.parallel.pipeline.channels import Link, Links, MessageLink, Parcel, SlotLink, StagedLink
 
 pytestmark = pytest.mark.ranks
 PARCEL = Parcel((((3, 2), torch.float32), ((5,), torch.int64), ((), torch.float64)))
@@ -28,7 +27,7 @@ def message(number: int) -> tuple[torch.Tensor, ...]:
 @pytest.fixture(params=["slots", "messages", "staged slots", "staged messages"])
 def link(own: Any, request: pytest.FixtureRequest) -> Link:
     """Return a link from rank 0 to rank 1."""
-    (ring,) = own.slots([Handover(0, 1, DEPTH, PARCEL.nbytes)])
+    (ring,) = own.slots([RingHandle(0, 1, DEPTH, PARCEL.nbytes)])
     link: Link = (
         SlotLink(ring, PARCEL)
         if "slots" in request.param and ring is not None

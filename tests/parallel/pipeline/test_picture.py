@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.picture import COLOURS, figure
-from hpctrain.parallel.pipeline.schedule import make
-from hpctrain.parallel.pipeline.timeline import Span, Timeline, equal_costs, simulate
+from hpctrain.parallel.pipeline.render import COLOURS, figure
+from hpctrain.parallel.pipeline.schedules import make
+from hpctrain.parallel.pipeline.timeline import Timeline, TimelineSpan, equal_costs, simulate
 
 pytest.importorskip("matplotlib")
 
@@ -78,7 +78,7 @@ def legend(found: Any) -> list[str]:
 def test_the_legend_names_the_kinds_that_occur() -> None:
     assert legend(figure(timeline("1f1b", 2, 2), "")) == ["forward", "backward", "idle"]
     assert legend(figure(timeline("zb-h1", 2, 2), "")) == ["forward", "input", "weight", "idle"]
-    waits = Timeline(((Span("forward", 0, 2), Span("receive", 1, 1.5)),))
+    waits = Timeline(((TimelineSpan("forward", 0, 2), TimelineSpan("receive", 1, 1.5)),))
     assert legend(figure(waits, "")) == ["forward", "waiting for others", "idle"]
     assert legend(figure(timeline("interleaved", 2, 2, 2), ""))[0] == "forward (later chunks are lighter)"
 

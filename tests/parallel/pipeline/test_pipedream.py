@@ -10,9 +10,9 @@ from support.meshes import BATCH, Trained, samples, small_gpt
 from torch import Tensor, nn
 
 from hpctrain.errors import SettingsError, UsageError
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.pipeline.schedule import Kind, make
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.pipeline.schedules import ActionKind, make
 
 STEPS = 4
 
@@ -24,8 +24,8 @@ def versions(stages: int) -> list[list[int]]:
     for actions in schedule.actions:
         updates, seen = 0, []
         for action in actions:
-            updates += action.kind is Kind.UPDATE
-            if action.kind is Kind.FORWARD:
+            updates += action.kind is ActionKind.UPDATE
+            if action.kind is ActionKind.FORWARD:
                 seen.append(updates)
         found.append(seen)
     return found

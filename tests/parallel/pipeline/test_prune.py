@@ -16,9 +16,9 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.materialise import check_drawable, materialise
+from hpctrain.parallel.meta_init import check_drawable, materialise
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.prune import prune, tied, used_twice
+from hpctrain.parallel.pipeline.parameters import prune, tied, used_twice
 
 CPU = torch.device("cpu")
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.action import Action, Kind
-from hpctrain.parallel.pipeline.check import check
-from hpctrain.parallel.pipeline.schedule import SCHEDULES, Schedule, make
+from hpctrain.parallel.pipeline.actions import Action, ActionKind
+from hpctrain.parallel.pipeline.order import check_schedule
+from hpctrain.parallel.pipeline.schedules import SCHEDULES, Schedule, make
 
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 
@@ -31,7 +31,7 @@ def texts(schedule: Schedule) -> list[str]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_can_be_executed(name: str) -> None:
     for schedule in grid(name):
-        check(schedule)
+        check_schedule(schedule)
         assert [schedule.rank_of(chunk) for chunk in range(schedule.ranks)] == list(range(schedule.ranks))
 
 
@@ -63,8 +63,8 @@ def test_short_schedules_equal_those_of_the_papers(which: tuple[str, int, int, i
 
 def test_interleaved_runs_groups_of_microbatches_through_successive_chunks() -> None:
     schedule = make("interleaved", 2, 4, 2)
-    forwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is Kind.FORWARD]
-    backwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is Kind.BACKWARD]
+    forwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is ActionKind.FORWARD]
+    backwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is ActionKind.BACKWARD]
     assert forwards == [(1, 0), (1, 1), (3, 0), (3, 1), (1, 2), (1, 3), (3, 2), (3, 3)]
     assert backwards == [(3, 0), (3, 1), (1, 0), (1, 1), (3, 2), (3, 3), (1, 2), (1, 3)]
 
@@ -89,10 +89,10 @@ def test_live_microbatches_equal_the_theory(name: str) -> None:
 
 def test_updates_follow_every_backward_pass_except_the_last() -> None:
     for actions in make("pipedream", 4, 6).actions:
-        updates = [place for place, action in enumerate(actions) if action.kind is Kind.UPDATE]
+        updates = [place for place, action in enumerate(actions) if action.kind is ActionKind.UPDATE]
         before = [actions[place - 1] for place in updates]
-        assert before == [Action(Kind.BACKWARD, actions[0].chunk, number) for number in range(5)]
-        assert actions[-1].kind is Kind.BACKWARD
+        assert before == [Action(ActionKind.BACKWARD, actions[0].chunk, number) for number in range(5)]
+        assert actions[-1].kind is ActionKind.BACKWARD
 
 
 def test_only_zero_bubble_splits_the_backward_pass() -> None:
@@ -127,7 +127,7 @@ def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedul
     schedule = make(name, 2, 2)
     of = rank if chunk is None else chunk
     actions = list(schedule.actions)
-    actions[rank] = tuple(Action(Kind(word[0]), of, int(word[1:])) for word in text.split())
+    actions[rank] = tuple(Action(ActionKind(word[0]), of, int(word[1:])) for word in text.split())
     return replace(schedule, actions=tuple(actions))
 
 
@@ -151,10 +151,10 @@ def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedul
 )
 def test_the_checker_finds_errors(schedule: Schedule, message: str) -> None:
     with pytest.raises(UsageError, match=f"the schedule {schedule.name} cannot be executed: .*{message}"):
-        check(schedule)
+        check_schedule(schedule)
 
 
 def test_a_deadlock_between_individually_valid_orders_is_found() -> None:
     # Rank 0 waits for a gradient before it sends the activations that rank 1 needs to compute that gradient.
     with pytest.raises(UsageError, match="rank 0 in B0 of chunk 0, rank 1 in F1 of chunk 1"):
-        check(broken("gpipe", 0, "F0 B0 F1 B1"))
+        check_schedule(broken("gpipe", 0, "F0 B0 F1 B1"))

@@ -17,12 +17,12 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.nest import ONE_TENSOR, Slot, put_together
-from hpctrain.parallel.pipeline.deferred import Deferred
+from hpctrain.parallel.inputs import ONE_TENSOR, Slot, put_together
+from hpctrain.parallel.pipeline.channels import Parcel
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.parcel import Parcel
-from hpctrain.parallel.pipeline.prune import prune, tied, used_twice
+from hpctrain.parallel.pipeline.parameters import prune, tied, used_twice
 from hpctrain.parallel.pipeline.skip import Join, Keep
+from hpctrain.parallel.pipeline.split_backward import WeightGradStore
 from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks
 from hpctrain.parallel.recompute import recompute
 
@@ -157,7 +157,7 @@ def cut(count: int, dice: random.Random) -> list[range]:
 Saved = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
-def forward(chunks: Sequence[Chunk], batch: Tensor, stores: Sequence[Deferred] | None, key: int) -> list[Saved]:
+def forward(chunks: Sequence[Chunk], batch: Tensor, stores: Sequence[WeightGradStore] | None, key: int) -> list[Saved]:
     """Return inputs and outputs of each chunk, each in a separate graph."""
     saved: list[Saved] = []
     given: tuple[Tensor, ...] = (batch,)
@@ -177,7 +177,7 @@ def chained(
     """Train each stage in a separate model; return the results."""
     rows = [find_layers(model) for model in models]
     chunks = [make_chunks(row, parts)[number] for number, row in enumerate(rows)]
-    stores = [Deferred(used_twice(chunk.layers)) for chunk in chunks] if deferred else None
+    stores = [WeightGradStore(used_twice(chunk.layers)) for chunk in chunks] if deferred else None
     torch.manual_seed(4)
     results = []
     for key, batch in enumerate(batches):

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.action import Kind
-from hpctrain.parallel.pipeline.schedule import SCHEDULES, make
-from hpctrain.parallel.pipeline.timeline import Costs, Span, Timeline, equal_costs, simulate
+from hpctrain.parallel.pipeline.actions import ActionKind
+from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
+from hpctrain.parallel.pipeline.timeline import Costs, Timeline, TimelineSpan, equal_costs, simulate
 
 GRID = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 4, 8, 11, 16)]
 
@@ -137,13 +137,13 @@ def test_negative_and_infinite_times_are_refused(time: float) -> None:
 
 def test_a_wait_inside_a_pass_is_idle_time() -> None:
     row = (
-        Span("forward", 0, 4),
-        Span("reduce", 1, 2),
-        Span("receive", 1.5, 3),  # together with the previous one: from 1 to 3
-        Span("send", 5, 6),  # outside any pass
-        Span("backward", 6, 9),
-        Span("weight", 8, 10),  # overlaps
-        Span("data", 10, 12),  # neither work nor waiting
+        TimelineSpan("forward", 0, 4),
+        TimelineSpan("reduce", 1, 2),
+        TimelineSpan("receive", 1.5, 3),  # together with the previous one: from 1 to 3
+        TimelineSpan("send", 5, 6),  # outside any pass
+        TimelineSpan("backward", 6, 9),
+        TimelineSpan("weight", 8, 10),  # overlaps
+        TimelineSpan("data", 10, 12),  # neither work nor waiting
     )
     timeline = Timeline((row, ()))
     assert timeline.busy(0) == 2 + 4 and timeline.makespan == 12
@@ -156,7 +156,7 @@ def test_busy_time_is_work_without_waiting() -> None:
         spans = []
         for name in ["forward", "backward", "reduce", "wait"] * 3:
             begin = draw.randrange(40)
-            spans.append(Span(name, begin, begin + draw.randrange(1, 9)))
+            spans.append(TimelineSpan(name, begin, begin + draw.randrange(1, 9)))
         moments = {
             kind: {moment for span in spans if span.name in names for moment in range(int(span.start), int(span.end))}
             for kind, names in {"work": ("forward", "backward"), "wait": ("reduce", "wait")}.items()
@@ -171,4 +171,4 @@ def test_an_empty_timeline_takes_no_time() -> None:
 
 def test_spans_are_named_after_their_kinds() -> None:
     assert {span.name for span in played("zb-h1", 2, 2).rows[0]} == {"forward", "input", "weight"}
-    assert {kind.word for kind in Kind} == {"forward", "backward", "input", "weight", "update"}
+    assert {kind.word for kind in ActionKind} == {"forward", "backward", "input", "weight", "update"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.parallel.pipeline.schedule import make
-from hpctrain.parallel.pipeline.text import fitted, lines
-from hpctrain.parallel.pipeline.timeline import Span, Timeline, equal_costs, simulate
+from hpctrain.parallel.pipeline.render import fitted, lines
+from hpctrain.parallel.pipeline.schedules import make
+from hpctrain.parallel.pipeline.timeline import Timeline, TimelineSpan, equal_costs, simulate
 
 
 def drawn(name: str, ranks: int, microbatches: int, chunks: int = 1, width: int = 120, **times: float) -> list[str]:
@@ -50,18 +50,26 @@ def test_short_updates_do_not_stretch_the_text() -> None:
 
 
 def test_very_short_passes_do_not_make_the_text_too_wide() -> None:
-    rows = ((Span("forward", 0, 1e-6, 0, 0), Span("backward", 1, 3, 0, 0)),)
+    rows = ((TimelineSpan("forward", 0, 1e-6, 0, 0), TimelineSpan("backward", 1, 3, 0, 0)),)
     (line,) = lines(Timeline(rows), 10_000)
     assert len(line.split()) - 1 == 240 and line.split().count("--") > 100
 
 
 def test_measured_timelines_fill_the_width() -> None:
-    first = (Span("forward", 0, 4, 0, 0), Span("backward", 6.1, 15, 0, 0), Span("optimizer", 15, 17))
-    second = (Span("forward", 4, 6, 1, 0), Span("backward", 6, 6.2, 1, 0), Span("reduce", 6.2, 17))
+    first = (
+        TimelineSpan("forward", 0, 4, 0, 0),
+        TimelineSpan("backward", 6.1, 15, 0, 0),
+        TimelineSpan("optimizer", 15, 17),
+    )
+    second = (
+        TimelineSpan("forward", 4, 6, 1, 0),
+        TimelineSpan("backward", 6, 6.2, 1, 0),
+        TimelineSpan("reduce", 6.2, 17),
+    )
     assert fitted(Timeline((first, second)), 20) == ["0: F0- ..B0------ U", "1: ....F0..........."]
 
 
-@pytest.mark.parametrize("rows", [(), ((),), ((Span("data", 0, 1),),)])
-def test_an_empty_timeline_gives_empty_lines(rows: tuple[tuple[Span, ...], ...]) -> None:
+@pytest.mark.parametrize("rows", [(), ((),), ((TimelineSpan("data", 0, 1),),)])
+def test_an_empty_timeline_gives_empty_lines(rows: tuple[tuple[TimelineSpan, ...], ...]) -> None:
     for draw in (lines, fitted):
         assert all(set(line) <= set("0: .") for line in draw(Timeline(rows)))

@@ -12,8 +12,8 @@ from support.matrices import CLOSE
 from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.tensor.cross_entropy import cross_entropy
-from hpctrain.parallel.tensor.pieces import bounds
+from hpctrain.parallel.tensor.functional import bounds
+from hpctrain.parallel.tensor.vocabulary import cross_entropy
 
 RANKS = pytest.mark.ranks(2, 3, 4)
 VOCABULARY = 31

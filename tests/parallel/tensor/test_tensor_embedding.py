@@ -10,8 +10,8 @@ from support.matrices import CLOSE
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.tensor.embedding import ParallelEmbedding
-from hpctrain.parallel.tensor.pieces import bounds
+from hpctrain.parallel.tensor.functional import bounds
+from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
 
 RANKS = pytest.mark.ranks(2, 3, 4)
 WIDTH, WORDS = 10, 31

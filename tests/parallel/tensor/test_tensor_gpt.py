@@ -9,8 +9,8 @@ import torch
 from support.matrices import CLOSE, assert_slices, learn, make_gpt, split, token_loss, tokens
 from torch import Tensor, nn
 
-from hpctrain.parallel.materialise import is_meta, materialise
-from hpctrain.parallel.tensor.split import TensorSplit
+from hpctrain.parallel.meta_init import is_meta, materialise
+from hpctrain.parallel.tensor.sharding import TensorSplit
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -11,8 +11,8 @@ from support.matrices import CLOSE
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.layers import ColumnParallel, RowParallel
-from hpctrain.parallel.tensor.pieces import bounds
 
 RANKS = pytest.mark.ranks(2, 3, 4)
 WIDTH, INNER, WORDS = 10, 24, 31

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.models.mlp import MLP
-from hpctrain.parallel.materialise import materialise
-from hpctrain.parallel.tensor.embedding import ParallelEmbedding
+from hpctrain.parallel.meta_init import materialise
 from hpctrain.parallel.tensor.kinds import KINDS
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
 from hpctrain.parallel.tensor.plan import apply, choose, parse, plan_of
+from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
 
 TWO = pytest.mark.ranks(2)
 

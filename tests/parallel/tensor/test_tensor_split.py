@@ -10,10 +10,10 @@ from support.matrices import VOCABULARY, WIDTH, learn, make_blocks, make_gpt, pi
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
-from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.parallel.tensor.pieces import bounds, lengths
+from hpctrain.parallel.tensor.functional import bounds, lengths
 from hpctrain.shard import Shard
 
 RANKS = pytest.mark.ranks(2, 3, 4)

@@ -1,0 +1,160 @@
+"""Names of a checkpoint file: format, groups, attributes, element types, rules for names.
+
+Everything here is pure: tables and functions over text and NumPy types.
+``docs/checkpoint-format.md`` describes the same in words.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hpctrain.checkpoint.format.reader import Reader
+
+Array = npt.NDArray[np.generic]
+
+FORMAT = "hpctrain-checkpoint"
+VERSION = (1, 3)  # (major, minor): a reader refuses a newer major version and ignores additions of a newer minor one
+COMMON = (1, 2)  # version of a file without newer features: keys of models or optimizers, tensors of states
+
+MODEL, OPTIMIZER, WORKERS, TRAIN, RNG = "/model", "/optimizer", "/workers", "/train", "/rng"
+STATES = "/states"
+CONFIG, PROVENANCE, MANIFEST, EXTENTS, SEAL = "/config", "/provenance", "/manifest", "/extents", "/seal"
+SEALED_SINCE, EXTENTS_SINCE = (1, 1), (1, 2)  # files of older versions have no seal or no table of extents
+CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"
+
+PIECE = 16 << 20  # bytes per I/O: large enough for any filesystem, and a small, bounded buffer
+EXTENT = 4 << 20  # bytes of a tensor with a CRC-32 of their own: to read a slice, at most this much is read around it
+ALIGNMENT = 1 << 20  # bytes: tensors of at least this size start at multiples of it, unless the settings differ
+
+# Storage type in HDF5 per torch type. HDF5 has no bfloat16: its 16 bits are stored as an unsigned integer.
+STORAGE: dict[str, np.dtype[np.generic]] = {
+    "float64": np.dtype("<f8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("|i1"),
+    "uint8": np.dtype("|u1"),
+    "bool": np.dtype("|u1"),
+}
+
+_LONGEST_NAME = 1024
+_STEP_FILE = re.compile(r"step_(\d+)\.h5")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A stored tensor; ``dtype`` is the torch name, ``crc32`` covers its bytes in C order, little endian.
+
+    ``attributes`` are all attributes of the dataset, as the file stores them.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    crc32: int
+    attributes: Mapping[str, Array] = field(default_factory=dict, compare=False)
+
+    @property
+    def storage(self) -> np.dtype[np.generic]:
+        """Return the element type in the file."""
+        return STORAGE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the tensor in bytes."""
+        return math.prod(self.shape) * self.storage.itemsize
+
+
+def storage_of(dtype: str, what: str) -> np.dtype[np.generic]:
+    """Return the element type in the file for a torch name; raises ``CheckpointError`` with the allowed names."""
+    if dtype not in STORAGE:
+        raise CheckpointError(f"{what} has the dtype {dtype}: a checkpoint holds {', '.join(STORAGE)}")
+    return STORAGE[dtype]
+
+
+def child(group: str, name: str) -> str:
+    """Return the path of ``name`` in a group; dots stay, names that HDF5 would read as a path are refused."""
+    check_name(name, f"in {group}")
+    return f"{group.rstrip('/')}/{name}"
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ``CheckpointError`` unless the name is valid as one component of a path."""
+    reason = _unfit(name)
+    if reason:
+        shown = name if len(name) <= 80 else name[:80] + "..."
+        raise CheckpointError(f"the name {shown!r} {where} cannot be stored: {reason}")
+
+
+def _unfit(name: str) -> str:
+    if name in ("", ".", ".."):
+        return "it must not be empty, '.' or '..'"
+    if "/" in name:
+        return "it must not contain '/'"
+    if not name.isprintable():  # also covers lone surrogates, which UTF-8 cannot encode
+        return "it must not contain control characters"
+    if len(name.encode()) > _LONGEST_NAME:
+        return f"it must not be longer than {_LONGEST_NAME} bytes"
+    return ""
+
+
+def step_file(step: int) -> str:
+    """Return the file name for a step: ``step_00001200.h5``."""
+    return f"step_{step:08d}.h5"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in a file name; ``None`` if it is not the name of a checkpoint."""
+    match = _STEP_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def version_for(groups: Mapping[str, Mapping[str, object]], paths: Iterable[str]) -> tuple[int, int]:
+    """Return the format version that a file needs, given its groups with attributes and its datasets."""
+    keyed = any("keys" in groups.get(group, {}) for group in (MODEL, OPTIMIZER))
+    return VERSION if keyed or any(path.startswith(f"{STATES}/") for path in paths) else COMMON
+
+
+def format_version(text: str) -> tuple[int, int]:
+    """Return ``"1.0"`` as two numbers; raises ``ValueError`` if the text is not two numbers."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+# Keys of several models or optimizers in one file: one group each below ``/model`` or ``/optimizer`` ------------------
+
+
+KEYS = "keys"  # the attribute of /model and of /optimizer that lists the keys
+
+
+def group_of(group: str, key: str) -> str:
+    """Return the group of a model or optimizer: the common group if there is no key."""
+    return child(group, key) if key else group
+
+
+def keys_in(reader: Reader, group: str) -> list[str]:
+    """Return the keys of the models or optimizers in a file: ``[""]`` for a single one, ``[]`` for none."""
+    if group not in reader.groups:
+        return []
+    keys = reader.values(group).get(KEYS, ("",))
+    return [keys] if isinstance(keys, str) else [str(key) for key in keys]
+
+
+def key_groups(group: str, keys: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Return the groups of several models or optimizers with their attributes; empty for a single one."""
+    if not keys or list(keys) == [""]:
+        return {}
+    return {group: {KEYS: tuple(keys)}, **{child(group, key): {} for key in keys}}

@@ -1,0 +1,271 @@
+"""Traversal of an untrusted file: returns its contents or refuses it.
+
+Note: access to other files. HDF5 follows external storage, external links and virtual datasets to
+other files, and loads plugins for filters, as soon as an object is read. So each link is examined
+before it is followed, and the layout of a dataset before its shape is read. Sizes are compared with
+the size of the file before memory is allocated. The structure as a whole has a limit of its own,
+because a file with holes may claim any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import h5py
+import numpy as np
+
+from hpctrain.checkpoint.format import integrity, layout
+from hpctrain.checkpoint.format.integrity import Stretch, overlap
+from hpctrain.checkpoint.format.layout import Array, Record
+from hpctrain.errors import CheckpointError
+
+_DEEPEST = 8
+_MOST = 256 << 20  # bytes of attributes and names in memory; GPT-3 with its optimizer needs less than 10 MiB
+_EACH = 512  # bytes of overhead in memory per object or attribute
+_ELEMENTS = 1 << 62  # bytes of the product of all dimensions without zeros, as NumPy computes it
+_NUMBERS = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "<u2", "<u4")
+_TYPES = {kind: h5py.h5t.py_create(np.dtype(kind)) for kind in _NUMBERS}
+# Candidates by a type's class and size: a few comparisons instead of one per known type.
+_CANDIDATES: dict[tuple[int, int], list[str]] = {}
+for _name, _known in _TYPES.items():
+    _CANDIDATES.setdefault((_known.get_class(), _known.get_size()), []).append(_name)
+_LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.VIRTUAL: "virtual"}
+
+
+@dataclass
+class Structure:
+    """Structure of a file: attributes per group, a record and an offset per tensor, and the checksums.
+
+    ``apart`` are the ranges of the file that the seal leaves out: tensors, manifest and the seal
+    itself.
+    """
+
+    groups: dict[str, dict[str, Array]] = field(default_factory=dict)
+    records: dict[str, Record] = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)  # no entry for a tensor without elements
+    apart: list[Stretch] = field(default_factory=list)
+    manifest: str | None = None
+    seal: str | None = None
+    table: integrity.Table | None = None
+    table_at: list[Stretch] = field(default_factory=list)
+
+
+def walk(file: h5py.File, name: str, size: int) -> Structure:
+    """Return the structure of an open file of ``size`` bytes; ``name`` identifies it in errors."""
+    walker = _Walker(name, size)
+    walker.seen.add(h5py.h5o.get_info(file.id).addr)
+    walker.group(file.id, "/", 0)
+    shared = overlap([*walker.found.apart, *walker.found.table_at])
+    if shared:
+        raise CheckpointError(f"{name}: two datasets share the bytes at {shared[0]}: not what hpctrain writes, refused")
+    return walker.found
+
+
+def read_attribute(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, key: str, where: str, limit: int) -> Array:
+    """Return an attribute of at most ``limit`` bytes as stored; refuse types that a checkpoint does not use."""
+    return _read_attribute(h5py.h5a.open(target, key.encode()), key, where, limit)
+
+
+def _read_attribute(attribute: h5py.h5a.AttrID, key: str, where: str, limit: int) -> Array:
+    kind = attribute.get_type()
+    dtype = _element_type(kind, key, where)
+    shape = _extent(attribute.get_space(), key, where)
+    if math.prod(shape) * dtype.itemsize > limit:
+        raise CheckpointError(f"{where}: attribute {key!r} claims more bytes than the file has or structure may take")
+    array: Array = np.empty(shape, dtype=dtype)
+    attribute.read(array, mtype=kind)
+    return array
+
+
+class _Walker:
+    """Traversal with its limits: each object once, bytes up to the size of the file, a bounded structure."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.size, self.left, self.room = name, size, size, _MOST
+        self.seen: set[int] = set()
+        self.found = Structure()
+
+    def group(self, group: h5py.h5g.GroupID, path: str, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise self._refusal(path, f"is more than {_DEEPEST} groups deep")
+        self.found.groups[path] = self._attributes(group, path)
+        with refusing(f"{self.name}: {path}"):
+            for name in h5py.Group(group):
+                _checked_name(name, f"in {path} of {self.name}")
+                self._member(group, name, f"{path.rstrip('/')}/{name}", depth)
+
+    def _member(self, group: h5py.h5g.GroupID, name: str, path: str, depth: int) -> None:
+        link = group.links.get_info(name.encode())
+        if link.type != h5py.h5l.TYPE_HARD:
+            word = {h5py.h5l.TYPE_SOFT: "a soft link", h5py.h5l.TYPE_EXTERNAL: "an external link"}
+            raise self._refusal(path, f"is {word.get(link.type, 'a link of unknown kind')}")
+        self._once(link.u, path)
+        with refusing(f"{self.name}: {path}"):
+            member = h5py.h5o.open(group, name.encode())
+        if isinstance(member, h5py.h5g.GroupID):
+            self.group(member, path, depth + 1)
+        elif isinstance(member, h5py.h5d.DatasetID):
+            self._dataset(member, path)
+        else:
+            raise self._refusal(path, "is neither a group nor a dataset")
+
+    def _dataset(self, dataset: h5py.h5d.DatasetID, path: str) -> None:
+        with refusing(f"{self.name}: {path}"):
+            self._examine(dataset, path)
+
+    def _examine(self, dataset: h5py.h5d.DatasetID, path: str) -> None:
+        self._check_layout(dataset, path)
+        dtype = _element_type(dataset.get_type(), None, f"{self.name}: {path}")
+        shape = _extent(dataset.get_space(), None, f"{self.name}: {path}")
+        nbytes, offset = math.prod(shape) * dtype.itemsize, dataset.get_offset()
+        if nbytes > self.left or (offset is not None and offset + nbytes > self.size):
+            raise self._refusal(path, f"claims {nbytes} bytes, more than a file of {self.size} bytes can hold")
+        if nbytes and offset is None:
+            raise self._refusal(path, "was never written")
+        if math.prod(map(float, filter(None, shape))) * dtype.itemsize >= _ELEMENTS:
+            raise self._refusal(path, f"claims the shape {shape}")
+        self.left -= nbytes
+        stretch = [(offset, nbytes)] if nbytes and offset is not None else []
+        attributes = self._attributes(dataset, path)
+        if path == layout.EXTENTS:
+            self.found.table, self.found.table_at = self._table(dataset, dtype, shape, attributes), stretch
+            return
+        self.found.apart += stretch
+        if path in (layout.MANIFEST, layout.SEAL):
+            text = self._text(dataset, path, dtype, shape, attributes)
+            setattr(self.found, path.strip("/"), text)
+            return
+        if offset is not None:
+            self.found.offsets[path] = offset
+        self.found.records[path] = self._record(path, dtype, shape, attributes)
+
+    def _check_layout(self, dataset: h5py.h5d.DatasetID, path: str) -> None:
+        plist = dataset.get_create_plist()
+        kind = plist.get_layout()
+        if kind == h5py.h5d.VIRTUAL:
+            raise self._refusal(path, "is a virtual dataset")
+        if plist.get_external_count():
+            raise self._refusal(path, "keeps its bytes in another file (external storage)")
+        if plist.get_nfilters():
+            raise self._refusal(path, "passes through a filter")
+        if kind != h5py.h5d.CONTIGUOUS:
+            raise self._refusal(path, f"is stored {_LAYOUTS.get(kind, 'in an unknown way')}")
+
+    def _text(
+        self,
+        dataset: h5py.h5d.DatasetID,
+        path: str,
+        dtype: np.dtype[np.generic],
+        shape: tuple[int, ...],
+        attributes: Mapping[str, Array],
+    ) -> str:
+        """Return the text of the manifest or the seal."""
+        if dtype.kind != "S" or shape or attributes:
+            raise self._refusal(path, "is not one text without attributes")
+        self._take(path, dtype.itemsize)
+        array = np.empty((), dtype=dtype)
+        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, array, mtype=dataset.get_type())
+        return array.tobytes().rstrip(b"\0").decode()
+
+    def _table(
+        self,
+        dataset: h5py.h5d.DatasetID,
+        dtype: np.dtype[np.generic],
+        shape: tuple[int, ...],
+        attributes: Mapping[str, Array],
+    ) -> integrity.Table:
+        """Return the table of extents; its reader checks whether it fits the tensors."""
+        if dtype != np.dtype("<i8") or len(shape) != 2 or shape[1] != len(integrity.COLUMNS) or attributes:
+            raise self._refusal(
+                layout.EXTENTS, f"is not a table of {len(integrity.COLUMNS)} columns without attributes"
+            )
+        self._take(layout.EXTENTS, math.prod(shape) * dtype.itemsize)
+        table: integrity.Table = np.empty(shape, dtype=np.int64)
+        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, table, mtype=dataset.get_type())
+        return table
+
+    def _record(
+        self, path: str, dtype: np.dtype[np.generic], shape: tuple[int, ...], attributes: Mapping[str, Array]
+    ) -> Record:
+        crc, name = attributes.get(layout.CRC32), attributes.get(layout.TORCH_DTYPE)
+        if crc is None or crc.shape or crc.dtype != np.dtype("<u4"):
+            raise self._refusal(path, f"lacks the attribute {layout.CRC32}")
+        if name is None or name.shape or name.dtype.kind != "S":
+            raise self._refusal(path, f"lacks the attribute {layout.TORCH_DTYPE}")
+        word = name.tobytes().rstrip(b"\0").decode()
+        if word not in layout.STORAGE or layout.STORAGE[word] != dtype:  # NumPy takes None for float64
+            raise self._refusal(path, f"has the dtype {word!r}, stored as {dtype.str}: no such pair is known")
+        return Record(path, shape, word, int(crc[()]), attributes)
+
+    def _attributes(self, target: h5py.h5g.GroupID | h5py.h5d.DatasetID, path: str) -> dict[str, Array]:
+        where, found = f"{self.name}: {path}", {}
+        with refusing(where):
+            # By index, and by HDF5's low-level API: h5py's takes several times as long, and a model has thousands.
+            for number in range(h5py.h5a.get_num_attrs(target)):
+                attribute = h5py.h5a.open(target, index=number)
+                key = _checked_name(attribute.name, f"of {where}")
+                found[key] = _read_attribute(attribute, key, where, min(self.left, self.room))
+                self.left -= found[key].nbytes
+                self._take(path, found[key].nbytes + len(key))
+        return found
+
+    def _take(self, path: str, nbytes: int) -> None:
+        """Count the memory of an object or attribute; raise if the limit is exceeded."""
+        self.room -= nbytes + _EACH
+        if self.room < 0:
+            raise self._refusal(path, f"and what comes before it take more than {_MOST} bytes besides the tensors")
+
+    def _once(self, address: int, path: str) -> None:
+        if address in self.seen:
+            raise self._refusal(path, "is a second name of another object")
+        self.seen.add(address)
+        self._take(path, len(path))
+
+    def _refusal(self, path: str, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.name}: {path} {reason}: not what hpctrain writes, refused")
+
+
+@contextmanager
+def refusing(what: object) -> Iterator[None]:
+    """Convert the errors of HDF5 and of decoding to a ``CheckpointError`` that names the damaged object."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError) as error:
+        reason = " ".join(str(error.args[0] if error.args else "").split()) or type(error).__name__
+        raise CheckpointError(f"{what} is damaged or torn: {reason}") from error
+
+
+def _checked_name(name: str | bytes, where: str) -> str:
+    """Return the name of a member or an attribute as text, if it is valid in a checkpoint."""
+    try:
+        text = name.decode() if isinstance(name, bytes) else name  # h5py returns bytes if it cannot decode them
+    except UnicodeDecodeError:
+        raise CheckpointError(f"the name {name[:80]!r} {where} cannot be stored: it is not UTF-8") from None
+    layout.check_name(text, where)
+    return text
+
+
+def _element_type(kind: h5py.h5t.TypeID, key: str | None, where: str) -> np.dtype[np.generic]:
+    """Return the NumPy type of an allowed HDF5 type; the match is exact, so that HDF5 converts nothing."""
+    if not kind.committed():
+        if isinstance(kind, h5py.h5t.TypeStringID) and not kind.is_variable_str():
+            return np.dtype(f"S{kind.get_size()}")
+        for name in _CANDIDATES.get((kind.get_class(), kind.get_size()), ()):
+            if kind.equal(_TYPES[name]):
+                return np.dtype(name)
+    raise CheckpointError(f"{_what(key, where)} has a type that no checkpoint holds, refused")
+
+
+def _extent(space: h5py.h5s.SpaceID, key: str | None, where: str) -> tuple[int, ...]:
+    if space.get_simple_extent_type() not in (h5py.h5s.SCALAR, h5py.h5s.SIMPLE):
+        raise CheckpointError(f"{_what(key, where)} has no extent, refused")
+    return tuple(space.shape)
+
+
+def _what(key: str | None, where: str) -> str:
+    return where if key is None else f"attribute {key!r} of {where}"

@@ -1,1 +1,0 @@
-"""Collective operations: the communicator, one module per algorithm, and the selection among algorithms."""

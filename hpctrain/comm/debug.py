@@ -1,0 +1,251 @@
+"""Collective mismatch detection, enabled by ``HPCTRAIN_CHECK=order``: ranks compare each collective before it starts.
+
+Without the check, a collective with different shapes, dtypes or operations gives wrong numbers or
+hangs. With the check, each rank sends a record of its call and call site to all other ranks before
+each collective. The records travel on a separate transport. All ranks raise an error at the first
+difference. The check costs 2 (p - 1) messages of ``RECORD`` bytes per rank and collective, so it is
+meant for debugging and not for production. Records are exchanged among all pairs, instead of
+through one rank, so that each waiting rank can name the missing ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.shm.memory import SharedMemory
+from hpctrain.comm.transport.base import Transport, Work
+from hpctrain.comm.transport.waiting import timeout_seconds, waiting
+from hpctrain.errors import CommunicationError, DeadlineError, MismatchError, SettingsError
+from hpctrain.log import logger
+
+VARIABLE = "HPCTRAIN_CHECK"
+RECORD = 4096  # bytes per rank's record
+_ROOM = 180  # characters per text field (each may expand to twelve bytes); longer texts are truncated
+_NAMED = 8  # number of ranks named in a message before the others are only counted
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_FLOORS = (f"{_PACKAGE}collectives{os.sep}", f"{_PACKAGE}transport{os.sep}")
+_NOT_USERS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
+
+
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """Record of the collective that one rank is about to start: its ``number``-th."""
+
+    number: int
+    operation: str
+    detail: str  # reduction, root, or offset in node-shared memory
+    dtype: str
+    shape: str
+    site: str
+
+    def __str__(self) -> str:
+        what = f"{self.operation}({self.detail})" if self.detail else self.operation
+        return f"{what} of {self.dtype} {self.shape}" if self.dtype else what
+
+
+def wanted() -> bool:
+    """Return whether ``HPCTRAIN_CHECK`` enables the check. Raises ``SettingsError`` for an unknown value."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "order"):
+        raise SettingsError(f"{VARIABLE}={value!r}: allowed is order, which compares every collective across ranks")
+    return value == "order"
+
+
+def order_check(transport: Transport) -> OrderCheck | None:
+    """Return the check of a communicator, or None if the check is disabled. Collective.
+
+    Raises ``MismatchError`` on all ranks if the variable differs between ranks.
+    """
+    modes = transport.all_gather_object(os.environ.get(VARIABLE, ""))
+    if len(set(modes)) > 1:
+        odd = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
+        raise MismatchError(
+            f"{VARIABLE} is {modes[0]!r} on rank 0 and {modes[odd]!r} on rank {odd}: set it alike for all ranks",
+            everywhere=True,
+        )
+    return OrderCheck(transport.split(0, transport.rank)) if wanted() and transport.size > 1 else None
+
+
+class OrderCheck:
+    """Comparison of the calls of all ranks; owns a transport that serves only this purpose."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._others = [rank for rank in range(transport.size) if rank != transport.rank]
+        self._number = 0
+        self._last: dict[int, CollectiveRecord] = {}
+        self._sites_said: set[tuple[str, ...]] = set()
+        self._unfinished: list[tuple[Tensor, Work]] = []
+
+    def __call__(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
+        """Wait until all ranks have reached this collective; raise if their calls differ. Collective.
+
+        ``tensors`` are those whose shape and dtype must be equal on all ranks. Raises
+        ``MismatchError`` on all ranks, or ``DeadlineError`` on the ranks that wait longer than
+        ``HPCTRAIN_TIMEOUT`` for others.
+        """
+        self._number += 1
+        own = _describe(self._number, operation, tensors, detail)
+        calls = {self._transport.rank: own, **self._collect(own)}
+        self._compare([calls[rank] for rank in range(self._transport.size)])
+        self._last = calls
+
+    def free(self) -> None:
+        """Free the transport. Collective."""
+        self._transport.free()
+
+    def _collect(self, own: CollectiveRecord) -> dict[int, CollectiveRecord]:
+        record = _pack(own)
+        arriving: dict[int, tuple[Tensor, Work]] = {}
+        for rank in self._others:
+            place = torch.empty(RECORD, dtype=torch.uint8)
+            arriving[rank] = (place, self._transport.irecv(place, rank))
+        leaving = [(record, self._transport.isend(record, rank)) for rank in self._others]
+        missing = self._await({rank: work for rank, (_, work) in arriving.items()}, own)
+        calls = {rank: _unpack(place) for rank, (place, _) in arriving.items() if rank not in missing}
+        if missing:
+            # MPI may still write into these buffers; they must outlive this call.
+            self._unfinished += [*leaving, *(arriving[rank] for rank in missing)]
+            raise DeadlineError(self._report(missing, {self._transport.rank: own, **calls}))
+        for _, work in leaving:
+            work.wait()
+        return calls
+
+    def _await(self, works: dict[int, Work], own: CollectiveRecord) -> set[int]:
+        """Return the ranks whose record has not arrived before the deadline."""
+        limit = timeout_seconds()
+        started, missing = time.monotonic(), set(works)
+        with waiting(f"check of {own.operation} at {own.site}"):
+            while missing:
+                missing = {rank for rank in missing if not works[rank].done()}
+                waited = time.monotonic() - started
+                if waited > limit:
+                    break
+                time.sleep(0 if waited < 0.001 else min(waited / 10, 0.005))
+        return missing
+
+    def _compare(self, calls: Sequence[CollectiveRecord]) -> None:
+        for what in ("operation", "detail", "dtype", "shape"):
+            if len({getattr(call, what) for call in calls}) > 1:
+                called = _grouped(calls, lambda call: f"{call} at {call.site}")
+                name = {"detail": "root, reduction or place"}.get(what, what)
+                raise MismatchError(f"collective {self._number}: the ranks differ in {name}: {called}", everywhere=True)
+        sites = tuple(call.site for call in calls)
+        if len(set(sites)) > 1 and sites not in self._sites_said:
+            # Different call sites are often intended (if rank == 0: ...), so this is a warning. If
+            # values are wrong, these lines are the first place to look.
+            self._sites_said.add(sites)
+            if self._transport.rank == 0:
+                called = _grouped(calls, lambda call: call.site)
+                logger.warning("collective %d, %s, is called from different lines: %s", self._number, calls[0], called)
+
+    def _report(self, missing: set[int], come: dict[int, CollectiveRecord]) -> str:
+        limit, size = timeout_seconds(), self._transport.size
+        waits = _grouped([come.get(rank) for rank in range(size)], lambda call: f"waiting in {call} at {call.site}")
+        text = (
+            f"collective {self._number}: {_name(sorted(missing))} {'has' if len(missing) == 1 else 'have'} not arrived "
+            f"within {limit:g} s (HPCTRAIN_TIMEOUT); {waits}"
+        )
+        before = [self._last.get(rank) if rank in missing else None for rank in range(size)]
+        if any(before):
+            text += "; " + _grouped(before, lambda call: f"last in {call} at {call.site}")
+        return text
+
+
+def call_site() -> str:
+    """Return the line that called a collective: the first stack frame outside of the communication layer.
+
+    If that line belongs to the package (a strategy's hook), the first line of user code is
+    appended.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inner = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_FLOORS):
+            place = f"{_short(path)}:{frame.f_lineno}"
+            if not path.startswith(_NOT_USERS):
+                return f"{inner} from {place}" if inner else place
+            inner = inner or place
+        frame = frame.f_back
+    return inner or "an unknown line"
+
+
+def _short(path: str) -> str:
+    """Return the last two parts of a path: they identify the file and are equal on nodes with different mounts."""
+    return "/".join(Path(path).parts[-2:])
+
+
+def _describe(number: int, operation: str, tensors: Sequence[Tensor], detail: str) -> CollectiveRecord:
+    dtype = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    shape = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+    return CollectiveRecord(number, operation, detail, dtype[:_ROOM], shape[:_ROOM], call_site()[-_ROOM:])
+
+
+def _pack(call: CollectiveRecord) -> Tensor:
+    data = json.dumps(asdict(call)).encode()
+    return torch.frombuffer(bytearray(data.ljust(RECORD)), dtype=torch.uint8)
+
+
+def _unpack(record: Tensor) -> CollectiveRecord:
+    try:
+        return CollectiveRecord(**json.loads(bytes(record.numpy()).decode()))
+    except (ValueError, TypeError) as error:
+        raise CommunicationError(f"a rank sent no readable record of its collective: {error}") from error
+
+
+def _grouped(calls: Sequence[CollectiveRecord | None], text: Callable[[CollectiveRecord], str]) -> str:
+    """Return a text that lists ranks by what they do; None marks a rank to leave out."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        if call is not None:
+            groups.setdefault(text(call), []).append(rank)
+    return "; ".join(f"{_name(ranks)}: {said}" for said, ranks in groups.items())
+
+
+def _name(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{rest}"
+
+
+# Collective mismatch detector of one communicator, enabled by ``HPCTRAIN_CHECK`` --------------------------------------
+
+
+class MismatchDetector:
+    """Collective mismatch detector: compares the operations of one communicator's ranks. Construction is collective."""
+
+    def __init__(self, transport: Transport, memory: SharedMemory) -> None:
+        self._check = order_check(transport)
+        self._memory = memory
+
+    @property
+    def compares(self) -> bool:
+        """Return whether operations are compared."""
+        return self._check is not None
+
+    def __call__(self, operation: str, *tensors: Tensor, detail: str = "", where: Tensor | None = None) -> None:
+        """Compare the operation that each rank is about to start. Collective.
+
+        ``where`` is a tensor that must be the same segment of node-shared memory on all ranks, or
+        outside of shared memory on all ranks.
+        """
+        if self._check is not None:
+            place = "" if where is None else self._memory.name_of(where)
+            self._check(operation, *tensors, detail=", ".join(filter(None, (detail, place))))
+
+    def free(self) -> None:
+        """Free the transport that the detector uses. Collective."""
+        if self._check is not None:
+            self._check.free()

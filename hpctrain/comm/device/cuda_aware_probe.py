@@ -1,0 +1,225 @@
+"""CUDA-awareness probe: tests in a separate job whether an MPI library accepts device pointers.
+
+    mpiexec -n 2 python -m hpctrain.comm.device.cuda_aware_probe
+
+This command exchanges buffers on GPUs, checks every value, and prints a verdict as one line of
+JSON. An MPI library without support for device memory treats device pointers as host pointers: the
+process crashes, the numbers are wrong, or the exchange hangs. ``probe`` starts that job and
+converts each of these outcomes into a verdict. No training job repeats the test at run time: it
+relies on the verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.cluster.launcher import without_launcher
+from hpctrain.comm.transport.base import Transport
+from hpctrain.errors import CommunicationError
+from hpctrain.util.child import python
+
+MARK = "hpctrain-canary "  # prefix of the verdict: MPI libraries print warnings of their own
+SIZES = (2, 1000, 300_000, 4_000_000)  # elements: one size per protocol that MPI libraries use for a message
+TIMEOUT = 120.0  # seconds; an exchange takes two
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Result of the probe: whether an MPI library accepts device pointers, and the reason."""
+
+    cuda_aware: bool
+    reason: str
+    library: str  # first line of MPI.Get_library_version(): the verdict is valid for this library only
+
+    def holds_for(self, library: str) -> bool:
+        """Return whether the verdict is about this MPI library."""
+        return self.library == library
+
+
+def library_name() -> str:
+    """Return the name and version of the MPI library that this process has loaded."""
+    from mpi4py import MPI
+
+    return " ".join(MPI.Get_library_version().splitlines()[0].strip("\0").split())
+
+
+def mpi_says() -> bool | None:
+    """Return whether the MPI library reports CUDA-awareness; None if it has no query function."""
+    from mpi4py import MPI
+
+    library = ctypes.CDLL(MPI.__file__)  # resolves the functions of the MPI library that it is linked to
+    try:
+        query = library.MPIX_Query_cuda_support
+    except AttributeError:
+        return None
+    query.restype, query.argtypes = ctypes.c_int, ()
+    return bool(query())
+
+
+def exchange(transport: Transport, device: torch.device, sizes: Sequence[int] = SIZES) -> list[str]:
+    """Exchange buffers on ``device`` between all ranks; return a description of each wrong result on this rank."""
+    wrong: list[str] = []
+    checks: dict[str, Callable[[Transport, torch.device, int], tuple[Tensor, Tensor]]] = {
+        "send and recv": _ring,
+        "broadcast": _broadcast,
+        "all_reduce": _all_reduce,
+        "all_gather": _all_gather,
+    }
+    for name, check in checks.items():
+        for numel in sizes:
+            found, wanted = check(transport, device, numel)
+            bad = int((found.cpu() != wanted).sum())
+            if bad:
+                wrong.append(f"{name} of {numel} elements brought {bad} wrong ones to rank {transport.rank}")
+    return wrong
+
+
+def _values(rank: int, numel: int) -> Tensor:
+    # Integers that are exact in float32; they differ between ranks and between neighbouring
+    # elements.
+    return (torch.arange(numel, dtype=torch.float32) * 7 + 13 * rank) % 8191 + 1
+
+
+def _ring(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
+    right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    found = torch.zeros(numel, device=device)
+    arriving = transport.irecv(found, left)
+    leaving = transport.isend(_values(transport.rank, numel).to(device), right)
+    arriving.wait()
+    leaving.wait()
+    return found, _values(left, numel)
+
+
+def _broadcast(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
+    root = transport.size - 1
+    found = _values(transport.rank, numel).to(device)
+    transport.broadcast(found, root)
+    return found, _values(root, numel)
+
+
+def _all_reduce(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
+    found = _values(transport.rank, numel).to(device)
+    transport.all_reduce(found, "sum")
+    return found, torch.stack([_values(rank, numel) for rank in range(transport.size)]).sum(0)
+
+
+def _all_gather(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
+    found = torch.zeros(numel * transport.size, device=device)
+    transport.all_gather(found, _values(transport.rank, numel).to(device))
+    return found, torch.cat([_values(rank, numel) for rank in range(transport.size)])
+
+
+def judge(transport: Transport, device: torch.device, library: str, sizes: Sequence[int] = SIZES) -> ProbeResult:
+    """Run the exchange and return its verdict, the same on all ranks. Collective."""
+    wrong = [text for texts in transport.all_gather_object(exchange(transport, device, sizes)) for text in texts]
+    if wrong:
+        return ProbeResult(False, wrong[0], library)
+    reason = f"every value arrived on {transport.size} ranks, from memory of {device.type} to memory of {device.type}"
+    return ProbeResult(device.type == "cuda", reason, library)
+
+
+def probe(
+    mpiexec: Sequence[str] | None = None, *, program: Sequence[str] | None = None, timeout: float = TIMEOUT
+) -> ProbeResult:
+    """Run the probe in a separate job and return its verdict, also after a crash, a hang or missing output.
+
+    ``mpiexec`` is the command that starts two ranks; the default is ``mpiexec -n 2`` with the
+    ``mpiexec`` beside this interpreter or in ``PATH``. The calling process must not be an MPI rank.
+    """
+    program = python("-m", "hpctrain.comm.device.cuda_aware_probe") if program is None else program
+    command = [*(_mpiexec() if mpiexec is None else mpiexec), *program]
+    process = subprocess.Popen(
+        command,
+        env=without_launcher(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return ProbeResult(False, f"the exchange did not end within {timeout:g} s", "")
+    return _read(output, process.returncode)
+
+
+def _mpiexec() -> list[str]:
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise CommunicationError("no mpiexec beside the interpreter or in PATH: the canary needs two ranks")
+    return [found, "-n", "2"]
+
+
+def _read(output: str, code: int) -> ProbeResult:
+    lines = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
+    try:
+        verdict = ProbeResult(**json.loads(lines[-1])) if lines else None
+    except (TypeError, ValueError):
+        verdict = None
+    if verdict is not None and (code == 0 or not verdict.cuda_aware):
+        return verdict
+    library = verdict.library if verdict else ""
+    said = next(filter(None, (line.strip("= \t") for line in output.splitlines())), "it printed nothing")
+    return ProbeResult(False, f"the exchange ended with status {code}: {said[:200]}", library)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank of the probe; rank 0 prints the verdict."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hpctrain.comm.device.cuda_aware_probe", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the exchange itself")
+    wanted = parser.parse_args(arguments).device
+    from mpi4py import MPI
+
+    from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
+
+    rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    reasons = MPI.COMM_WORLD.allgather(_hindrance(wanted, size))
+    if any(reasons):
+        return _print(rank, ProbeResult(False, next(filter(None, reasons)), library_name()))
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if wanted == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return _print(rank, judge(CudaMpiTransport(MPI.COMM_WORLD, device), device, library_name()))
+
+
+def _hindrance(wanted: str, size: int) -> str:
+    """Return why the exchange is impossible or unnecessary; empty if it should run."""
+    if size < 2:
+        return "the canary needs two ranks"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        return "no GPU is visible"
+    if wanted == "cuda" and mpi_says() is False:
+        return "the MPI library says that it was built without CUDA (MPIX_Query_cuda_support)"
+    return ""
+
+
+def _print(rank: int, verdict: ProbeResult) -> int:
+    if rank == 0:
+        facts: dict[str, Any] = asdict(verdict)
+        print(f"{MARK}{json.dumps(facts)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""Transport of GPU tensors over NCCL, one GPU per rank (see the note in ``nccl_channel``).
+
+Operations without arithmetic treat tensors as bytes. An operation of more than ``PIECE_BYTES`` is
+cut into several calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.device import nccl_channel
+from hpctrain.comm.device.nccl_channel import BYTES, DTYPES, NcclChannel, op_code
+from hpctrain.comm.device.streams import Streams, streams_of
+from hpctrain.comm.transport.base import Call, OnDevice, Transport, Work
+from hpctrain.errors import CommunicationError, DeviceError
+
+PIECE_BYTES = 2**30
+
+
+class NcclTransport(OnDevice, Transport):
+    """Carrier of tensors on ``device`` between the ranks of a host transport, which the caller keeps.
+
+    Construction is collective; each rank needs its own GPU. Operations complete in the order of the
+    caller's stream: the host does not wait for them. ``streams`` and ``library`` default to CUDA's
+    and CuPy's. Raises ``DeviceError`` if two ranks use one GPU, which NCCL refuses.
+    """
+
+    name = "nccl"
+    tags = 1  # NCCL matches messages by order only
+
+    def __init__(
+        self, host: Transport, device: torch.device, *, streams: Streams | None = None, library: Any = None
+    ) -> None:
+        self.rank, self.size, self.device = host.rank, host.size, device
+        self._host = host
+        self._owns_host = False
+        library = library if library is not None else nccl_channel.load()
+        self._version = int(library.get_version())
+        check_own_gpus(host.all_gather_object(identity(device)))
+        unique = _share_id(host, library)
+        self.channel = NcclChannel(library, streams or streams_of(device), self.size, self.rank, unique)
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Return whether NCCL reduces this dtype as torch does; ``op`` may also be average."""
+        return op_code(dtype, op, self._version) is not None
+
+    # Asynchronous collectives -----------------------------------------------------------------------------------------
+
+    def ibroadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        """Start to copy the root's tensor to every rank."""
+        self._check(tensor, root)
+        self._count("broadcast", tensor)
+        return self._ibroadcast(tensor, root)
+
+    def iall_reduce(self, tensor: Tensor, op: str) -> Work:
+        """Start to reduce over all ranks, in place."""
+        self._check(tensor)
+        self._count("all_reduce", tensor)
+        return self._iall_reduce(tensor, op)
+
+    def ireduce(self, tensor: Tensor, op: str, root: int = 0) -> Work:
+        """Start to reduce over all ranks into the root's tensor; other ranks' tensors are unchanged."""
+        self._check(tensor, root)
+        self._count("reduce", tensor)
+        code = self._code(tensor.dtype, op)
+
+        def call(comm: Any, stream: int) -> None:
+            for part, kind in _cut(tensor):
+                comm.reduce(part.data_ptr(), part.data_ptr(), part.numel(), kind, code, root, stream)
+
+        return self.channel.start("reduce", [tensor], call)
+
+    def ireduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
+        """Start to reduce over all ranks and store share ``rank`` of the flat result in ``out``."""
+        self._check(out)
+        self._check(tensor)
+        self._check_shares(out, tensor)
+        self._count("reduce_scatter", tensor)
+        code = self._code(tensor.dtype, op)
+
+        def call(comm: Any, stream: int) -> None:
+            if _nbytes(out) <= PIECE_BYTES:
+                kind = DTYPES[out.dtype]
+                comm.reduceScatter(tensor.data_ptr(), out.data_ptr(), out.numel(), kind, code, stream)
+                return
+            # One call cannot cut shares. Above the limit, each share is reduced to its owner, piece
+            # by piece.
+            with self.channel.group():
+                for root, share in enumerate(tensor.view(-1).chunk(self.size)):
+                    for (part, kind), (result, _) in zip(_cut(share), _cut(out)):
+                        into = result.data_ptr() if root == self.rank else part.data_ptr()
+                        comm.reduce(part.data_ptr(), into, part.numel(), kind, code, root, stream)
+
+        return self.channel.start("reduce_scatter", [out, tensor], call)
+
+    def iall_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """Start to concatenate the tensors of all ranks."""
+        self._check(out)
+        self._check(tensor)
+        self._count("all_gather", tensor)
+        return self._iall_gather(out, tensor)
+
+    def igather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Work:
+        """Start to concatenate the tensors of all ranks on the root; only the root passes ``out``."""
+        self._check(tensor, root)
+        self._count("gather", tensor)
+        shares = self._shares(out, tensor, root)
+
+        def call(comm: Any, stream: int) -> None:
+            with self.channel.group():
+                _put(comm, tensor, root, stream)
+                for peer, share in enumerate(shares):
+                    _get(comm, share, peer, stream)
+
+        return self.channel.start("gather", [tensor, *shares], call)
+
+    def iscatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Work:
+        """Start to copy each rank's share of the root's tensor to ``out``; only the root passes ``tensor``."""
+        self._check(out, root)
+        self._count("scatter", out)
+        shares = self._shares(tensor, out, root)
+
+        def call(comm: Any, stream: int) -> None:
+            with self.channel.group():
+                for peer, share in enumerate(shares):
+                    _put(comm, share, peer, stream)
+                _get(comm, out, root, stream)
+
+        return self.channel.start("scatter", [out, *shares], call)
+
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
+        """Return a call that reduces over the ranks into the root's tensor."""
+        return lambda: self.ireduce(tensor, op, root).wait()
+
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
+        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
+        return lambda: self.ireduce_scatter(out, tensor, op).wait()
+
+    # Methods of all transports ----------------------------------------------------------------------------------------
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks, through the host."""
+        self.channel.flush()
+        return self._host.all_gather_object(item)
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """Return the root's object, through the host."""
+        self.channel.flush()
+        return self._host.broadcast_object(item, root)
+
+    def split(self, color: int, key: int) -> NcclTransport:
+        """Return a transport of the ranks with the same color, ordered by key."""
+        self.channel.flush()
+        return self._adopt(self._host.split(color, key))
+
+    def split_node(self) -> NcclTransport:
+        """Return a transport of the ranks of this node."""
+        self.channel.flush()
+        return self._adopt(self._host.split_node())
+
+    def abort(self, code: int) -> None:
+        """Abort NCCL's kernels, and abort the job."""
+        self.channel.give_up()
+        self._host.abort(code)
+
+    def free(self) -> None:
+        """Wait for pending operations, and destroy NCCL's communicator. Collective."""
+        self.channel.close()
+        if self._owns_host:
+            self._host.free()
+
+    # Implementation ---------------------------------------------------------------------------------------------------
+
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return self.channel.hold("send", tensor, lambda comm, stream: _put(comm, tensor, peer, stream))
+
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return self.channel.hold("recv", tensor, lambda comm, stream: _get(comm, tensor, peer, stream))
+
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
+
+        def call(comm: Any, stream: int) -> None:
+            with self.channel.group():
+                for peer in range(self.size):
+                    _put(comm, outgoing[peer], peer, stream)
+                    _get(comm, incoming[peer], peer, stream)
+
+        return self.channel.start("all_to_all", [out, tensor], call)
+
+    def _barrier(self) -> None:
+        self.channel.flush()
+        self._host.barrier()
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        self._ibroadcast(tensor, root).wait()
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        self._iall_reduce(tensor, op).wait()
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        self._iall_gather(out, tensor).wait()
+
+    def _ibroadcast(self, tensor: Tensor, root: int) -> Work:
+        return self.channel.start("broadcast", [tensor], lambda comm, stream: _move_all(comm, tensor, root, stream))
+
+    def _iall_reduce(self, tensor: Tensor, op: str) -> Work:
+        code = self._code(tensor.dtype, op)
+
+        def call(comm: Any, stream: int) -> None:
+            for part, kind in _cut(tensor):
+                comm.allReduce(part.data_ptr(), part.data_ptr(), part.numel(), kind, code, stream)
+
+        return self.channel.start("all_reduce", [tensor], call)
+
+    def _iall_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        self._check_shares(tensor, out)
+
+        def call(comm: Any, stream: int) -> None:
+            if _nbytes(tensor) <= PIECE_BYTES:
+                comm.allGather(tensor.data_ptr(), out.data_ptr(), _nbytes(tensor), BYTES, stream)
+                return
+            with self.channel.group():
+                for root, share in enumerate(out.view(-1).chunk(self.size)):
+                    source = tensor.view(-1) if root == self.rank else share
+                    for (start, nbytes), (into, _) in zip(_stretches(source), _stretches(share)):
+                        comm.broadcast(start, into, nbytes, BYTES, root, stream)
+
+        return self.channel.start("all_gather", [out, tensor], call)
+
+    def _adopt(self, host: Transport) -> NcclTransport:
+        part = NcclTransport(host, self.device, streams=self.channel.streams, library=self.channel.library)
+        part._owns_host = True
+        return part
+
+    def _code(self, dtype: torch.dtype, op: str) -> int:
+        code = op_code(dtype, op, self._version)
+        if code is None:
+            raise CommunicationError(f"NCCL does not reduce {dtype} by {op} as torch does; use algorithm auto")
+        return code
+
+    def _check_shares(self, share: Tensor, whole: Tensor) -> None:
+        if share.dtype != whole.dtype or share.numel() * self.size != whole.numel():
+            raise CommunicationError(
+                f"{whole.numel()} elements of {whole.dtype} are not {self.size} shares "
+                f"of {share.numel()} elements of {share.dtype}"
+            )
+
+    def _shares(self, whole: Tensor | None, share: Tensor, root: int) -> Sequence[Tensor]:
+        """Return the root's shares by rank; an empty sequence on other ranks."""
+        if self.rank != root:
+            return ()
+        if whole is None:
+            raise CommunicationError(f"rank {root} is the root and needs a tensor of {self.size} shares")
+        self._check(whole)
+        self._check_shares(share, whole)
+        return torch.split(whole.view(-1), [share.numel()] * self.size)
+
+
+def identity(device: torch.device) -> str:
+    """Return a unique name of this device, equal in all processes whatever devices they see; empty for a host."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def check_own_gpus(identities: Sequence[str]) -> None:
+    """Raise ``DeviceError`` on all ranks if two of them use one GPU."""
+    for rank, name in enumerate(identities):
+        first = identities.index(name)
+        if name and first != rank:
+            raise DeviceError(
+                f"ranks {first} and {rank} use one GPU ({name}) and NCCL refuses that: "
+                "start one rank per GPU, or use algorithm staged",
+                everywhere=True,
+            )
+
+
+def _share_id(host: Transport, library: Any) -> Sequence[int]:
+    # Broadcast the id or the reason for its absence: rank 0 must not leave the others waiting.
+    found: tuple[Any, str] = (None, "")
+    if host.rank == 0:
+        try:
+            found = (library.get_unique_id(), "")
+        except Exception as error:
+            found = (None, str(error))
+    unique, why = host.broadcast_object(found)
+    if unique is None:
+        raise CommunicationError(f"NCCL cannot start: {why}", everywhere=True)
+    return tuple(unique)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cut(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield pieces of the tensor, each small enough for one call, with their NCCL type."""
+    flat, step = tensor.view(-1), PIECE_BYTES // tensor.element_size()
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step], DTYPES[tensor.dtype]
+
+
+def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield address and length of the tensor's bytes, in ranges small enough for one call."""
+    address, total = tensor.data_ptr(), _nbytes(tensor)
+    for start in range(0, total, PIECE_BYTES):
+        yield address + start, min(PIECE_BYTES, total - start)
+
+
+def _put(comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
+    for address, nbytes in _stretches(tensor):
+        comm.send(address, nbytes, BYTES, peer, stream)
+
+
+def _get(comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
+    for address, nbytes in _stretches(tensor):
+        comm.recv(address, nbytes, BYTES, peer, stream)
+
+
+def _move_all(comm: Any, tensor: Tensor, root: int, stream: int) -> None:
+    for address, nbytes in _stretches(tensor):
+        comm.broadcast(address, address, nbytes, BYTES, root, stream)

@@ -1,0 +1,85 @@
+"""Remote memory over MPI's one-sided operations: passive target, with one epoch for the lifetime of the memory.
+
+Note: operations that are not one-sided. Within a node memory is accessed directly, as in
+``RemoteMemoryByMessages``. The shared memory of a node is exposed to other nodes by a window over all
+ranks, for reading, writing and adding elements.
+
+Counters of other nodes are still accessed by messages. They must be atomic with respect to the
+owner's neighbours, which only the owner can ensure: with a window over several nodes, Open MPI
+would make neighbours wait for the owner, too.
+
+Rows of a matrix are read and written as one operation, with a derived datatype. This took a sixth
+of the time of one operation per row. Rows are added by a message: for 256 rows Open MPI took 250 ms
+to accumulate them with a derived datatype, and 40 ms by the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.comm.rma.emulated import RemoteMemoryByMessages
+from hpctrain.comm.rma.remote_memory import Operation, RowOperation
+from hpctrain.comm.transport.mpi_calls import DTYPES, in_elements, memory
+from hpctrain.comm.transport.waiting import waiting
+
+
+class RemoteMemoryByRma(RemoteMemoryByMessages):
+    """Remote memory in MPI windows. Construction and release are collective."""
+
+    name = "one-sided MPI"
+
+    def __init__(self, comm: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
+        super().__init__(comm, lengths, dtype, words)
+        self._window = MPI.WIN_NULL
+        if any(self._comm.allgather(len(self._places) < comm.size)):
+            own = self._pieces.own
+            memory = MPI.buffer.fromaddress(own.data_ptr(), own.nbytes)
+            self._window = MPI.Win.Create(memory, dtype.itemsize, comm=self._comm)
+            self._window.Lock_all(MPI.MODE_NOCHECK)
+
+    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
+        if self.recorder is not None:
+            self.recorder.count(operation, values.nbytes)
+        with waiting(f"{operation} in rank {rank}'s memory"):
+            for spec in in_elements(values):
+                place = (start, spec[1], DTYPES[self.dtype])
+                if operation == "get":
+                    self._window.Get(spec, rank, place)
+                elif operation == "put":
+                    self._window.Put(spec, rank, place)
+                else:
+                    self._window.Accumulate(spec, rank, place, MPI.SUM)
+                start += spec[1]
+            self._window.Flush(rank)
+
+    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+        if operation == "add_rows":
+            super()._carry_rows(operation, rank, values, rows, start)
+            return
+        if self.recorder is not None:
+            self.recorder.count(operation, values.nbytes)
+        kind = DTYPES[self.dtype].Create_indexed_block(values.shape[1], (rows * values.shape[1]).tolist())
+        kind.Commit()
+        with waiting(f"{operation} in rank {rank}'s memory"):
+            carry = self._window.Get if operation == "get_rows" else self._window.Put
+            carry((memory(values), values.numel(), DTYPES[self.dtype]), rank, (start, 1, kind))
+            self._window.Flush(rank)
+        kind.Free()
+
+    def release(self) -> None:
+        """Free the windows of elements and counters; the memory stays valid. Collective."""
+        self._free_window()
+        super().release()
+
+    def _free_window(self) -> None:
+        if self._window != MPI.WIN_NULL:
+            self._window.Unlock_all()
+            self._window.Free()
+
+    def _give_back(self) -> None:
+        self._free_window()
+        super()._give_back()

@@ -1,0 +1,231 @@
+"""Interface of remote memory: operations on memory of other ranks, without the owner's help.
+
+Note: progress. Within a node all operations use shared memory; the owner may compute, sleep, or
+have ended. Over a network without hardware support (TCP), MPI libraries serve a request only while
+the owner of the memory is inside some MPI call. With both MPI wheels, a read of 1 MB waited three
+seconds while the owner computed for three seconds. Therefore owners call ``progress`` between
+pieces of work, and so does every wait in this package.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.transport.base import Recordable
+from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
+from hpctrain.errors import CommunicationError, UsageError
+
+Operation = Literal["get", "put", "add"]
+RowOperation = Literal["get_rows", "put_rows", "add_rows"]
+
+
+class RemoteMemory(Recordable, ABC):
+    """Remote memory: elements of one rank that all ranks of a transport may read and change.
+
+    ``lengths`` are the numbers of elements of every rank. ``words`` is the number of counters that
+    each rank has in addition; all are initially zero. Operations of one rank on the same element
+    take effect in program order.
+    """
+
+    name: str  # name of the implementation
+    rank: int
+    dtype: torch.dtype
+    lengths: Sequence[int]
+
+    @abstractmethod
+    def view(self, rank: int) -> Tensor | None:
+        """Return a rank's memory for direct access if it is on this node; None otherwise."""
+
+    def get(self, rank: int, out: Tensor, start: int = 0) -> None:
+        """Read ``out.numel()`` elements of a rank from ``start`` on; concurrent writes may or may not be visible."""
+        near = self._near(rank, out, start)
+        if near is not None:
+            out.view(-1).copy_(near)
+        else:
+            self._carry("get", rank, out.view(-1), start)
+
+    def put(self, rank: int, values: Tensor, start: int = 0) -> None:
+        """Write elements of a rank; they are visible when this returns."""
+        near = self._near(rank, values, start)
+        if near is not None:
+            near.copy_(values.view(-1))
+        else:
+            self._carry("put", rank, values.view(-1), start)
+
+    def add(self, rank: int, values: Tensor, start: int = 0) -> None:
+        """Add to elements of a rank; the result is visible when this returns.
+
+        Ranks of the owner's node add in shared memory, so concurrent additions by them to the same
+        element may be lost. Use a ``Lock`` if no addition may be lost.
+        """
+        near = self._near(rank, values, start)
+        if near is not None:
+            near.add_(values.view(-1))
+        else:
+            self._carry("add", rank, values.view(-1), start)
+
+    def get_rows(self, rank: int, out: Tensor, rows: Tensor, start: int = 0) -> None:
+        """Read distinct rows of a matrix that starts at element ``start`` of a rank and is as wide as ``out``."""
+        near = self._near_rows(rank, out, rows, start)
+        if near is not None:
+            torch.index_select(near, 0, rows, out=out)
+        elif rows.numel():
+            self._carry_rows("get_rows", rank, out, rows, start)
+
+    def put_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
+        """Write distinct rows of a matrix; they are visible when this returns."""
+        near = self._near_rows(rank, values, rows, start)
+        if near is not None:
+            near.index_copy_(0, rows, values)
+        elif rows.numel():
+            self._carry_rows("put_rows", rank, values, rows, start)
+
+    def add_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
+        """Add to distinct rows of a matrix, as ``add`` does; the result is visible when this returns."""
+        near = self._near_rows(rank, values, rows, start)
+        if near is not None:
+            near.index_add_(0, rows, values)
+        elif rows.numel():
+            self._carry_rows("add_rows", rank, values, rows, start)
+
+    @abstractmethod
+    def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
+        """Atomically add to a counter of a rank, and return its previous value. An amount of 0 reads it."""
+
+    @abstractmethod
+    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
+        """Get, put or add elements of a rank on another node; return when the operation has completed."""
+
+    @abstractmethod
+    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+        """Get, put or add rows of a rank on another node; return when the operation has completed."""
+
+    def progress(self) -> None:
+        """Serve pending requests of other ranks for this rank's memory."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait for all ranks and serve them meanwhile; their earlier requests have completed afterwards. Collective."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free the memory; views must not be used afterwards. Collective."""
+
+    def _near(self, rank: int, values: Tensor, start: int) -> Tensor | None:
+        """Return the elements if their owner is on this node; raise ``UsageError`` for elements out of range."""
+        end = start + values.numel()
+        self._check(rank, values, start, end)
+        near = self.view(rank)
+        return None if near is None else near[start:end]
+
+    def _near_rows(self, rank: int, values: Tensor, rows: Tensor, start: int) -> Tensor | None:
+        """Return the rows from ``start`` to the last requested one if their owner is on this node."""
+        if values.dim() != 2 or rows.dtype is not torch.int64 or rows.shape != values.shape[:1]:
+            raise UsageError(f"values of shape {tuple(values.shape)} and rows of {tuple(rows.shape)}: one is for each")
+        first, last = (int(rows.min()), int(rows.max()) + 1) if rows.numel() else (0, 0)
+        if first < 0:
+            raise UsageError(f"row {first} of rank {rank}: rows count from 0")
+        width = values.shape[1]
+        end = start + last * width
+        self._check(rank, values, start, end)
+        near = self.view(rank)
+        return None if near is None else near[start:end].view(last, width)
+
+    def _check(self, rank: int, values: Tensor, start: int, end: int) -> None:
+        if not 0 <= rank < len(self.lengths) or not 0 <= start <= end <= self.lengths[rank]:
+            raise UsageError(f"elements {start} to {end} of rank {rank}: there are {_tell(self.lengths, rank)}")
+        if values.dtype is not self.dtype or not values.is_contiguous() or values.device.type != "cpu":
+            raise UsageError(f"exposed memory holds {self.dtype}: give a contiguous tensor of it on the host")
+
+
+def _tell(lengths: Sequence[int], rank: int) -> str:
+    return f"{lengths[rank]}" if 0 <= rank < len(lengths) else f"{len(lengths)} ranks"
+
+
+# Mutual exclusion on a rank's remote memory ---------------------------------------------------------------------------
+
+
+WORDS = 3  # counters of the owner per lock
+_NEXT, _SERVED, _HOLDER = range(WORDS)
+
+
+class Lock:
+    """One lock per rank's memory; ``first`` is the index of its first counter."""
+
+    def __init__(self, exposed: RemoteMemory, first: int = 0) -> None:
+        self._exposed, self._first = exposed, first
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[int]:
+        """Exclude all other ranks from a rank's memory for the ``with`` block.
+
+        Yields the number of previous holders. Raises ``DeadlineError``, which names the current
+        holder, if the lock is not acquired in time.
+        """
+        ticket = self._word(rank, _NEXT, 1)
+        operation = f"the lock of rank {rank}'s memory"
+        with waiting(operation):
+            until(lambda: self._served(rank) >= ticket, operation, lambda: self._late(rank, operation), SPINS, period=1)
+        holder = self._exposed.rank + 1
+        self._word(rank, _HOLDER, holder)  # the previous holder reset it to 0
+        try:
+            yield ticket
+        finally:
+            self._word(rank, _HOLDER, -holder)
+            self._word(rank, _SERVED, 1)
+
+    def _served(self, rank: int) -> int:
+        self._exposed.progress()
+        return self._word(rank, _SERVED, 0)
+
+    def _late(self, rank: int, operation: str) -> str:
+        holder = self._word(rank, _HOLDER, 0) - 1
+        who = f"held by rank {holder}" if holder >= 0 else "no current holder"
+        return f"{operation}: timed out after {timeout_seconds():g} s (HPCTRAIN_TIMEOUT); {who}"
+
+    def _word(self, rank: int, which: int, amount: int) -> int:
+        return self._exposed.fetch_add(rank, self._first + which, amount)
+
+
+# Remote memory of a world of one rank, which accesses its own memory --------------------------------------------------
+
+
+class LocalMemory(RemoteMemory):
+    """Remote memory of one rank, without MPI."""
+
+    name = "alone"
+    rank = 0
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
+        self.lengths, self.dtype = list(lengths), dtype
+        self._memory = torch.zeros(lengths[0], dtype=dtype)
+        self._words = [0] * words
+
+    def view(self, rank: int) -> Tensor | None:
+        """Return the memory."""
+        return self._memory
+
+    def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
+        """Add to a counter, and return its previous value."""
+        before = self._words[word]
+        self._words[word] += amount
+        return before
+
+    def barrier(self) -> None:
+        """Return immediately: there is no other rank."""
+
+    def free(self) -> None:
+        """Release the memory."""
+        self._memory = torch.empty(0, dtype=self.dtype)
+
+    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
+        raise CommunicationError("a world of one rank has no other node")
+
+    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+        raise CommunicationError("a world of one rank has no other node")

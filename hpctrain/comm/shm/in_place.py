@@ -1,0 +1,147 @@
+"""Collectives on tensors in place: every rank maps all buffers of its node, so no data are sent.
+
+Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, one
+block at a time, and writes the result back into all of them; all ranks finish. Each rank accesses
+2 S bytes (S read, S written) for any number of ranks p, whereas a ring moves 2 S (p-1)/p through
+memory four times. Cost: two synchronisations + 2 S / B, with B the streaming rate of one core. The
+synchronisations are those of ``transport.window``, so the operation can remain in progress
+(``node.queue``).
+
+The other collectives follow the same pattern, and each keeps all p cores of the node busy:
+
+* reduce: as above, but slice r is written to the root's buffer only. 2 S/p + S (p-1)/p bytes per
+  rank.
+* reduce_scatter: rank r reduces slice r of all buffers into its own share. S read, S/p written per
+  rank.
+* all_gather: every rank copies its share into all other buffers, 2 S (p-1)/p bytes per rank. If all
+  shares are in one common tensor, it copies nothing.
+* broadcast: rank r copies slice r of the root's buffer to all others, S/p read and S (p-1)/p
+  written per rank.
+
+The functions of this module return one rank's part of an operation (``node.queue.Share``), bound to
+the views that it needs: creating these costs more than reducing a small tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_straight
+from hpctrain.comm.shm.progress import Share
+from hpctrain.comm.transport.base import Recordable
+
+ALIGN = 64  # bytes: slices end on cache lines, to avoid false sharing between ranks
+
+
+Raw = npt.NDArray[np.uint8]
+copyto = np.copyto  # costs half as much per call as torch's copy
+
+
+def raw(tensor: Tensor) -> Raw:
+    """Return the bytes of a contiguous host tensor as an array, for copies."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def bounds(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
+    """Return the start and the end of a rank's slice."""
+    align = max(ALIGN // itemsize, 1)
+    share = -(-numel // (size * align)) * align
+    low = min(rank * share, numel)
+    return low, min(low + share, numel)
+
+
+class WindowShares:
+    """Work of local rank ``rank`` of ``size``; ``views`` are one tensor, as seen in every local rank's buffer."""
+
+    def __init__(self, rank: int, size: int, counted: Recordable, reducer: Reducer) -> None:
+        self.rank = rank
+        self.size = size
+        self.reducer = reducer
+        self._counted = counted
+
+    def all_reduce(self, views: Sequence[Tensor], op: str) -> Share:
+        """Reduce this rank's slice and write the result into all buffers."""
+        pieces = self.slices(views)
+        own = pieces[self.rank]
+        others = [piece for piece in pieces if piece is not own]
+        return self._reducing(pieces, op, own, others, len(others) * own.nbytes)
+
+    def reduce(self, views: Sequence[Tensor], op: str, root: int) -> Share:
+        """Reduce this rank's slice and write the result into the root's buffer."""
+        pieces = self.slices(views)
+        return self._reducing(pieces, op, pieces[root], [], 0 if root == self.rank else pieces[root].nbytes)
+
+    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> Share:
+        """Reduce this rank's slice, of ``out.numel()`` elements, into ``out``."""
+        low = self.rank * out.numel()
+        return self._reducing([view[low : low + out.numel()] for view in views], op, out, [], 0)
+
+    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Share:
+        """Copy this rank's tensor to its position in every local rank's ``out``."""
+        low = self.rank * tensor.numel()
+        places = [out[low : low + tensor.numel()] for out in outs]
+        # Each rank starts with a different target, so that no two ranks write into the same memory
+        # at once.
+        return self.copying([(tensor, places[self.rank :] + places[: self.rank])])
+
+    def broadcast(self, views: Sequence[Tensor], root: int) -> Share:
+        """Copy this rank's slice of the root's buffer into all others."""
+        pieces = self.slices(views)
+        return self.copying([(pieces[root], [piece for rank, piece in enumerate(pieces) if rank != root])])
+
+    # Building blocks, also used by operations over several nodes ------------------------------------------------------
+
+    def slices(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's slice of every view."""
+        low, high = bounds(views[0].numel(), views[0].itemsize, self.rank, self.size)
+        return [view[low:high] for view in views]
+
+    def _reducing(
+        self, pieces: Sequence[Tensor], op: str, target: Tensor, others: Sequence[Tensor], nbytes: int
+    ) -> Share:
+        """Return a part that reduces pieces into a target and copies the target to others, block by block."""
+        reduce_block, scratch, scale = self.reducer.reduce_block, self.reducer.scratch, average_scale(op, self.size)
+        straight = reduces_straight(target.dtype, op, len(pieces))
+        rows = zip(*(torch.split(tensor, BLOCK) for tensor in (*pieces, target, *others)))
+        blocks = [
+            (row[: self.size], row[self.size], raw(row[self.size]), [raw(copy) for copy in row[self.size + 1 :]])
+            for row in rows
+        ]
+
+        def share() -> None:
+            for block, goal, source, copies in blocks:
+                result = goal if straight else scratch(goal.dtype, goal.numel())
+                reduce_block(block, op, result, scale)
+                if not straight:
+                    goal.copy_(result)
+                for copy in copies:
+                    copyto(copy, source)
+            self.count(nbytes)
+
+        return share
+
+    def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Share:
+        """Return a part that copies each source to its targets, block by block."""
+        moves: list[tuple[Raw, Raw]] = []
+        for source, targets in copies:
+            others = [target for target in targets if target.data_ptr() != source.data_ptr()]
+            for block, *places in zip(torch.split(source, BLOCK), *(torch.split(target, BLOCK) for target in others)):
+                moves += [(raw(place), raw(block)) for place in places]
+        nbytes = sum(place.nbytes for place, _ in moves)
+
+        def share() -> None:
+            for place, block in moves:
+                copyto(place, block)
+            self.count(nbytes)
+
+        return share
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were written into node memory."""
+        if self._counted.recorder is not None:
+            self._counted.recorder.count("window", nbytes)

@@ -1,0 +1,206 @@
+"""Collectives of private tensors, staged through node memory in pieces that fit the cores' caches.
+
+Note: the staging pipeline of a node. Each rank has two slots of node memory, which alternate. Per
+piece, a rank fills its slot with the data that the others need. All arrive, each does its work on
+the slots, all finish. If results remain in the slots, each rank then copies them out. A rank fills
+one slot before it empties the other, so ranks may be half a piece apart.
+
+Why two slots suffice: a slot is refilled only after all have finished the piece that it contained.
+Results are written only after all have arrived at the next piece but one, and each rank arrives
+there after it has emptied the slot. After the last piece all ranks register once more, without
+waiting.
+
+Slots are read from the caches. Main memory traffic is only that of the tensor itself, 2 S per rank
+as in a window; about as many bytes move from cache to cache. Cost: two synchronisations per piece +
+2 S / B + 2 S (p-1)/p / C, with B the streaming rate of a core from memory and C from the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_straight
+from hpctrain.comm.shm.in_place import ALIGN
+from hpctrain.comm.shm.progress import NodeQueue
+from hpctrain.comm.transport.waiting import waiting
+
+SLOT = 2**18  # bytes: two slots and the buffer for their reduction fit a core's second-level cache
+
+Parts = Sequence[Tensor]
+Way = Callable[[], object]
+_Turn = Callable[[int, Sequence[Parts]], None]  # arguments: number of the piece, and the slots of all ranks, in parts
+
+
+class StagedCollectives:
+    """Blocking collectives of flat tensors in any host memory, on one node only.
+
+    Methods return a prepared call, whose views are created once and reused.
+    """
+
+    def __init__(self, queue: NodeQueue, reducer: Reducer) -> None:
+        self._queue = queue
+        self._memory = queue.memory
+        self._reducer = reducer
+        self._rank, self._size = queue.memory.rank, queue.memory.size
+        buffer, offset = queue.memory.allocate(2 * SLOT)
+        self._halves = [buffer.views(offset + half * SLOT, SLOT, torch.uint8) for half in (0, 1)]
+        self._parts: dict[tuple[torch.dtype, int], list[list[Parts]]] = {}
+        self._used = [0, 0]  # sequence number of the last operation that used each slot
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Way:
+        """Return a prepared call that reduces over all ranks, in place."""
+        share = self._share(tensor.dtype)
+        mine = _padded(torch.split(tensor, share), self._size)
+        me, size = self._rank, self._size
+
+        def fill(number: int, slots: Sequence[Parts]) -> None:
+            for rank in range(size):
+                if rank != me:
+                    _put(slots[me][rank], mine[number * size + rank])
+
+        def work(number: int, slots: Sequence[Parts]) -> None:
+            own = mine[number * size + me]
+            self._reduce(own, slots, own, op)
+            _put(slots[me][me], own)
+
+        def empty(number: int, slots: Sequence[Parts]) -> None:
+            for rank in range(size):
+                if rank != me:
+                    _get(mine[number * size + rank], slots[rank][rank])
+
+        return self._way("all_reduce", len(mine) // size, self._slots(tensor.dtype, size), fill, work, empty)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Way:
+        """Return a prepared call that reduces over all ranks and stores this rank's share in ``out``."""
+        share = self._share(tensor.dtype)
+        mine, results = [torch.split(part, share) for part in tensor.view(self._size, -1)], torch.split(out, share)
+        me = self._rank
+
+        def fill(number: int, slots: Sequence[Parts]) -> None:
+            for rank, parts in enumerate(mine):
+                if rank != me:
+                    _put(slots[me][rank], parts[number])
+
+        def work(number: int, slots: Sequence[Parts]) -> None:
+            self._reduce(results[number], slots, mine[me][number], op)
+
+        return self._way("reduce_scatter", len(results), self._slots(tensor.dtype, self._size), fill, work)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Way:
+        """Return a prepared call that concatenates the tensors of all ranks in ``out``."""
+        step = SLOT // tensor.itemsize
+        mine, places = torch.split(tensor, step), [torch.split(part, step) for part in out.view(self._size, -1)]
+
+        def fill(number: int, slots: Sequence[Parts]) -> None:
+            _put(slots[self._rank][0], mine[number])
+
+        def work(number: int, slots: Sequence[Parts]) -> None:
+            for rank, parts in enumerate(places):
+                if rank != self._rank:
+                    _get(parts[number], slots[rank][0])
+                elif parts[number].data_ptr() != mine[number].data_ptr():
+                    parts[number].copy_(mine[number])
+
+        return self._way("all_gather", len(mine), self._slots(tensor.dtype, 1), fill, work)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Way:
+        """Return a prepared call that copies the root's tensor to all ranks."""
+        mine = torch.split(tensor, SLOT // tensor.itemsize)
+
+        def fill(number: int, slots: Sequence[Parts]) -> None:
+            if self._rank == root:
+                _put(slots[root][0], mine[number])
+
+        def work(number: int, slots: Sequence[Parts]) -> None:
+            if self._rank != root:
+                _get(mine[number], slots[root][0])
+
+        return self._way("broadcast", len(mine), self._slots(tensor.dtype, 1), fill, work)
+
+    # Implementation ---------------------------------------------------------------------------------------------------
+
+    def _way(
+        self,
+        operation: str,
+        pieces: int,
+        slots: Sequence[Sequence[Parts]],
+        fill: _Turn,
+        work: _Turn,
+        empty: _Turn | None = None,
+    ) -> Way:
+        return lambda: self._run(operation, pieces, slots, fill, work, empty)
+
+    def _run(
+        self,
+        operation: str,
+        pieces: int,
+        slots: Sequence[Sequence[Parts]],
+        fill: _Turn,
+        work: _Turn,
+        empty: _Turn | None,
+    ) -> None:
+        self._queue.drain()
+        memory, number = self._memory, 0
+        with waiting(operation):
+            for piece in range(pieces):
+                half = piece % 2
+                memory.await_finished(self._used[half], operation)
+                fill(piece, slots[half])
+                before, number = number, memory.arrive()
+                if empty is not None and piece:
+                    memory.await_finished(before, operation)
+                    empty(piece - 1, slots[1 - half])
+                memory.await_arrived(number, operation)
+                work(piece, slots[half])
+                memory.finish(number)
+                self._used[half] = number
+            if empty is not None:
+                memory.await_finished(number, operation)
+                empty(pieces - 1, slots[(pieces - 1) % 2])
+            last = memory.arrive()
+            memory.finish(last)
+            self._used = [last, last]
+
+    def _reduce(self, out: Tensor, slots: Sequence[Parts], own: Tensor, op: str) -> None:
+        """Reduce this rank's part of all slots into ``out``; its own data replace those of its own slot."""
+        me, numel = self._rank, out.numel()
+        pieces = [own if rank == me else _cut(parts[me], numel) for rank, parts in enumerate(slots)]
+        straight = reduces_straight(out.dtype, op, self._size)
+        result = out if straight else self._reducer.scratch(out.dtype, numel)
+        self._reducer.reduce_block(pieces, op, result, average_scale(op, self._size))
+        if not straight:
+            out.copy_(result)
+
+    def _share(self, dtype: torch.dtype) -> int:
+        """Return the number of elements of a slot that one rank works on: whole cache lines, at most a block."""
+        return min(SLOT // self._size // ALIGN * ALIGN // dtype.itemsize, BLOCK)
+
+    def _slots(self, dtype: torch.dtype, parts: int) -> list[list[Parts]]:
+        """Return both slots of every rank, split into ``parts``."""
+        found = self._parts.get((dtype, parts))
+        if found is None:
+            step = self._share(dtype) if parts > 1 else SLOT // dtype.itemsize
+            found = self._parts[dtype, parts] = [
+                [torch.split(slot.view(dtype), step) for slot in half] for half in self._halves
+            ]
+        return found
+
+
+def _padded(parts: Sequence[Tensor], size: int) -> Sequence[Tensor]:
+    """Return the parts, padded with empty ones so that every piece has one part per rank."""
+    return [*parts, *[parts[0][:0]] * (-len(parts) % size)]
+
+
+def _cut(slot: Tensor, numel: int) -> Tensor:
+    return slot if slot.numel() == numel else slot[:numel]
+
+
+def _put(slot: Tensor, part: Tensor) -> None:
+    _cut(slot, part.numel()).copy_(part)
+
+
+def _get(part: Tensor, slot: Tensor) -> None:
+    part.copy_(_cut(slot, part.numel()))

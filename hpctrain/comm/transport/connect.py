@@ -1,0 +1,112 @@
+"""Creation of the world transport: MPI if a launcher started this process, a single rank otherwise."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster import shared_memory
+from hpctrain.cluster.launcher import Launch, detect, ended_early
+from hpctrain.cluster.promise import check_language, check_promise
+from hpctrain.comm.transport.base import Transport
+from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.waiting import timeout_seconds
+from hpctrain.errors import LaunchError
+from hpctrain.log import logger
+
+RDMA_DEVICES = Path("/sys/class/infiniband")  # also RoCE, Omni-Path and EFA
+
+
+def connect(comm: Any = None) -> tuple[Transport, Launch]:
+    """Return the transport of the world and the launcher's description of it.
+
+    ``comm`` is an mpi4py communicator to use instead of ``COMM_WORLD``. Without ``comm`` and
+    without a launcher, MPI is not imported. Raises ``LaunchError`` if the launcher started more
+    ranks than MPI reports.
+    """
+    launch = detect(os.environ)
+    if comm is None and launch.kind == "none":
+        return SingleTransport(), launch
+    check_language(launch, os.environ)
+    leave_out_unusable(os.environ)
+    _check_node_memory(launch)
+    if ended := ended_early(launch):
+        raise LaunchError(
+            f"{ended} of {launch.local_size} ranks on {socket.gethostname()} ended before MPI_Init: see what they "
+            "printed, and that every rank calls hpctrain.init()"
+        )
+    try:
+        with warnings.catch_warnings(), _deadline(timeout_seconds()):
+            # mpi4py guesses this problem from the environment on every rank. check_promise detects
+            # it reliably and reports it once.
+            warnings.filterwarnings("ignore", "\\s*suspicious MPI execution environment", RuntimeWarning)
+            from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        check_promise(launch, 1, None, reason=str(error))
+        return SingleTransport(), launch
+
+    check_promise(launch, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
+    from hpctrain.comm.transport.mpi import MpiTransport
+
+    return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch
+
+
+def _check_node_memory(launch: Launch) -> None:
+    """Remove left-over files of dead jobs in /dev/shm; raise ``LaunchError`` if MPI_Init would die there of SIGBUS."""
+    if not launch.local_rank:
+        removed = shared_memory.remove_left_over()
+        if removed:
+            text = "removed %d segments (%.1f MiB) that dead MPI jobs of this user left in %s"
+            logger.info(text, len(removed), sum(one.nbytes for one in removed) / 2**20, shared_memory.FOLDER)
+    free, wanted = shared_memory.free_bytes(), shared_memory.STARTING * ((launch.local_size or 1) + 1)
+    if launch.kind == "openmpi":
+        wanted += shared_memory.STARTING_OPENMPI
+    if free is not None and free < wanted:
+        raise LaunchError(
+            f"{shared_memory.FOLDER} has {free / 2**20:,.1f} MiB left, MPI needs at least {wanted / 2**20:,.0f} MiB to "
+            f"start; {shared_memory.ENLARGE}, or remove files there"
+        )
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Terminate this process with a stack trace if MPI_Init waits too long for ranks that died before reaching it.
+
+    MPI_Init holds the GIL, so a Python thread could not do this. Launchers end a job if one of its
+    processes dies in MPI_Init.
+    """
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+    except (OSError, RuntimeError, ValueError):  # stderr is closed or has no file descriptor
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def leave_out_unusable(environ: MutableMapping[str, str], devices: Path = RDMA_DEVICES) -> None:
+    """Exclude UCX from Open MPI's one-sided components on a node without a network that UCX supports for windows.
+
+    On such a node Open MPI 5 skips ``osc/ucx`` anyway, but prints an error on every rank for every
+    window. The variable is not set on a node with such a device, or if the user has configured
+    ``osc`` or UCX: over InfiniBand ``osc/ucx`` may be the only component with remote memory access
+    that needs no help of the target. Other MPI libraries ignore the variable. It takes effect only
+    before ``MPI_Init``.
+    """
+    try:
+        found = any(devices.iterdir())
+    except OSError:
+        found = False
+    chosen = any(name in environ for name in ("OMPI_MCA_osc", "OMPI_MCA_pml"))
+    chosen = chosen or any(name.startswith(("OMPI_MCA_osc_ucx_", "OMPI_MCA_pml_ucx_")) for name in environ)
+    if not found and not chosen:
+        environ["OMPI_MCA_osc"] = "^ucx"

@@ -1,0 +1,153 @@
+"""Heartbeats of the ranks of a node in shared memory: which rank waits in which operation, and which is late.
+
+Note: a page without dependencies. Each rank has a record in node memory that only this rank writes
+and all ranks read. No function here sends a message or waits, so the page works while MPI hangs,
+from any thread. Ranks of other nodes are not visible.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from hpctrain.comm.rma.emulated import serve
+from hpctrain.comm.transport import window
+
+LINE = 128  # bytes per rank: two cache lines, because processors fetch lines in pairs
+_CLAIM, _STACKS, _NAME = 0, 8, 40  # offsets in a record; between them are beat and since
+_BEAT = struct.Struct("qq")
+_BEAT_AT = 16
+_NAME_BYTES = LINE - _NAME
+STALE = 3.0  # seconds without a heartbeat after which a rank is stopped, or holds the GIL
+
+
+@dataclass(frozen=True)
+class HeartbeatRow:
+    """Last heartbeat of one rank: it had waited ``waited`` seconds in ``operation`` (empty if it did not wait)."""
+
+    rank: int
+    operation: str
+    waited: float
+    silent: float  # seconds since the heartbeat
+
+    @property
+    def late(self) -> bool:
+        """Return whether others may be waiting for this rank."""
+        return not self.operation or self.silent > STALE
+
+    def __str__(self) -> str:
+        if self.silent > STALE:
+            return f"rank {self.rank} has not responded for {self.silent:.0f} s"
+        if not self.operation:
+            return f"rank {self.rank} is in no collective"
+        return f"rank {self.rank} waits in {self.operation}"
+
+
+class Heartbeat:
+    """Heartbeat page of the ranks of this node. Construction is collective over ``comm``.
+
+    Raises ``NoSpaceError`` on all ranks of a node that has no space for it in /dev/shm.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+        assert isinstance(node, MPI.Intracomm), "a part of a world is no intercommunicator"
+        self._node = node
+        self._me = node.Get_rank()
+        self._ranks: list[int] = node.allgather(comm.Get_rank())
+        self._window = window.reserve_window(node, LINE, lambda here: node.allreduce(here, MPI.LAND))
+        memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(node.Get_size())]
+        self._lines = [memoryview(line) for line in memory]
+        self._lines[self._me][:] = bytes(LINE)
+        self.beat("", 0.0)
+        node.Barrier()
+
+    def claim(self, seconds: float) -> bool:
+        """Return whether this rank is the first of its node to claim the end of the job; block for ``seconds``."""
+        stamp = time.monotonic_ns()  # one clock for all processes of a node
+        self._put(_CLAIM, stamp)
+        time.sleep(seconds)
+        rivals = [(self._get(rank, _CLAIM), rank) for rank in range(len(self._lines))]
+        return min(rival for rival in rivals if rival[0]) == (stamp, self._me)
+
+    def beat(self, operation: str, waited: float) -> None:
+        """Publish a heartbeat: this rank is alive, and has waited this long in this operation."""
+        now = time.monotonic_ns()
+        line = self._lines[self._me]
+        _BEAT.pack_into(line, _BEAT_AT, now, now - int(waited * 1e9))
+        line[_NAME:] = operation.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+
+    def look(self) -> list[HeartbeatRow]:
+        """Return the last heartbeats of this node's ranks, in rank order."""
+        now, found = time.monotonic_ns(), []
+        for rank, line in zip(self._ranks, self._lines):
+            beat, since = _BEAT.unpack_from(line, _BEAT_AT)
+            operation = bytes(line[_NAME:]).partition(b"\0")[0].decode(errors="replace")
+            found.append(HeartbeatRow(rank, operation, (beat - since) / 1e9, (now - beat) / 1e9))
+        return found
+
+    def ask_for_stacks(self) -> None:
+        """Ask all ranks of this node to print the stacks of their threads."""
+        self._put(_STACKS, 1)
+
+    def stacks_wanted(self) -> bool:
+        """Return whether any rank of this node has asked for stacks."""
+        return any(self._get(rank, _STACKS) for rank in range(len(self._lines)))
+
+    def _put(self, place: int, value: int) -> None:
+        struct.pack_into("q", self._lines[self._me], place, value)
+
+    def _get(self, rank: int, place: int) -> int:
+        value: int = struct.unpack_from("q", self._lines[rank], place)[0]
+        return value
+
+
+# Exit notices between ranks, on a separate communicator ---------------------------------------------------------------
+
+
+GRACE = 1.0  # seconds within which all ranks of a regular job reach its end
+
+
+class ExitNotifier:
+    """Exit notifier with its own communicator.
+
+    Construction is collective over ``comm``. It needs MPI with THREAD_MULTIPLE: notices are read
+    from a second thread.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm.Dup()
+        self._left: set[int] = set()
+        self._told = False
+
+    def leave(self) -> None:
+        """Return when all ranks leave; if that takes longer than ``GRACE``, notify the others first.
+
+        Meanwhile, serve ranks that still access memory of this rank.
+        """
+        together = self._comm.Ibarrier()
+        deadline = time.monotonic() + GRACE
+        while not together.Test():
+            serve()
+            if not self._told and time.monotonic() > deadline:
+                self._tell()
+            time.sleep(0.001)
+
+    def who_left(self) -> list[int]:
+        """Return the ranks whose exit notice has arrived, in order."""
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
+            source = status.Get_source()
+            self._comm.Recv([None, 0, MPI.BYTE], source, 0)
+            self._left.add(source)
+        return sorted(self._left)
+
+    def _tell(self) -> None:
+        self._told = True
+        for rank in range(self._comm.Get_size()):
+            if rank != self._comm.Get_rank():
+                self._comm.Isend([None, 0, MPI.BYTE], rank, 0).Free()

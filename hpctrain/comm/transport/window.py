@@ -1,0 +1,312 @@
+"""Space in /dev/shm for node-shared memory: checked before allocation, and reserved immediately.
+
+MPI libraries create files there and map them. tmpfs allocates a page when it is first touched; if
+no page is left, the process dies of SIGBUS. Containers have 64 MiB by default. Therefore the space
+is checked before each window is created. Each rank then populates all pages of its part by a system
+call that returns an error instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.cluster.shared_memory import ENLARGE, FOLDER, free_bytes
+from hpctrain.comm.transport.base import Recordable
+from hpctrain.comm.transport.mpi import MpiTransport
+from hpctrain.comm.transport.waiting import CROWDED_SPINS, SPINS, SpinWait, timeout_seconds, until
+from hpctrain.errors import CommunicationError, DeadlineError
+from hpctrain.util import atomic
+
+SLACK = 2**20  # bytes that an MPI library may need for itself per window
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+
+
+class NoSpaceError(CommunicationError):
+    """Too little shared memory for a request; raised on all ranks that made the request."""
+
+
+def missing_space(nbytes: int) -> NoSpaceError | None:
+    """Return the error of a request for more memory than /dev/shm has left; None if there is enough."""
+    free = free_bytes()
+    if free is None or free >= nbytes + SLACK:
+        return None
+    wanted = (nbytes + SLACK) / 2**20
+    left = f"{FOLDER} has {free / 2**20:,.1f} MiB left, {wanted:,.1f} MiB of node memory are needed"
+    return NoSpaceError(f"{left}; {ENLARGE}")
+
+
+def reserve_window(node: MPI.Intracomm, nbytes: int, agree: Callable[[bool], bool]) -> MPI.Win:
+    """Return a window of ``nbytes`` for this rank, with all pages populated. Collective.
+
+    ``agree`` is a logical AND over all ranks that must get memory together. Raises ``NoSpaceError``
+    on all of them if one of them gets no memory.
+    """
+    total = node.allreduce(nbytes)
+    missing = missing_space(total)
+    if not agree(missing is None):
+        raise missing or NoSpaceError(f"{FOLDER} of another node or rank has too little space left; {ENLARGE}")
+    made, reason = None, ""
+    try:
+        made = MPI.Win.Allocate_shared(nbytes, 1, comm=node)
+    except MPI.Exception as error:
+        reason = str(error).splitlines()[0]
+    if agree(made is not None and populate(made.Shared_query(node.rank)[0])):
+        assert made is not None, "all ranks have a window"
+        return made
+    # All ranks of a window must free it together. If one rank has none, the window is left to MPI's
+    # clean-up at exit.
+    if node.allreduce(int(made is not None)) == node.size:
+        assert made is not None, "all ranks of this node have a window"
+        made.Free()
+    why = reason or f"{FOLDER} has {(free_bytes() or 0) / 2**20:,.1f} MiB left"
+    raise NoSpaceError(f"cannot get {total / 2**20:,.1f} MiB of node memory: {why}; {ENLARGE}")
+
+
+def populate(memory: MPI.buffer) -> bool:
+    """Populate all pages of mapped memory; return whether there was space for them.
+
+    The pages are on the caller's NUMA node, as after a first touch. Before Linux 5.14 the space of
+    the mapped file is reserved instead; if the file was unlinked, the check by ``free_bytes`` must
+    suffice.
+    """
+    if not memory.nbytes:
+        return True
+    begin = memory.address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = memory.address + memory.nbytes - begin
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+        return True
+    if ctypes.get_errno() == errno.EINVAL:
+        return _reserve(begin, length)
+    return ctypes.get_errno() not in (errno.EFAULT, errno.ENOMEM)
+
+
+def _reserve(begin: int, length: int) -> bool:
+    """Reserve the space in the file that is mapped at an address; return False if there is not enough."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        first, last = (int(number, 16) for number in fields[0].split("-"))
+        if first <= begin < last:
+            try:
+                handle = atomic.reopen(fields[5] if len(fields) == 6 else "")
+            except OSError:
+                return True
+            try:
+                os.posix_fallocate(handle, int(fields[2], 16) + begin - first, min(length, last - begin))
+            except OSError as error:
+                return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+            finally:
+                os.close(handle)
+    return True
+
+
+# Node-shared memory: every rank maps the buffers of all ranks of its node ---------------------------------------------
+
+
+PAGE = 4096
+SLAB = 2**20  # requests below this share a window, because MPI libraries have few windows
+LINE = 16  # int64s: two cache lines per counter, because processors fetch lines in pairs
+
+# x86-64 makes stores visible to other cores in program order; other processors need a fence.
+_ORDERED = platform.machine() in ("x86_64", "AMD64")
+
+
+@dataclass(frozen=True)
+class NodeBuffer:
+    """One allocation: the bytes of every local rank, as uint8 tensors that all ranks map.
+
+    In a ``common`` buffer these are the same bytes for all ranks.
+    """
+
+    ranks: list[Tensor]
+    addresses: list[int]
+    common: bool = False
+
+    def views(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return the same segment of every rank's buffer, at ``offset`` bytes."""
+        nbytes = numel * dtype.itemsize
+        return [part[offset : offset + nbytes].view(dtype) for part in self.ranks]
+
+
+class NodeMemory(Recordable):
+    """Memory that the ranks of one node share, and the counters by which they synchronise."""
+
+    def __init__(
+        self, transport: MpiTransport, *, crowded: bool = False, everyone: MpiTransport | None = None
+    ) -> None:
+        """Create the counters. Collective.
+
+        The ranks of ``everyone`` get memory together, or all of them raise ``NoSpaceError``.
+        """
+        self.spins = CROWDED_SPINS if crowded else SPINS
+        self.rank = transport.rank
+        self.size = transport.size
+        self._transport = transport
+        self._everyone = (everyone or transport).comm
+        self._windows: list[MPI.Win] = []
+        self._buffers: list[NodeBuffer] = []
+        self._slab: NodeBuffer | None = None
+        self._slab_used = 0
+        self._fence: Callable[[], None] | None = None
+        control = self._map(2 * LINE * 8)
+        if not _ORDERED:
+            self._windows[0].Lock_all(MPI.MODE_NOCHECK)  # a window may be synchronised inside an epoch only
+            self._fence = self._windows[0].Sync
+        counters = [memoryview(part.numpy().data).cast("q") for part in control.ranks]
+        for counter in counters:
+            counter[0] = counter[LINE] = 0
+        transport.barrier()
+        self._counters = counters
+        self._started = 0
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> tuple[NodeBuffer, int]:
+        """Return a buffer and the offset of ``nbytes`` zeroed bytes per rank in it. Collective.
+
+        All ranks pass the same size. The memory remains valid until ``free``: ranks drop tensors at
+        different times, and unmapping is collective.
+        """
+        rounded = -(-nbytes // 64) * 64
+        if rounded >= SLAB:
+            return self._map(rounded), 0
+        if self._slab is None or self._slab_used + rounded > SLAB:
+            self._slab, self._slab_used = self._map(SLAB), 0
+        offset, self._slab_used = self._slab_used, self._slab_used + rounded
+        return self._slab, offset
+
+    def allocate_common(self, nbytes: int) -> NodeBuffer:
+        """Return ``nbytes`` zeroed bytes that all ranks share; all ranks pass the same size. Collective."""
+        paged = -(-nbytes // PAGE) * PAGE
+        part = _tensor(self._window(paged if self.rank == 0 else 0).Shared_query(0)[0], paged)
+        # Each rank touches its share first, so that the pages are on its own NUMA node.
+        share = -(-paged // PAGE // self.size) * PAGE
+        part[self.rank * share : (self.rank + 1) * share].zero_()
+        buffer = NodeBuffer([part] * self.size, [part.data_ptr()] * self.size, common=True)
+        self._buffers.append(buffer)
+        self._transport.barrier()
+        return buffer
+
+    def find(self, tensor: Tensor) -> tuple[NodeBuffer, int] | None:
+        """Return the buffer that contains a tensor and its offset in bytes; None for private memory."""
+        address = tensor.data_ptr()
+        for buffer in self._buffers:
+            offset = address - buffer.addresses[self.rank]
+            if 0 <= offset < buffer.ranks[self.rank].numel():
+                return buffer, offset
+        return None
+
+    def number_of(self, buffer: NodeBuffer) -> int:
+        """Return the index of a buffer, the same on all ranks."""
+        return next(number for number, other in enumerate(self._buffers) if other is buffer)
+
+    def free(self) -> None:
+        """Unmap all memory; its tensors must not be used afterwards. Collective."""
+        self._buffers.clear()
+        self._slab = None
+        for counter in self._counters:
+            counter.release()
+        if self._fence is not None:
+            self._windows[0].Unlock_all()
+        for window in self._windows:
+            window.Free()
+        self._windows.clear()
+        self._transport.free()
+
+    def _map(self, nbytes: int) -> NodeBuffer:
+        # Whole pages, so that each page has one owner, which touches it first and gets it on its
+        # own NUMA node.
+        paged = -(-nbytes // PAGE) * PAGE
+        window = self._window(paged)
+        ranks = [_tensor(window.Shared_query(rank)[0], paged) for rank in range(self.size)]
+        ranks[self.rank].zero_()
+        buffer = NodeBuffer(ranks, [part.data_ptr() for part in ranks])
+        if len(self._windows) > 1:
+            self._buffers.append(buffer)
+        self._transport.barrier()
+        return buffer
+
+    def _window(self, nbytes: int) -> MPI.Win:
+        made = reserve_window(self._transport.comm, nbytes, lambda here: self._everyone.allreduce(here, MPI.LAND))
+        self._windows.append(made)
+        return made
+
+    # Synchronisation --------------------------------------------------------------------------------------------------
+
+    def arrive(self) -> int:
+        """Announce that this rank's data of the next operation are in memory; return the operation's number."""
+        self._started += 1
+        if self._fence is not None:
+            self._fence()
+        self._counters[self.rank][0] = self._started
+        return self._started
+
+    def finish(self, number: int) -> None:
+        """Announce that this rank has done its part of an operation, and of all earlier ones."""
+        if self._fence is not None:
+            self._fence()
+        self._counters[self.rank][LINE] = number
+
+    def fence(self) -> None:
+        """Order memory accesses: publish earlier writes of this rank, or make those of others visible."""
+        if self._fence is not None:
+            self._fence()
+
+    def all_arrived(self, number: int) -> bool:
+        """Return whether every rank's data of an operation are in memory."""
+        return self._reached(number, 0)
+
+    def all_finished(self, number: int) -> bool:
+        """Return whether every rank has done its part of an operation."""
+        return self._reached(number, LINE)
+
+    def await_arrived(self, number: int, operation: str) -> None:
+        """Wait until every rank's data of an operation are in memory; ``DeadlineError`` names late ranks."""
+        self._await(0, number, operation)
+
+    def await_finished(self, number: int, operation: str) -> None:
+        """Wait until every rank has done its part of an operation; ``DeadlineError`` names late ranks."""
+        self._await(LINE, number, operation)
+
+    def wait(self, ready: Callable[[], bool], operation: str, number: int) -> None:
+        """Poll until ``ready()``; at the deadline raise ``DeadlineError``, which names the late ranks."""
+        until(ready, operation, lambda: self._late(operation, number), self.spins)
+
+    def _await(self, which: int, number: int, operation: str) -> None:
+        for counter in self._counters:
+            if counter[which] < number:
+                patience = SpinWait(self.spins)
+                while counter[which] < number:
+                    if patience.ends():
+                        raise DeadlineError(self._late(operation, number))
+        if self._fence is not None:
+            self._fence()
+
+    def _reached(self, number: int, which: int) -> bool:
+        for counter in self._counters:
+            if counter[which] < number:
+                return False
+        if self._fence is not None:
+            self._fence()
+        return True
+
+    def _late(self, operation: str, number: int) -> str:
+        late = [rank for rank, counter in enumerate(self._counters) if counter[0] < number]
+        slow = [rank for rank, counter in enumerate(self._counters) if counter[LINE] < number]
+        who = f"local ranks {late} have not arrived" if late else f"local ranks {slow} have not finished"
+        return f"{operation} number {number}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+
+
+def _tensor(memory: MPI.buffer, nbytes: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)

@@ -1,0 +1,1 @@
+"""Selection of algorithms: measurements, and the tables made from them."""

@@ -1,0 +1,240 @@
+"""System limits of each node, reported by its first rank, as compute nodes have other limits than login nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.cluster.binding import cpu_affinity, format_cpus
+from hpctrain.doctor.findings import Finding, Level, advice, error, note, ok
+from hpctrain.doctor.login import limits, storage
+from hpctrain.doctor.login.ask import Answer
+from hpctrain.doctor.login.limits import ProcessLimits
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.comm.communicator import Communicator
+
+_SHM = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Host:
+    """Name of a node, its limits, and the total and free bytes of its node memory."""
+
+    name: str
+    limits: ProcessLimits
+    shm: int
+    shm_free: int
+
+
+def take_hosts(comm: Communicator) -> list[Host]:
+    """Return the entries of all nodes. Collective."""
+    own = None
+    if comm.local_rank == 0:
+        room = os.statvfs(_SHM)
+        own = Host(host_name(), limits.gather(), room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
+    return [host for host in comm.all_gather_object(own) if host is not None]
+
+
+def check_hosts(hosts: Sequence[Host], scheduler: str | None = None) -> Iterator[Finding]:
+    """Yield the problems, each once with all affected nodes; cores are left to the check of the binding."""
+    where: dict[Finding, list[str]] = defaultdict(list)
+    for host in hosts:
+        facts = {"there": True, "writable": True, "size": host.shm, "free": host.shm_free, "files": 0}
+        memory = storage.check([storage.FolderFacts("shm", _SHM, Answer(facts=facts))])
+        for finding in (*limits.check(host.limits, scheduler=scheduler or "slurm"), *memory):
+            if finding.level != "ok" and finding.topic != "cores":
+                where[finding].append(host.name)
+    for finding, names in where.items():
+        yield replace(finding, found=f"{finding.found} ({on(names)})")
+
+
+def on(names: Sequence[str]) -> str:
+    """Return the affected nodes as text."""
+    return names[0] if len(names) == 1 else f"{len(names)} nodes, {names[0]} the first"
+
+
+# Placement of every rank: host, cores, NUMA nodes, device -------------------------------------------------------------
+
+
+_NUMA = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """Placement of one rank."""
+
+    rank: int
+    host: str  # the scheduler's name of the node
+    node: int
+    local_rank: int
+    cpus: tuple[int, ...]
+    numa: tuple[int, ...]
+    cores: int  # of the node
+    threads: int
+    device: str
+    gpu: str  # its name; empty without a GPU
+    identity: str  # equal in all processes that use the same device
+
+
+def take_placements(comm: Communicator, device: torch.device) -> list[RankPlacement]:
+    """Return the placement of all ranks. Collective."""
+    import torch
+
+    from hpctrain.train.handshake import identity
+
+    cpus = cpu_affinity()
+    own = RankPlacement(
+        rank=comm.rank,
+        host=host_name(),
+        node=comm.node,
+        local_rank=comm.local_rank,
+        cpus=cpus,
+        numa=numa_nodes(cpus),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        device=str(device),
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        identity=identity(device),
+    )
+    seats: list[RankPlacement] = comm.all_gather_object(own)
+    return seats
+
+
+def host_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the scheduler's name of this node."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def numa_nodes(cpus: Iterable[int], root: Path = _NUMA) -> tuple[int, ...]:
+    """Return the NUMA nodes of these cores; empty if the system does not report them."""
+    mine, found = set(cpus), []
+    for folder in root.glob("node[0-9]*"):
+        try:
+            listed = (folder / "cpulist").read_text()
+        except OSError:
+            continue
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
+        if mine & {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}:
+            found.append(int(folder.name.removeprefix("node")))
+    return tuple(sorted(found))
+
+
+def check_placements(seats: Sequence[RankPlacement], scheduler: str | None = None) -> Iterator[Finding]:
+    """Yield the findings on the placement, with advice for this scheduler."""
+    nodes = by_node(seats)
+    counts = sorted({len(there) for there in nodes.values()})
+    told = f"{count(len(seats), 'rank')} on {count(len(nodes), 'node')}"
+    if len(counts) > 1:
+        yield note(
+            "ranks",
+            f"{told}, from {counts[0]} to {counts[-1]} on each",
+            "nodes with more ranks are slower, and the others wait for them",
+            "--ntasks-per-node=N with Slurm, mpiprocs=N with PBS",
+        )
+    else:
+        yield ok("ranks", told)
+    yield from _check_cores(nodes, scheduler)
+    yield from _check_devices(seats, scheduler)
+
+
+def by_node(seats: Iterable[RankPlacement]) -> dict[int, list[RankPlacement]]:
+    """Return the ranks of every node."""
+    nodes: dict[int, list[RankPlacement]] = defaultdict(list)
+    for seat in seats:
+        nodes[seat.node].append(seat)
+    return dict(nodes)
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return some ranks as text: ``rank 3``, ``ranks 0-2,7``."""
+    numbers = list(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {format_cpus(numbers)}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun as text."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _check_cores(nodes: Mapping[int, Sequence[RankPlacement]], scheduler: str | None) -> Iterator[Finding]:
+    """Yield the findings on how ranks share cores; nodes with the same finding are reported together."""
+    said: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for there in nodes.values():
+        for kind, told in _sharing(there):
+            said[kind, told].append(there[0].host)
+    for (kind, told), hosts in said.items():
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes, {hosts[0]} the first"
+        level, why, remedy = _SHARING[kind]
+        remedy = remedy or advice("more cores", scheduler)
+        yield Finding(level, "binding", f"{told} ({where})", why, remedy)
+    if not said:
+        yield ok("binding", "no two ranks share a core")
+
+
+_BIND = "srun --cpus-per-task=N --cpu-bind=cores; mpiexec -bind-to core:N (MPICH), --map-by ppr:K:node:PE=N (Open MPI)"
+_SHARING: dict[str, tuple[Level, str, str]] = {
+    "crowded": ("warning", "more ranks than cores: ranks take turns, and every collective waits for that", _BIND),
+    "overlap": ("warning", "two ranks on a core have half of it each, while other cores may idle", _BIND),
+    "unbound": ("note", "the system may move them from core to core, away from their memory", _BIND),
+    "few": ("note", "the others idle, unless another job has them", ""),  # the advice depends on the scheduler
+    "spread": ("note", "memory of another NUMA node is slower by a half or more", "bind each rank within one of them"),
+}
+
+
+def _sharing(there: Sequence[RankPlacement]) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of each observation on one node's ranks."""
+    everything = set().union(*(seat.cpus for seat in there))
+    alike = len({seat.cpus for seat in there}) == 1
+    if len(there) > len(everything):
+        yield "crowded", f"{len(there)} ranks on {count(len(everything), 'core')}: {format_cpus(everything)}"
+    elif len(there) > 1 and alike:
+        yield "unbound", f"{len(there)} ranks may all use cores {format_cpus(everything)}: they are not bound"
+    elif sum(len(set(seat.cpus)) for seat in there) > len(everything):
+        for one, two in _pairs(there):
+            if shared := set(one.cpus) & set(two.cpus):
+                yield "overlap", f"ranks {one.rank} and {two.rank} share cores {format_cpus(shared)}"
+    if 2 * len(everything) <= there[0].cores:
+        yield "few", f"{count(len(there), 'rank')} may use {len(everything)} of {there[0].cores} cores"
+    bound = not alike or len(there) == 1 < len(there[0].numa) and len(there[0].cpus) < there[0].cores
+    spread = [seat.rank for seat in there if bound and len(seat.numa) > 1]
+    if spread:
+        yield "spread", f"the cores of {ranks_in_words(spread)} are in several NUMA nodes"
+
+
+def _pairs(there: Sequence[RankPlacement]) -> Iterator[tuple[RankPlacement, RankPlacement]]:
+    for number, one in enumerate(there):
+        for two in there[number + 1 :]:
+            yield one, two
+
+
+def _check_devices(seats: Sequence[RankPlacement], scheduler: str | None) -> Iterator[Finding]:
+    users: dict[tuple[int, str], list[RankPlacement]] = defaultdict(list)
+    for seat in seats:
+        if seat.gpu:
+            users[seat.node, seat.identity].append(seat)
+    for there in users.values():
+        if len(there) > 1:
+            yield error(
+                "GPUs",
+                f"{ranks_in_words(seat.rank for seat in there)} share a GPU of {there[0].host} ({there[0].device})",
+                "they take turns on it, and a run refuses to start",
+                "start as many ranks per node as it has GPUs",
+            )
+    without = [seat.rank for seat in seats if not seat.gpu]
+    if users and without:
+        yield error(
+            "GPUs", f"{ranks_in_words(without)} see none, others do", "all ranks need one", advice("GPUs", scheduler)
+        )
+    elif users:
+        names = sorted({seat.gpu for seat in seats})
+        level = ok if len(names) == 1 else lambda topic, text: note(topic, text, "the slowest sets the pace")
+        yield level("GPUs", f"{len(users)} x {', '.join(names)}")

@@ -1,0 +1,135 @@
+"""Dry run of a step's passes on this machine, by as many processes as a node will have ranks, with the run's threads.
+
+Layers that are timed one by one (``time_layers``) do not show how a whole model affects the memory
+hierarchy. They also do not show how concurrent ranks slow each other down by sharing caches, memory
+bandwidth and cores. If model and machine are small enough, the passes are therefore run a few times
+by processes that start every step together, as ranks do. The ratio of their time to the sum of the
+layers corrects every forecast for this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from hpctrain.cluster.launcher import without_launcher
+from hpctrain.forecast.dry_run_process import READY, DryRunTask
+from hpctrain.forecast.memory import memory_of
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.time_passes import dtype_of
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.util.child import python
+
+MOST_RANKS = 8  # maximum number of processes; each imports torch, which takes seconds of a core
+MOST_SECONDS = 2.0  # maximum forecast time of a step's passes
+MOST_MEMORY = 0.5  # maximum share of the machine's free memory
+WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps: warm-up, least, most; seconds after which only the least are made
+DEADLINE = 60.0  # seconds for the whole dry run
+
+Process = subprocess.Popen[bytes]
+_MODULE = "hpctrain.forecast.dry_run_process"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Seconds of the two passes in a dry run, with the processes of a whole node running concurrently."""
+
+    forward: float
+    backward: float
+    ranks: int
+    threads: int
+    spread: tuple[float, float] = (1.0, 1.0)  # of the middle four fifths of the steps, relative to their median
+
+
+def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None:
+    """Return the times of a microbatch's passes; None if they are too large for a dry run, or if a process fails.
+
+    ``threads`` is the number of threads per rank, ``expected`` the forecast seconds of the passes.
+    """
+    ranks = run.ranks_on_node
+    if ranks > MOST_RANKS or expected > MOST_SECONDS or _memory(run) > MOST_MEMORY * free_memory():
+        return None
+    part = DryRunTask(run.settings, run.microbatch, threads, dtype_of(run))
+    try:
+        with _company(part, ranks) as company:
+            steps = list(_steps(company))
+    except (OSError, ValueError):
+        return None  # the process has reported the reason to the user; the forecast uses the layers instead
+    forward, backward = (median(step[way] for step in steps) for way in (0, 1))
+    whole = sorted(sum(step) / (forward + backward) for step in steps)
+    cut = len(whole) // 10
+    return Rehearsal(forward, backward, ranks, threads, (min(whole[cut], 1.0), max(whole[-1 - cut], 1.0)))
+
+
+def _memory(run: PlannedRun) -> int:
+    """Return the bytes that the processes will need: each has the whole model, like a run with one rank."""
+    train = replace(run.settings.train, batch=run.microbatch, accumulate=1)
+    alone = replace(run.settings, train=train, parallel=ParallelSettings(), offload=OffloadSettings())
+    return memory_of(PlannedRun(alone, run.facts, 1, 1)).rank.host_total * run.ranks_on_node
+
+
+def free_memory() -> int:
+    """Return the available memory of this machine in bytes; half of its memory if the system does not report it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@contextmanager
+def _company(part: DryRunTask, ranks: int) -> Iterator[Sequence[Process]]:
+    """Start processes for the ``with`` block; all are killed at its end or at the deadline."""
+    command = python("-m", _MODULE)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": without_launcher()}
+    company = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
+
+    def end() -> None:
+        for one in company:
+            one.kill()
+
+    alarm = threading.Timer(DEADLINE, end)
+    alarm.start()
+    try:
+        for one in company:
+            pickle.dump(part, one.stdin)
+            one.stdin.flush()
+        for one in company:
+            if one.stdout.readline().decode().strip() != READY:
+                raise ValueError("a process of the measurement ended before it began")
+        yield company
+    finally:
+        alarm.cancel()
+        end()
+        for one in company:
+            one.communicate()
+
+
+def _steps(company: Sequence[Process]) -> Iterator[tuple[float, float]]:
+    """Yield the times of both passes of every measured step, from the slowest process."""
+    for _ in range(WARM):
+        _together(company)
+    end = time.perf_counter() + LONGEST
+    for number in range(MOST):
+        if number >= LEAST and time.perf_counter() > end:
+            return
+        yield max(_together(company), key=sum)
+
+
+def _together(company: Sequence[Process]) -> list[tuple[float, float]]:
+    for one in company:
+        assert one.stdin is not None
+        one.stdin.write(b"\n")
+        one.stdin.flush()
+    answers = [one.stdout.readline() for one in company if one.stdout is not None]
+    return [tuple(json.loads(answer)) for answer in answers]

@@ -1,0 +1,103 @@
+"""Settings of asynchronous data parallelism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpctrain.errors import SettingsError
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.settings import check as check_fields
+from hpctrain.settings import section_of
+
+APART = ("easgd", "server", "hogwild")  # values of parallel.data under which every worker makes its own updates
+_OF = {"mode": ("easgd", "server"), "lock": ("server",), "max_staleness": ("server",), "ranks": ("server",)}
+_OF |= {"period": ("easgd",), "rho": ("easgd",), "average": ("easgd",)}
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of the exchange between workers (parallel.data = "server", "hogwild", "easgd")."""
+
+    # synchronous: all workers exchange together. asynchronous: each exchanges with the centre at its own
+    # pace. round-robin (easgd): workers take turns, as in the first version of the method. auto: synchronous
+    # for easgd, asynchronous for server.
+    mode: Literal["auto", "synchronous", "asynchronous", "round-robin"] = "auto"
+    # server: one worker at a time per part of the parameters; without it, concurrent updates may overlap.
+    lock: bool = False
+    # server: updates of others allowed between a worker's read and its own update; 0: no limit.
+    max_staleness: int = 0
+    # server: ranks that only hold parameters; 0: every worker holds a part.
+    ranks: int = 0
+    # Local steps of a worker between two exchanges.
+    period: int = 1
+    # Strength of the pull between workers and centre: learning rate x rho times their distance; 0: all
+    # workers together move the centre by 0.9 of the distance.
+    rho: float = 0.0
+    # Replace the parameters of all workers by their average instead: local SGD.
+    average: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "server")
+        if self.period < 1:
+            raise SettingsError(f"setting server.period = {self.period}: must be at least 1")
+        if not 0 <= self.rho < math.inf:
+            raise SettingsError(f"setting server.rho = {self.rho}: must be a number >= 0")
+        for name in ("max_staleness", "ranks"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"setting server.{name} = {getattr(self, name)}: must not be negative")
+        if self.average and self.mode not in ("auto", "synchronous"):
+            raise SettingsError(
+                f'setting server.mode = "{self.mode}": an average is over all workers; remove server.average'
+            )
+        if self.average and self.rho:
+            raise SettingsError(
+                f"server.rho = {self.rho} has no effect with server.average = true; remove one of them"
+            )
+
+
+def at_own_pace(settings: ServerSettings, parallel: ParallelSettings) -> bool:
+    """Return whether workers step without waiting for each other."""
+    if parallel.data == "easgd":
+        return settings.mode not in ("auto", "synchronous")
+    return parallel.data == "hogwild" or parallel.data == "server" and settings.mode != "synchronous"
+
+
+def check(settings: ServerSettings, parallel: ParallelSettings, offload: OffloadSettings) -> None:
+    """Raise ``SettingsError`` for settings that asynchronous strategies do not support, or that only they support."""
+    for name, strategies in _OF.items():
+        if getattr(settings, name) != getattr(ServerSettings(), name) and parallel.data not in strategies:
+            raise SettingsError(
+                f"setting server.{name} = {getattr(settings, name)!r}: is for parallel.data = "
+                f'{", ".join(strategies)}, not "{parallel.data}"'
+            )
+    if parallel.data not in APART:
+        return
+    if parallel.data == "server" and settings.mode == "round-robin":
+        raise SettingsError('setting server.mode = "round-robin": is for parallel.data = easgd; see server.lock')
+    if parallel.data == "server" and settings.mode == "synchronous" and (settings.ranks or settings.max_staleness):
+        raise SettingsError('setting server.mode = "synchronous": all workers hold a piece, and no update is stale')
+    chosen = f'parallel.data = "{parallel.data}"'
+    for name in ("pipe", "tensor"):
+        if getattr(parallel, name) > 1:
+            raise SettingsError(
+                f"setting parallel.{name} = {getattr(parallel, name)}: workers with {chosen} hold whole models"
+            )
+    refused = {
+        "parallel.compression": parallel.compression != "none",
+        "parallel.sync_batchnorm": parallel.sync_batchnorm is True,
+        'parallel.accumulate = "reduced"': parallel.accumulate == "reduced",
+        "offload.optimizer": offload.optimizer,
+        "offload.parameters": offload.parameters,
+    }
+    for name, given in refused.items():
+        if given:
+            raise SettingsError(f"setting {name}: not possible with {chosen}, whose gradients stay on their rank")
+
+
+def server_settings(value: ServerSettings | Mapping[str, Any] | None) -> ServerSettings:
+    """Return settings given as ``ServerSettings`` or as a dict. Raises ``SettingsError`` for anything else."""
+    return section_of(ServerSettings, value, "server")

@@ -1,1 +1,0 @@
-"""Metrics of asynchronous training: staleness of updates, and time spent on exchanges."""

@@ -1,0 +1,262 @@
+"""Parameter server in memory that all ranks can access: workers read and update the parameters at their own pace.
+
+After Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD), and Ho et al.,
+"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013 (the
+bound). There is no server process. The owners of a part are workers, or ranks without other work
+(``server.ranks``). A worker makes its update in the memory of the part (``store``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.rma.select import expose
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, Writes
+from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram
+from hpctrain.parallel.asynchronous.partition import ServedVector
+from hpctrain.parallel.asynchronous.remote_store import Store
+from hpctrain.parallel.asynchronous.sparse import Lookup, average_rows
+from hpctrain.parallel.asynchronous.staleness import Bound, check_bound
+from hpctrain.parallel.inputs import CallArguments
+from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients
+from hpctrain.shard import Split
+
+
+class ParameterServer(Strategy):
+    """Parameter-server strategy of a worker, or of a rank that only holds parameters.
+
+    In synchronous mode, gradients are averaged at the end of the backward pass, and each owner
+    updates its own part.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
+        self.model, self.comm, self.settings = model, comm, settings
+        self.loose = settings.mode != "synchronous"
+        self.workers = comm.size - settings.ranks
+        self.works = comm.rank < self.workers
+        check_bound(settings.max_staleness, self.workers)
+        check_same_model(model, comm)
+        broadcast_model(model, comm)
+        self._data = comm.split(int(not self.works)) if settings.ranks else comm
+        self._board = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
+        self._bound = Bound(self._board, 0, self.workers, settings.max_staleness)
+        self._stale, self._exchanging = Histogram(), CommunicationTime()
+        self._began = self._pushes = self._averages = False
+        self._hooks = Hooks(model, self._begin, self._gradient_came, _refuse_unknown)
+        self._writes = Writes(model, "the parameter server")
+        self._writes.open = True  # until a run begins, which then serves the current values
+
+    @property
+    def data(self) -> Communicator:
+        """Return the communicator of the workers, which share the samples; on parameter-only ranks, theirs."""
+        return self._data
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the optimizer whose updates are served. Raises ``UsageError`` for one that cannot be served."""
+        if not self._hooks.is_new(optimizer):
+            return
+        self._vector = ServedVector(self.model, optimizer)
+        self._sum = self.comm.empty(self._vector.gradient.numel(), self._vector.gradient.dtype)
+        size, first = self.comm.size, self.workers if self.settings.ranks else 0
+        owners = range(first, size)
+        self._store = Store(self.comm.transport, optimizer, self._vector, owners)
+        self._lookup = Lookup(self._vector.tables, self._read_rows)
+        # Each rank begins with another part, so that they do not all access the same one.
+        self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
+        self._store.write_own(self._vector.give_host())
+        self._board.barrier()
+        self._writes.open = False
+        self._writes.note()
+        self._hooks.take(optimizer, self._collect, self._move_was)
+
+    def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
+        """Accumulate gradients in the parameters, if this rank is a worker; return the loss."""
+        if not self.works:
+            return torch.zeros((), device=CallArguments.of(inputs).device)
+        return super().forward_backward(inputs, targets, objective, weight=weight)
+
+    def _begin(self) -> None:
+        """Read the parameters, once per step."""
+        if self._began or not (self.model.training and torch.is_grad_enabled()):
+            return
+        if self._hooks.optimizer is None:
+            return  # no run has begun: all ranks hold the initial values
+        self._began = True
+        self._writes.check()
+        self._exchanging.begin_step()
+        with self._exchanging:
+            self._bound.read()
+            self._read()
+
+    def _read(self, *, tables: bool = False) -> None:
+        """Read the dense parameters, and whole tables with ``tables``; otherwise passes read the rows they look up."""
+        self._store.read(self._vector.host)
+        self._vector.take_host()
+        self._writes.note()
+        self._lookup.forget()
+        if tables:
+            for number, table in enumerate(self._vector.tables):
+                table.parameter.data.copy_(self._store.read_table(number))
+            self._lookup.know_all()
+
+    def _read_rows(self, table: int, rows: Tensor) -> Tensor:
+        with self._exchanging:
+            return self._store.read_rows(table, rows)
+
+    def _gradient_came(self) -> None:
+        if self.loose:
+            with self._exchanging:
+                self._board.progress()
+        elif self._syncing and not self._averages:
+            self._averages = True
+            Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        """Replace all workers' gradients by their mean, in place."""
+        self._averages = False
+        with self._exchanging:
+            self._share_gradients()
+
+    def _share_gradients(self) -> None:
+        self._board.barrier()  # serves remote reads here, outside a collective
+        if self._sum.numel():
+            self._vector.copy_gradients(self._sum)
+            self.comm.all_reduce(self._sum, "average")
+            self._vector.give_gradients(self._sum)
+        if self._vector.tables:
+            average_rows(self._vector.tables, self.comm)
+
+    def _collect(self) -> None:
+        """Move the gradients out of the parameters, so that the local optimizer step does nothing."""
+        self._pushes = self._vector.collect()
+
+    def _move_was(self) -> None:
+        with self._exchanging:
+            self._push()
+
+    def _push(self) -> None:
+        """Make the update of the served parameters, unless the gradients were dropped."""
+        if self._pushes and not self.loose:
+            self._bound.leave()
+            self._store.update_own()
+            self._board.barrier()
+        elif self._pushes and self.works:
+            self._bound.admit()
+            self._store.update(self._order, locked=self.settings.lock)
+            self._stale.note(self._bound.count())
+        elif self._began:
+            self._bound.leave()
+        self._began = self._pushes = False
+
+    def drop_gradients(self) -> None:
+        """Drop all gradients, including those not pushed yet."""
+        super().drop_gradients()
+        self._pushes = False
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
+        if self._pushes:  # the optimizer's step has begun: only the norm is requested
+            return self._vector.norm()
+        return clip_whole_gradients(self.model, max_norm)
+
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Take no part in a pass of the others; contribute zeros if gradients are averaged."""
+        if backward and not self.loose:
+            self._begin()
+            self._average()
+
+    # Common state of all workers --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Put served parameters into the model, and their states into the optimizer, for the block. Collective."""
+        assert self._hooks.optimizer is not None
+        self._exchanging.pause()
+        self.met += 1
+        self._writes.check()
+        self._board.barrier()
+        self._read(tables=True)
+        self._store.give_states(self._hooks.optimizer)
+        self._board.barrier()
+        try:
+            yield
+        finally:
+            self._hooks.optimizer.state.clear()
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Let all ranks write if ``write`` is set; rank 0's values are served from then on. Collective."""
+        if not write or self._hooks.optimizer is None:
+            yield
+            return
+        with self.meeting(), self._writes.counting():
+            yield
+            broadcast_model(self.model, self.comm)
+            self.refresh()
+
+    def settle(self) -> None:
+        """Wait for all ranks, and serve their accesses meanwhile. Collective."""
+        self._exchanging.pause()
+        self._board.barrier()
+
+    def conclude(self) -> None:
+        """Leave the served parameters, and rank 0's buffers, in the model of every rank. Collective."""
+        if self._hooks.optimizer is not None:
+            with self.meeting():
+                broadcast_buffers(self.model, self.comm)
+
+    def refresh(self) -> None:
+        """Serve the current parameters of the model and states of the optimizer. Collective."""
+        if self._hooks.optimizer is None:
+            return
+        self._board.barrier()
+        self._store.write_own(self._vector.give_host())
+        self._store.take_states(self._hooks.optimizer)
+        self._hooks.optimizer.state.clear()
+        self._lookup.know_all()
+        self._writes.note()
+        self._board.barrier()
+
+    def figures(self) -> Figures:
+        """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
+        self._exchanging.pause()
+        self._board.barrier()  # ranks that still update may need this rank's progress
+        return {**self._stale.figures(self.comm), **self._exchanging.figures(self.comm, works=self.works)}
+
+    @property
+    def split(self) -> Split | None:
+        """Return the split in which rank 0 writes what all ranks hold alike in a meeting."""
+        return FirstRank(self.comm.rank)
+
+    def detach(self) -> None:
+        """Remove all hooks, leave the served parameters in the model, and free the memory. Collective."""
+        attached = self._hooks.remove()
+        self._writes.close()
+        if attached:
+            if self._hooks.optimizer is not None:
+                self.conclude()
+                self._lookup.detach()
+                self._store.free()
+            self._board.free()
+
+
+def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``UsageError``: memory for served parameters is allocated when a run begins, and does not exist yet."""
+    raise UsageError(
+        f'{type(optimizer).__name__}.step() outside of a run under parallel.data = "server": updates are served in the '
+        "loop of a run only; write `with job.run(model, optimizer, loader, ...) as run`",
+        everywhere=True,
+    )

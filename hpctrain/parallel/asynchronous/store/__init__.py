@@ -1,1 +1,0 @@
-"""Storage of served parameters and optimizer states, with updates in place."""

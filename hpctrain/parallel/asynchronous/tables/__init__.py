@@ -1,1 +1,0 @@
-"""Sparse embedding tables: only the rows that a worker looks up and updates are communicated."""

@@ -1,0 +1,70 @@
+"""Buffer pools for unsharded gradients: a ring in shared memory of the node, or an allocation per parameter group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.parallel.fsdp.layout import ring
+
+
+class BufferPool(Protocol):
+    """Buffer pool for the gradients of parameter groups, in the order in which they are reduced; sizes are in bytes."""
+
+    def order(self, sizes: Sequence[int]) -> None:
+        """Set the sizes of all groups, in the order in which they will be reduced."""
+
+    def before(self, number: int) -> int:
+        """Return the number of groups that must be reduced before there is memory for the group of this number."""
+
+    def open(self, number: int) -> Tensor:
+        """Return memory for the gradients of a group, as bytes."""
+
+
+class RingPool:
+    """Ring buffer in shared memory of the node, which the groups use one after another.
+
+    A group has the same offset on every rank, whenever a rank computes its gradients. The
+    constructor is collective.
+    """
+
+    def __init__(self, comm: Communicator, capacity: int) -> None:
+        self._memory = comm.empty(capacity, torch.uint8)
+        self.order([])
+
+    def order(self, sizes: Sequence[int]) -> None:
+        """Set the order of the groups."""
+        self._sizes, self._seats = sizes, ring(sizes, self._memory.numel())
+
+    def before(self, number: int) -> int:
+        """Return the number of groups up to the last one whose slot overlaps the slot of this group."""
+        return self._seats[number].after
+
+    def open(self, number: int) -> Tensor:
+        """Return the slot of a group."""
+        offset = self._seats[number].offset
+        return self._memory[offset : offset + self._sizes[number]]
+
+
+class FreshPool:
+    """Pool on a device that allocates a buffer per group at its first gradient, at most ``limit`` at the same time."""
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self.order([])
+
+    def order(self, sizes: Sequence[int]) -> None:
+        """Set the order of the groups."""
+        self._sizes = sizes
+
+    def before(self, number: int) -> int:
+        """Return the number of groups that must be reduced so that at most ``limit`` are in memory."""
+        return max(number + 1 - self._limit, 0)
+
+    def open(self, number: int) -> Tensor:
+        """Allocate memory for a group."""
+        return torch.empty(self._sizes[number], dtype=torch.uint8, device=self._device)

@@ -1,0 +1,291 @@
+"""Communication stream: collectives of parameter groups that overlap with computation, if the device supports it.
+
+Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
+computing stream. A collective first waits on this stream for the computations that were enqueued
+before it (an event). If its result is needed, the computing stream waits for the collective
+(another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
+in memory that the node shares, still in progress. Then each call of its handle drives its progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.device.streams import Streams
+from hpctrain.comm.transport.base import Work
+from hpctrain.errors import UsageError
+from hpctrain.parallel.fsdp.layout import FlatLayout, HeldRange, boxes, lay_out
+from hpctrain.shard import Shard
+
+
+class StreamWork:
+    """Handle of one collective that was enqueued on a ``CommStream``."""
+
+    def __init__(self, lane: CommStream, event: Any, work: Work | None) -> None:
+        self._lane, self._event, self._work = lane, event, work
+
+    def done(self) -> bool:
+        """Return whether the operation is complete for this host, and drive its progress if it is not."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> None:
+        """Order subsequent computations after the collective."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._lane.join(self._event)
+
+
+class CommStream:
+    """Communication stream, which runs collectives in the order in which they are enqueued."""
+
+    def __init__(self, streams: Streams) -> None:
+        # the host can enqueue a collective before the previous one is complete
+        self.beside = streams.device.type != "cpu"
+        self._streams = streams
+        self._stream = streams.new()
+
+    def run(self, collective: Callable[[], Work | None]) -> StreamWork:
+        """Enqueue a collective, and return its handle."""
+        streams = self._streams
+        streams.wait(self._stream, streams.record(streams.current()))
+        with streams.on(self._stream):
+            work = collective()
+        return StreamWork(self, streams.record(self._stream), work)
+
+    def join(self, event: Any) -> None:
+        """Make the computing stream wait for an event of the communication stream."""
+        self._streams.wait(self._streams.current(), event)
+
+
+# Parameter groups: parameters in one flat tensor that is divided into one slice per rank ------------------------------
+
+
+Places = list[tuple[nn.Module, str]]
+Memory = Callable[[int, torch.dtype], Tensor]  # allocates a flat tensor
+
+
+class HostWeights(Protocol):
+    """Transfer of a rank's slice of a parameter group from host memory to the buffer in which it is gathered."""
+
+    def start(self) -> None:
+        """Start the transfer; called just after the memory of the unsharded parameters has been allocated."""
+
+    def deliver(self) -> None:
+        """Order subsequent work after the transfer."""
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """Sharded parameter: its shard and its unsharded form, with all modules and attributes where the model uses it."""
+
+    name: str
+    places: Places
+    shape: torch.Size
+    held: HeldRange
+    whole: nn.Parameter
+    shard: nn.Parameter
+    shown: nn.Parameter | None = None
+
+    def check_shown(self) -> None:
+        """Raise ``UsageError`` if the program has replaced the parameter by another tensor."""
+        for module, attribute in self.places:
+            if module._parameters.get(attribute) is not self.shown and self.shown is not None:
+                raise UsageError(
+                    f"parameter {self.name}: another tensor is in its place than at job.wrap, as by "
+                    "torch.func.functional_call or an assignment to the module; a strategy that shards parameters "
+                    "puts its own there in each pass; replace parameters before job.wrap, or compute forward inside "
+                    "of with job.unshard(model)",
+                    everywhere=True,
+                )
+
+    def show(self, face: nn.Parameter) -> None:
+        """Register the shard or the unsharded parameter in all modules that use it."""
+        self.shown = face
+        for module, attribute in self.places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = face
+            else:
+                setattr(module, attribute, face)  # modules that keep further references (nn.LSTM) update them here
+
+
+class ParamGroup:
+    """Parameter group: parameters of one dtype, either all trained or all frozen, in one flat tensor.
+
+    ``flat`` is the memory of the unsharded parameters, and ``place`` this rank's slice of it.
+    ``own`` is the permanent memory of this rank's shards. It is the same memory as ``place`` unless
+    ``flat`` is allocated per pass or has another dtype. If ``host`` is given, it allocates ``own``.
+    The offload engine then sets the object that transfers ``own`` to ``place``.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        places: Sequence[Places],
+        comm: Communicator,
+        flat: Memory,
+        *,
+        dtype: torch.dtype,
+        passing: bool,
+        device: torch.device,
+        host: Memory | None = None,
+    ) -> None:
+        first = parameters[0]
+        self.comm = comm
+        self.trained = first.requires_grad
+        self.passing = passing
+        self.device = device
+        self.courier: HostWeights | None = None
+        self.alone = host is not None and comm.size == 1  # no communication is needed, and no staging through the host
+        itemsize = min(first.itemsize, dtype.itemsize)
+        self.layout: FlatLayout = lay_out([each.numel() for each in parameters], comm.size, itemsize)
+        self.flat = flat(self.layout.numel, dtype)
+        start = comm.rank * self.layout.share
+        self.place = self.flat[start : start + self.layout.share]
+        self.own = self._room(first.dtype) if host is None else host(self.layout.share, first.dtype)
+        self.members = [
+            self._member(number, name, parameter, where)
+            for number, (name, parameter, where) in enumerate(zip(names, parameters, places))
+        ]
+        self.free()
+
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        """Return device memory for this rank's shards."""
+        if self.passing or self.flat.dtype is not dtype:
+            return torch.empty(self.layout.share, dtype=dtype, device=self.device)
+        return self.place
+
+    def _member(self, number: int, name: str, parameter: nn.Parameter, places: Places) -> ShardedParam:
+        held, shape = self.layout.held(self.comm.rank)[number], parameter.shape
+        place = self.layout.places[number]
+        # .data: later writes to the flat tensor must not count as in-place changes in autograd.
+        whole = self.flat.data[place : place + parameter.numel()].view(shape)
+        shard = held_in(self.own.data, held, shape)
+        faces = [nn.Parameter(tensor, requires_grad=parameter.requires_grad) for tensor in (whole, shard)]
+        for face in faces:
+            face.__dict__.update(parameter.__dict__)  # attributes that the user has set
+        return ShardedParam(name, places, shape, held, *faces)
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def fill(self, value: Callable[[ShardedParam], Tensor] | None, replicas: Communicator | None = None) -> None:
+        """Scatter the unsharded values of rank 0, the only rank that provides them. Collective.
+
+        ``replicas`` connects the ranks that hold this slice of the other replicas of the model.
+        """
+        whole = None
+        if self.comm.rank == 0:
+            whole = torch.zeros(self.layout.numel, dtype=self.own.dtype, device=self.own.device)
+            if value is not None:
+                for place, member in zip(self.layout.places, self.members):
+                    whole[place : place + member.shape.numel()].copy_(value(member).reshape(-1))
+            if replicas is not None:
+                replicas.broadcast(whole)
+        self.comm.scatter(self.own, whole)
+
+    def make_room(self) -> None:
+        """Allocate memory for the unsharded parameters if it is not permanent, and start a transfer from the host."""
+        if self.passing:
+            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.itemsize)
+        if self.courier is not None:
+            self.courier.start()
+
+    def contribute(self) -> None:
+        """Copy this rank's slice to its place in the flat tensor."""
+        storage = self.own.untyped_storage().data_ptr()
+        for member in self.members:
+            if member.shard.numel() and member.shard.untyped_storage().data_ptr() != storage:
+                raise UsageError(
+                    f"parameter {member.name} has other memory than job.wrap(model) gave it: it was moved, converted "
+                    "or exchanged (model.to, model.half, p.data = ...); convert the model before job.wrap, and copy "
+                    "values by p.copy_(value)"
+                )
+        if self.courier is not None:
+            self.courier.deliver()
+        elif self.own is not self.place:
+            self.place.copy_(self.own)
+
+    def stay_on_device(self) -> None:
+        """Move the memory of this rank's shards to the device for good; the shards stay the same objects."""
+        own, self.courier = self._room(self.own.dtype), None
+        self.own = own.copy_(self.own)
+        for member in self.members:
+            member.shard.data = held_in(own.data, member.held, member.shape)
+
+    def gather(self) -> None:
+        """Gather the slices of all ranks in ``flat``. Collective."""
+        self.contribute()
+        if not self.alone:
+            self.comm.all_gather(self.flat, self.place)
+
+    def free(self) -> None:
+        """Free the memory of the unsharded parameters if it is not permanent."""
+        if self.passing:
+            self.flat.untyped_storage().resize_(0)
+
+    # Sharded and unsharded parameters ---------------------------------------------------------------------------------
+
+    def show_whole(self) -> None:
+        """Register the unsharded parameters in the modules, with the ``requires_grad`` of the shards."""
+        for member in self.members:
+            member.check_shown()
+        for member in self.members:
+            if member.shard.requires_grad is not member.whole.requires_grad:
+                self._follow(member)
+            member.show(member.whole)
+
+    def _follow(self, member: ShardedParam) -> None:
+        if not self.trained:
+            raise UsageError(
+                f"parameter {member.name} was frozen when the model was wrapped, so it has no memory for gradients: "
+                "unfreeze it before, and freeze it afterwards where it is not to be trained yet"
+            )
+        member.whole.requires_grad_(member.shard.requires_grad)
+
+    def show_shards(self) -> None:
+        """Register the shards in the modules."""
+        for member in self.members:
+            member.show(member.shard)
+
+
+def held_in(memory: Tensor, held: HeldRange, shape: torch.Size) -> Tensor:
+    """Return a rank's elements of a parameter of ``shape``, as a view of memory with the layout of ``own``."""
+    return memory[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))
+
+
+# Boxes of the model's tensors that this rank holds, for checkpoints ---------------------------------------------------
+
+
+class FlatSplit:
+    """``Split`` of a model whose parameters are cut into flat slices; ``members`` maps every name to its parameter."""
+
+    def __init__(self, members: Mapping[str, ShardedParam]) -> None:
+        self._members = members
+
+    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
+        """Return the boxes of a parameter, or of an optimizer state of its shape; others are whole on every rank."""
+        member = self._members.get(name)
+        if member is None:
+            return [Shard.whole(name, tensor)]
+        shape, held, flat = tuple(member.shape), member.held, tensor.detach().view(-1)
+        if 0 in shape:
+            return [Shard.whole(name, flat.view(shape))]  # no rank holds an element, but the file must list the tensor
+        whole = Shard(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, None)
+        return [
+            replace(whole, start=start, extent=extent, tensor=_cut(flat, offset, extent))
+            for start, extent, offset in boxes(shape, held.begin, held.end)
+        ]
+
+
+def _cut(flat: Tensor, offset: int, extent: tuple[int, ...]) -> Tensor:
+    numel = 1
+    for size in extent:
+        numel *= size
+    return flat[offset : offset + numel].view(extent)

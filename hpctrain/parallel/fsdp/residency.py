@@ -1,0 +1,149 @@
+"""Interface of the residency of parameters: either kept unsharded, or unsharded on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.parallel.fsdp.param_group import CommStream, ParamGroup, StreamWork
+
+
+class Residency(Protocol):
+    """Residency of parameters: unsharded in the passes of the model, sharded between them. Passes are collective."""
+
+    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
+        """Register hooks on modules inside the model; call ``begins`` when backward reaches the first of them."""
+
+    def mark(self, *, frozen: bool = False) -> None:
+        """Mark the unsharded parameters as stale after a change of shards; ``frozen``: of frozen parameters too."""
+
+    def meet(self) -> None:
+        """Wait until no rank computes with the memory that this rank is about to change."""
+
+    def begin_forward(self, *, records: bool) -> None:
+        """Begin a forward pass of the whole model; ``records``: a backward pass may follow."""
+
+    def end_forward(self, *, keeps: bool) -> None:
+        """End the forward pass; ``keeps``: a backward pass may follow."""
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Begin a backward pass; ``reduces``: its gradients are reduced."""
+
+    def end_backward(self) -> None:
+        """End the backward pass."""
+
+    def settle(self, world: Communicator) -> None:
+        """Make the ranks agree on the order of collectives that a pass has recorded."""
+
+    def stand_in(self, *, backward: bool) -> None:
+        """Take part in the collectives of a pass without computing."""
+
+    def summon(self) -> None:
+        """Unshard all parameters."""
+
+    def dismiss(self) -> None:
+        """Reshard all parameters."""
+
+
+# Unsharded parameters that stay in memory and are gathered once after each change -------------------------------------
+
+
+class KeepUnsharded:
+    """Residency that keeps all parameters unsharded, and gathers them if they are stale."""
+
+    def __init__(self, pieces: Sequence[ParamGroup], comm: Communicator, lane: CommStream, *, mapped: bool) -> None:
+        self._pieces, self._comm, self._lane = pieces, comm, lane
+        self._mapped = mapped
+        self._stale, self._frozen_stale = True, True
+        self._tickets: list[StreamWork] = []
+        self._near = self._fence = None
+        if mapped:
+            self._near = comm if comm.nodes == 1 else comm.split(comm.node)
+            self._fence = self._near.common(64 * self._near.size, torch.uint8, must_share=True)
+
+    def mark(self, *, frozen: bool = False) -> None:
+        """Mark the unsharded parameters as stale after a change of shards; ``frozen``: of frozen parameters too."""
+        self._stale, self._frozen_stale = True, self._frozen_stale or frozen
+        if self._lane.beside and not frozen:
+            self._start()  # overlaps with the work of the caller between two steps
+
+    def meet(self) -> None:
+        """Wait until no rank on the node computes with the parameters any more, if they are in shared memory.
+
+        A gather in progress has to end first, because it writes to the memory that an update is
+        about to change.
+        """
+        self._settle()
+        if self._near is not None and self._fence is not None:
+            self._near.all_gather(self._fence, self._fence.chunk(self._near.size)[self._near.rank])
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, *, records: bool) -> None:
+        """Bring the unsharded parameters up to date, and register them in the modules. Collective."""
+        self._gather()
+        self._show(whole=True)
+
+    def end_forward(self, *, keeps: bool) -> None:
+        """Register the shards again."""
+        self._show(whole=False)
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Register the unsharded parameters, for the recomputation of activations."""
+        self._show(whole=True)
+
+    def end_backward(self) -> None:
+        """Register the shards again."""
+        self._show(whole=False)
+
+    def settle(self, world: Communicator) -> None:
+        """Do nothing: no order has to be agreed on."""
+
+    def summon(self) -> None:
+        """Bring all unsharded parameters up to date, and register them in the modules. Collective."""
+        self._gather()
+        self._show(whole=True)
+
+    def dismiss(self) -> None:
+        """Register the shards again."""
+        self._show(whole=False)
+
+    def stand_in(self, *, backward: bool) -> None:
+        """Take part in the collectives of a pass without computing."""
+        self._gather()
+
+    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
+        """Do nothing: all parameters are unsharded in all passes."""
+        return []
+
+    # Internals --------------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Bring the unsharded parameters up to date, and order subsequent computations after this."""
+        if self._stale:
+            self._start()
+        self._settle()
+
+    def _settle(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+        self._tickets.clear()
+
+    def _start(self) -> None:
+        pieces = [piece for piece in self._pieces if piece.trained or self._frozen_stale]
+        self._stale = self._frozen_stale = False
+        if self._mapped and self._comm.nodes == 1:
+            for piece in pieces:
+                piece.contribute()
+            self.meet()
+        else:
+            self._tickets += [self._lane.run(piece.gather) for piece in pieces]
+
+    def _show(self, *, whole: bool) -> None:
+        for piece in self._pieces:
+            piece.show_whole() if whole else piece.show_shards()

@@ -1,0 +1,142 @@
+"""Hooks that strategies register on a program's modules."""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class ModuleHook:
+    """Hook of one module; copies and pickles of the module get a hook that does nothing.
+
+    It runs between compiled graphs, never inside them: it communicates, and replaces the module's
+    parameters.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:  # torch sets attributes on it, which a bound method does not allow
+            return function(*args, **kwargs)
+
+        self._function = _disable_dynamo(call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a hook that does nothing, for copies and pickles."""
+        return _NoHook, ()
+
+
+class _NoHook:
+    """Hook that does nothing, in copies of a module with a strategy."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+def after_gradient(parameter: Tensor, method: Callable[..., None], *args: int | str) -> RemovableHandle:
+    """Call the bound ``method`` with ``args`` and the parameter whenever autograd has accumulated its gradient.
+
+    Python's garbage collector does not traverse the references of such a hook. Therefore the hook
+    must not hold a reference to its owner, nor ``args`` to the parameter: a model and its strategy
+    would never be freed.
+    """
+    owned = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        own = owned()
+        if own is not None:
+            own(*args, parameter)
+
+    # Use torch's own method: the parameter's attribute of the same name defers hooks.
+    register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
+    return register(parameter, hook)
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """Return the original module of a ``torch.compile`` wrapper; any other module unchanged."""
+    inner = model._modules.get("_orig_mod")
+    return inner if inner is not None and type(model).__name__ == "OptimizedModule" else model
+
+
+# Hooks before and after every optimizer step of the process -----------------------------------------------------------
+
+
+Call = Callable[[Any, torch.optim.Optimizer], None]  # arguments: owner and optimizer
+
+_hooks: list[UpdateHooks] = []
+_registered = False
+
+
+class UpdateHooks:
+    """Registered ``before(owner, optimizer)`` and ``after(owner, optimizer)``, until removed or the owner is freed."""
+
+    def __init__(self, owner: Any, before: Call | None = None, after: Call | None = None) -> None:
+        global _registered
+        self.owner, self.before, self.after = weakref.ref(owner), before, after
+        _hooks.append(self)
+        if not _registered:
+            _registered = True
+            register_optimizer_step_pre_hook(_before)
+            register_optimizer_step_post_hook(_after)
+
+    def remove(self) -> None:
+        """Unregister the hooks."""
+        if self in _hooks:
+            _hooks.remove(self)
+
+
+def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for hooks in list(_hooks):
+        owner = hooks.owner()
+        if owner is None:
+            hooks.remove()
+        elif hooks.before is not None:
+            hooks.before(owner, optimizer)
+
+
+def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for hooks in list(_hooks):
+        if hooks.after is not None and (owner := hooks.owner()) is not None:
+            hooks.after(owner, optimizer)
+
+
+# Subclasses of a module's own class that differ only in ``forward`` and pickling --------------------------------------
+
+
+def blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
+    """Return an empty module of a plain class, whose state is set later."""
+    return plain.__new__(plain, *arguments)
+
+
+def subclass_with(
+    plain: type[nn.Module],
+    forward: Callable[..., Any],
+    marker: str,
+    make_copy: Callable[..., nn.Module] = blank,
+) -> type[nn.Module]:
+    """Return a subclass with another ``forward`` and the same name; its attribute ``marker`` is the plain class.
+
+    ``make_copy(plain)``, a function that pickle can import, creates the module that receives a
+    copy's state.
+    """
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced: Any = plain.__reduce_ex__(self, max(2, int(protocol)))
+        make, arguments, *rest = reduced
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            make, arguments = make_copy, (plain, *arguments[1:])
+        return make, arguments, *rest
+
+    same: Mapping[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"forward": wraps(plain.forward)(forward), "__reduce_ex__": reduce, marker: plain}
+    return type(plain.__name__, (plain,), {**same, **own})

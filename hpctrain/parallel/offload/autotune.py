@@ -1,0 +1,144 @@
+"""Division of the update between device and host, such that the device does not wait for the host.
+
+Note: the balance. While the backward passes of a step take ``t`` seconds, the host updates
+parameters whose gradients have already been copied. AdamW on float32 masters moves 28 bytes per
+parameter through host memory: it reads the master and two moments (12) and a 16-bit gradient (2),
+and writes the same three (12) and the 16-bit copy (2). So N parameters take 28 N / B seconds at B
+bytes per second. Over a link with L bytes per second in each direction they take at least 2 N / L.
+The share of the update that does not fit into ``t``,
+
+    f = max(0, 1 - t / (N max(28 / B, 2 / L)))
+
+is made on the device, whose memory is an order of magnitude faster. The f N parameters take 16
+bytes each of it. This is the condition of ZeRO-Offload (Ren et al., 2021) for an update without
+cost, solved for the share that violates it, as in the Twin-Flow of DeepSpeed's ZeRO-Offload++.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.comm.device.streams import Streams
+from hpctrain.parallel.offload.one_pass import OnePass
+
+BYTES = 28.0  # bytes per parameter that an update by AdamW moves through host memory
+LINK_BYTES = 2.0  # bytes per parameter over the link, in each direction
+
+
+def share_on_device(
+    parameters: int,
+    backward: float,
+    host_rate: float,
+    link_rate: float = math.inf,
+    *,
+    host_bytes: float = BYTES,
+    link_bytes: float = LINK_BYTES,
+) -> float:
+    """Return the share (0 to 1) of ``parameters`` parameters that is to be updated on the device.
+
+    ``backward`` is the time of the backward passes of a step, in seconds. ``host_rate`` and
+    ``link_rate`` are in bytes per second: of the update on the host, and of the link in one
+    direction while both directions are in use.
+    """
+    if min(host_rate, link_rate) <= 0:
+        return 1.0
+    needed = parameters * max(host_bytes / host_rate, link_bytes / link_rate)
+    return max(0.0, 1.0 - max(backward, 0.0) / needed) if needed else 0.0
+
+
+def last_pieces(numels: Sequence[int], share: float) -> list[int]:
+    """Return the indices of the last parameter groups whose elements together are closest to a share of all elements.
+
+    The groups are in the order in which their gradients are computed. The last gradients have the
+    least time to overlap with the backward pass, and the next forward pass needs these parameters
+    first.
+    """
+    wanted, found, first = share * sum(numels), 0, len(numels)
+    while first and abs(found + numels[first - 1] - wanted) < abs(found - wanted):
+        first -= 1
+        found += numels[first]
+    return list(range(first, len(numels)))
+
+
+# Choice of the share of the update that stays on the device, from measurements of the first steps ---------------------
+
+
+WARM, STEPS = 2, 3  # steps that are not representative, and the step after which the share is chosen
+ROOM = 0.8  # usable share of the free device memory: passes of other sizes may follow
+FLOATS = 4  # per parameter: master, gradient, two moments
+
+
+class ShareFinder:
+    """Measurement of the passes and updates of the first steps."""
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._device, self._streams = device, streams
+        self._steps, self._backward, self._began = 0, 0.0, 0.0
+        self._before = 0, 0.0  # elements and seconds of the updates before the measurement
+        self.decided = False
+
+    def begin(self) -> None:
+        """Record the beginning of a backward pass."""
+        if not self.decided:
+            self._finish()
+            self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Record the end of a backward pass."""
+        if not self.decided:
+            self._finish()
+            self._backward += time.perf_counter() - self._began
+
+    def _finish(self) -> None:
+        self._streams.synchronize(self._streams.record(self._streams.current()))
+
+    def pieces(self, one_pass: OnePass, nbytes: Sequence[int]) -> list[int]:
+        """Return the indices of the groups that move to the device after this step; an empty list if it is too early.
+
+        ``nbytes`` are the sizes of the groups' masters, in the order in which their gradients are
+        computed.
+        """
+        self._steps += 1
+        if self._steps == WARM:
+            self._before, self._backward = (one_pass.elements, one_pass.seconds), 0.0
+        if self._steps < STEPS:
+            return []
+        self.decided = True
+        elements, seconds = one_pass.elements - self._before[0], one_pass.seconds - self._before[1]
+        if not elements or not seconds:
+            return []  # the optimizer does not update in slices: nothing was measured
+        backward = self._backward / (STEPS - WARM)
+        share = share_on_device(elements, backward, elements / seconds, host_bytes=1, link_bytes=0)
+        return fitting(last_pieces(nbytes, share), nbytes, self.room())
+
+    def room(self) -> int:
+        """Return the bytes of device memory that may be used."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
+        reserved, most = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
+        return int(ROOM * max(min(free + reserved, cap) - most, 0))
+
+
+def fitting(numbers: Sequence[int], nbytes: Sequence[int], room: int) -> list[int]:
+    """Return as many of the last groups as fit into ``room`` bytes with their gradients and moments."""
+    found, taken = [], 0
+    for number in reversed(numbers):
+        taken += FLOATS * nbytes[number]
+        if taken > room:
+            break
+        found.append(number)
+    return sorted(found)
+
+
+def move_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, device: torch.device) -> None:
+    """Move an optimizer's states of a parameter to a device, as the optimizer would have created them there."""
+    group = next((group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), {})
+    counts_there = bool(group.get("fused") or group.get("capturable"))
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and (name != "step" or counts_there):
+            optimizer.state[parameter][name] = value.to(device, copy=True)

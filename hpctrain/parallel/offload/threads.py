@@ -1,0 +1,193 @@
+"""Worker thread that runs jobs in the order of their submission.
+
+Note: how a thread ends. It is a daemon, so that it never keeps a process alive. But a thread that
+executes torch code while the interpreter shuts down crashes the process. Therefore the end of the
+program, and the garbage collection of the worker, first waits for the job in progress and drops the
+others. A child created by ``fork`` has no threads: its first job starts a new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from hpctrain.comm.transport.waiting import timeout_seconds
+from hpctrain.errors import DeadlineError, UsageError
+
+T = TypeVar("T")
+FAREWELL = 10.0  # seconds to wait for the job in progress when the program ends
+
+
+class JobHandle(Generic[T]):
+    """Handle of a submitted job."""
+
+    def __init__(self, job: Callable[[], T], name: str) -> None:
+        self._job: Callable[[], T] | None = job
+        self._name, self._process = name, os.getpid()
+        self._ended = threading.Event()
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Return whether the job has ended, with or without an error."""
+        return self._ended.is_set()
+
+    def wait(self) -> T:
+        """Return the result of the job, or raise its error; ``DeadlineError`` after a timeout."""
+        if not self.done and os.getpid() != self._process:
+            raise UsageError(f"a job of the thread {self._name} was under way when this process was forked")
+        limit = timeout_seconds()
+        if not self._ended.wait(limit):
+            raise DeadlineError(f"a job of the thread {self._name}: not done within {limit:g} s (HPCTRAIN_TIMEOUT)")
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def run(self) -> None:
+        """Run the job, and store its result or error."""
+        assert self._job is not None, "a job is done once"
+        try:
+            self._results.append(self._job())
+        except BaseException as error:  # the waiting thread must get any kind of error
+            self._error = error
+        self._end()
+
+    def drop(self) -> None:
+        """End the job without running it, with an error."""
+        self._error = UsageError(f"the thread {self._name} was closed before this job began")
+        self._end()
+
+    def _end(self) -> None:
+        self._job = None  # and all objects that it references
+        self._ended.set()
+
+
+Jobs = SimpleQueue[JobHandle[Any] | None]
+
+
+class WorkerThread:
+    """Worker thread, started by its first job. It calls ``prepare`` before all jobs."""
+
+    def __init__(self, name: str = "hpctrain-worker", prepare: Callable[[], object] | None = None) -> None:
+        self.name, self._prepare = name, prepare
+        self._process: int | None = None
+        self._leave: weakref.finalize[..., WorkerThread]
+
+    def submit(self, job: Callable[[], T]) -> JobHandle[T]:
+        """Submit a job, which runs after all earlier jobs."""
+        if self._process != os.getpid():
+            self._start()
+        ticket = JobHandle(job, self.name)
+        self._jobs.put(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Wait for all jobs, then end the thread; a later job starts another thread."""
+        if self._process != os.getpid():
+            return
+        self._jobs.put(None)
+        self._thread.join(timeout_seconds())
+        self._leave.detach()
+        self._process = None
+
+    def _start(self) -> None:
+        if self._process is not None:
+            self._leave.detach()  # of the process that was forked
+        self._process, self._jobs = os.getpid(), Jobs()
+        self._thread = threading.Thread(target=_work, args=(self._jobs, self._prepare), name=self.name, daemon=True)
+        self._thread.start()
+        self._leave = weakref.finalize(self, _leave, self._jobs, self._thread)
+
+
+def _work(jobs: Jobs, prepare: Callable[[], object] | None) -> None:
+    """Run jobs until None is received. The thread does not reference the worker, which may be garbage-collected."""
+    if prepare is not None:
+        prepare()
+    while (ticket := jobs.get()) is not None:
+        ticket.run()
+        del ticket  # so that its objects are freed while this waits
+
+
+def _leave(jobs: Jobs, thread: threading.Thread) -> None:
+    """Drop the jobs that have not started, and wait for the job in progress."""
+    try:
+        while (ticket := jobs.get_nowait()) is not None:
+            ticket.drop()
+    except Empty:
+        pass
+    jobs.put(None)
+    if thread is not threading.current_thread():
+        thread.join(FAREWELL)
+
+
+# Thread pool for slices of memory: each thread takes the next slice when it has finished one --------------------------
+
+
+class SliceThreads:
+    """Pool of ``count`` threads, by default as many as torch uses for computations."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count or torch.get_num_threads()
+        self._workers = [WorkerThread(f"hpctrain-hand-{number}", compute_alone) for number in range(self.count)]
+
+    def each(self, do: Callable[[T], None], items: Sequence[T]) -> None:
+        """Call ``do`` with every item, in no particular order; raise the error of the first failed call."""
+        if min(self.count, len(items)) < 2:
+            for item in items:
+                do(item)
+            return
+        left = deque(items)
+        tickets = [worker.submit(lambda: _take(left, do)) for worker in self._workers[: len(items)]]
+        errors = []
+        for ticket in tickets:  # wait for all of them: no thread may write any more after the return
+            try:
+                ticket.wait()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+
+@cache
+def shared(count: int | None = None) -> SliceThreads:
+    """Return the thread pool of this process. There is one pool for all optimizers, because they share the cores."""
+    return SliceThreads(count)
+
+
+def _take(left: deque[T], do: Callable[[T], None]) -> None:
+    """Process the remaining items one by one, without gradients; that mode is per thread."""
+    torch.set_grad_enabled(False)
+    while left:
+        try:
+            item = left.popleft()
+        except IndexError:
+            return  # another thread took it
+        try:
+            do(item)
+        except BaseException:
+            left.clear()  # the remaining results would be useless
+            raise
+
+
+def compute_alone() -> None:
+    """Make torch use no further threads for calls from this thread.
+
+    ``torch.set_num_threads`` would change the number for future threads and for MKL in the whole
+    process. OpenMP's own call affects only the calling thread. Without OpenMP, results stay
+    correct, but slices are divided over threads a second time.
+    """
+    torch.get_num_threads()  # at its first call in a thread torch sets the number, which would undo this
+    try:
+        ctypes.CDLL(None).omp_set_num_threads(1)
+    except AttributeError:
+        pass

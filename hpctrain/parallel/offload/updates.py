@@ -1,0 +1,163 @@
+"""Placement of optimizer states in other memory."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.parallel.fsdp.param_group import ParamGroup, ShardedParam, held_in
+from hpctrain.parallel.offload.gradients import Gradients, GradOffloadReduction
+from hpctrain.parallel.offload.kernels import Options
+from hpctrain.parallel.offload.one_pass import OnePass
+from hpctrain.parallel.offload.threads import JobHandle
+from hpctrain.parallel.offload.weights import MasterWeights
+
+Room = Callable[[int, torch.dtype], Tensor]  # allocates memory for a number of elements
+
+
+def place(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], room: Room) -> None:
+    """Move the states of parameters that have the parameter's shape into memory that ``room`` allocates.
+
+    Values are unchanged. Other states (step counts) stay where they are. States are created by the
+    first update.
+    """
+    for parameter in parameters:
+        for name, value in _shaped_like(optimizer, parameter):
+            optimizer.state[parameter][name] = room(value.numel(), value.dtype).view_as(value).copy_(value)
+
+
+class PlacedStates:
+    """States of an optimizer's parameters in memory that ``room`` allocates, also after ``load_state_dict``.
+
+    Each state gets its memory once. The tensors that ``load_state_dict`` assigns are copied there.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], room: Room) -> None:
+        self._optimizer, self._parameters, self._room = optimizer, list(parameters), room
+        self._places: dict[tuple[nn.Parameter, str], Tensor] = {}
+        own = weakref.ref(self)
+
+        def loaded(_: torch.optim.Optimizer) -> None:
+            if (states := own()) is not None:
+                states.settle()
+
+        handle = optimizer.register_load_state_dict_post_hook(loaded)
+        weakref.finalize(self, handle.remove)
+        self.settle()
+
+    def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Move states that were created or replaced since the last call, of all parameters or of some."""
+        for parameter in self._parameters if parameters is None else parameters:
+            for name, value in _shaped_like(self._optimizer, parameter):
+                place = self._places.get((parameter, name))
+                if place is None or place.dtype is not value.dtype or place.shape != value.shape:
+                    place = self._room(value.numel(), value.dtype).view_as(value)
+                    self._places[parameter, name] = place
+                if value.data_ptr() != place.data_ptr():
+                    self._optimizer.state[parameter][name] = place.copy_(value)
+
+
+def _shaped_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+    """Return the names and values of the states that have a parameter's shape."""
+    state = optimizer.state.get(parameter, {})
+    return [
+        (name, value)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel()
+    ]
+
+
+# Update of parameter groups that are stored on the host, some at a time, by any optimizer that holds
+
+
+@dataclass(eq=False)
+class HostGroup:
+    """One trained parameter group whose master is stored on the host."""
+
+    piece: ParamGroup
+    courier: MasterWeights
+    flow: GradOffloadReduction
+    early: JobHandle[None] | None = None  # handle of an update before the optimizer's step
+    updated: set[nn.Parameter] = field(default_factory=set)  # the shards that this update covers
+
+
+class HostUpdates:
+    """Update of the groups ``kept`` by their gradients, ``nbytes`` at a time; ``disk`` allocates memory for states."""
+
+    def __init__(
+        self,
+        kept: Sequence[HostGroup],
+        gradients: Gradients,
+        nbytes: int,
+        disk: Callable[[int, torch.dtype], Tensor] | None,
+    ) -> None:
+        self._kept, self._gradients, self._nbytes, self._disk = kept, gradients, nbytes, disk
+        self._passes: dict[int, OnePass] = {}
+        self._states: dict[int, PlacedStates] = {}
+
+    def batches(self, gradients: dict[nn.Parameter, Tensor], one_pass: OnePass) -> Iterator[list[HostGroup]]:
+        """Yield the groups that have gradients, in batches of groups that are transferred together."""
+        batch: list[HostGroup] = []
+        # some optimizers can only update all parameters in one step
+        limit = self._nbytes if one_pass.runs_beside else math.inf
+        for kept in self._kept:
+            if any(member.shard in gradients for member in kept.piece.members):
+                batch.append(kept)
+            if sum(each.piece.own.nbytes for each in batch) >= limit:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def make(
+        self,
+        one_pass: OnePass,
+        batch: Sequence[HostGroup],
+        gradients: dict[nn.Parameter, Tensor],
+        factors: dict[nn.Parameter, float] | None = None,
+        options: Sequence[Options] | None = None,
+        *,
+        mirrors: bool,
+    ) -> None:
+        """Update the parameters with gradients in some groups, and write the new contents of their mirrors."""
+        by_factor: dict[float, list[tuple[HostGroup, ShardedParam]]] = {}
+        for kept in batch:
+            kept.courier.quiet()
+            for member in kept.piece.members:
+                if member.shard in gradients:
+                    factor = factors[member.shard] if factors else self._factor(one_pass, member.shard)
+                    by_factor.setdefault(factor, []).append((kept, member))
+        for factor, members in by_factor.items():
+            shards = [member.shard for _, member in members]
+            copies = [_mirrored(kept, member) if mirrors else None for kept, member in members]
+            one_pass.step(shards, [gradients[shard] for shard in shards], factor, copies, options)
+
+    def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
+        """Return the factor for a gradient during the update; 1 if it had to be scaled beforehand."""
+        if not one_pass.slices(shard):
+            self._gradients.apply_scale([shard])
+        return self._gradients.factor(shard)
+
+    def pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
+        """Return the ``OnePass`` of an optimizer, always the same object."""
+        if id(optimizer) not in self._passes:
+            self._passes[id(optimizer)] = OnePass(optimizer)
+        return self._passes[id(optimizer)]
+
+    def settle_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[HostGroup]) -> None:
+        """Move states that were just created or loaded to the disk."""
+        if self._disk is None:
+            return
+        if id(optimizer) not in self._states:
+            self._states[id(optimizer)] = PlacedStates(optimizer, [], self._disk)
+        self._states[id(optimizer)].settle(member.shard for kept in batch for member in kept.piece.members)
+
+
+def _mirrored(kept: HostGroup, member: ShardedParam) -> Tensor | None:
+    mirror = kept.courier.mirror
+    return None if mirror is None else held_in(mirror, member.held, member.shape)

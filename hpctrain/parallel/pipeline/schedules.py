@@ -1,0 +1,226 @@
+"""Naive schedule: each microbatch passes forward and backward before the next one; one stage is busy at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.actions import Action, ActionKind, Actions, backward, forward
+from hpctrain.settings import unknown
+from hpctrain.util.text import shown
+
+
+def naive(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
+    """Return the actions of naive model parallelism, the baseline of the other schedules."""
+    return [_naive_actions(rank, microbatches) for rank in range(ranks)]
+
+
+def _naive_actions(rank: int, microbatches: int) -> list[Action]:
+    return [action(rank, number) for number in range(microbatches) for action in (forward, backward)]
+
+
+# GPipe schedule: all forward passes, then all backward passes (Huang et al., GPipe, NeurIPS 2019) ---------------------
+
+
+def gpipe(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
+    """Return the actions of GPipe: the idle fraction is (p - 1) / (m + p - 1), and m microbatches are live."""
+    return [[action(rank, n) for action in (forward, backward) for n in range(microbatches)] for rank in range(ranks)]
+
+
+# 1F1B schedule: one forward pass, one backward pass (PipeDream-Flush, Narayanan et al., ICML 2021) --------------------
+
+
+def one_f_one_b(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
+    """Return the actions of 1F1B: on stage s, p - 1 - s warm-up forward passes, then one forward, one backward."""
+    return [_one_f_one_b_actions(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)]
+
+
+def _one_f_one_b_actions(rank: int, ahead: int, microbatches: int) -> Actions:
+    actions = [forward(rank, number) for number in range(ahead)]
+    for number in range(microbatches):
+        if number + ahead < microbatches:
+            actions.append(forward(rank, number + ahead))
+        actions.append(backward(rank, number))
+    return actions
+
+
+# Interleaved 1F1B
+
+
+def interleaved(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
+    """Return the actions of interleaved 1F1B. Raises ``UsageError`` if ``ranks`` does not divide ``microbatches``."""
+    if microbatches % ranks:
+        below = microbatches // ranks * ranks
+        others = f"{below} or {below + ranks}" if below else f"{ranks} or {2 * ranks}"
+        raise UsageError(
+            f"{microbatches} microbatches cannot be interleaved over {ranks} stages: take a multiple of {ranks}, "
+            f"such as {others}",
+            everywhere=True,
+        )
+    return [_interleaved_actions(rank, ranks, microbatches, chunks_per_rank) for rank in range(ranks)]
+
+
+def _interleaved_actions(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
+    total = microbatches * chunks
+    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, total)
+    passes = [_place(number, ranks, chunks) for number in range(total)]
+
+    def forward_of(number: int) -> Action:
+        local, microbatch = passes[number]
+        return forward(local * ranks + rank, microbatch)
+
+    def backward_of(number: int) -> Action:
+        local, microbatch = passes[number]
+        return backward((chunks - 1 - local) * ranks + rank, microbatch)
+
+    actions = [forward_of(number) for number in range(ahead)]
+    for number in range(total):
+        if number + ahead < total:
+            actions.append(forward_of(number + ahead))
+        actions.append(backward_of(number))
+    return actions
+
+
+def _place(number: int, ranks: int, chunks: int) -> tuple[int, int]:
+    """Return the local chunk and the microbatch of the pass with a number: groups, then chunks, then microbatches."""
+    group, within = divmod(number, ranks * chunks)
+    local, place = divmod(within, ranks)
+    return local, group * ranks + place
+
+
+# PipeDream schedule
+
+
+def pipedream(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
+    """Return the actions of PipeDream."""
+    return [_with_updates(actions, microbatches - 1) for actions in one_f_one_b(ranks, microbatches, chunks_per_rank)]
+
+
+def _with_updates(actions: Actions, last: int) -> Actions:
+    found: Actions = []
+    for action in actions:
+        found.append(action)
+        if action.kind is ActionKind.BACKWARD and action.microbatch < last:
+            found.append(Action(ActionKind.UPDATE, action.chunk, action.microbatch))
+    return found
+
+
+# ZB-H1 schedule
+
+
+def zb_h1(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
+    """Return the actions of ZB-H1."""
+    return [_split(rank, actions) for rank, actions in enumerate(one_f_one_b(ranks, microbatches, chunks_per_rank))]
+
+
+def _split(rank: int, actions: Actions) -> Actions:
+    """Split backward passes; the weight pass of a microbatch follows ``rank`` input passes later, or at the end."""
+    found: Actions = []
+    waiting: list[Action] = []
+    for action in actions:
+        if action.kind is not ActionKind.BACKWARD:
+            found.append(action)
+            continue
+        found.append(Action(ActionKind.INPUT, action.chunk, action.microbatch))
+        waiting.append(Action(ActionKind.WEIGHT, action.chunk, action.microbatch))
+        if len(waiting) > rank:
+            found.append(waiting.pop(0))
+    return found + waiting
+
+
+# Pipeline schedules: plain lists of actions per rank, which the engine executes and a plot shows ----------------------
+
+
+__all__ = ["SCHEDULES", "Action", "Actions", "ActionKind", "Schedule", "forward_only", "make"]
+
+SCHEDULES: dict[str, Callable[[int, int, int], list[Actions]]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "pipedream": pipedream,
+}
+_SEVERAL_CHUNKS = ("interleaved",)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Actions of each rank in one step.
+
+    ``chunks`` is the number of chunks of the whole model; each rank holds equally many. Within a
+    chunk, the forward passes are in the order of the microbatches. The same holds for its backward,
+    input and weight passes.
+    """
+
+    name: str
+    ranks: int
+    chunks: int
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    def rank_of(self, chunk: int) -> int:
+        """Return the rank that holds a chunk."""
+        return chunk % self.ranks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether gradients of inputs and gradients of weights are computed in separate passes."""
+        return any(action.kind is ActionKind.INPUT for actions in self.actions for action in actions)
+
+    def live(self, rank: int) -> int:
+        """Return the largest number of microbatches whose activations a rank holds at once, counted per chunk."""
+        most = now = 0
+        for action in self.actions[rank]:
+            now += CHANGE.get(action.kind, 0)
+            most = max(most, now)
+        return most
+
+
+# Change that an action makes to the number of microbatches whose activations are held.
+CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
+
+_MOST_PASSES = 2**20  # a schedule lists its passes; more would take minutes and unbounded memory
+
+
+def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
+    """Return the named schedule of ``SCHEDULES``. Raises ``UsageError`` on every rank if an argument is not allowed."""
+    if name not in SCHEDULES:
+        raise UsageError(unknown(f"schedule {shown(name)}", name, list(SCHEDULES)), everywhere=True)
+    for what, number in {"stages": ranks, "microbatches": microbatches, "chunks per stage": chunks_per_rank}.items():
+        if number < 1:
+            raise UsageError(f"{number} {what}: a schedule needs at least 1", everywhere=True)
+    passes = ranks * microbatches * chunks_per_rank
+    if passes > _MOST_PASSES:
+        text = f"{ranks} stages of {chunks_per_rank} chunks and {microbatches} microbatches"
+        raise UsageError(f"{text} make {passes} forward passes: allowed are at most {_MOST_PASSES}", everywhere=True)
+    _check_chunks(name, chunks_per_rank)
+    actions = SCHEDULES[name](ranks, microbatches, chunks_per_rank)
+    return Schedule(name, ranks, ranks * chunks_per_rank, microbatches, tuple(map(tuple, actions)))
+
+
+def forward_only(ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
+    """Return a schedule of forward passes only, for any number of microbatches."""
+    actions = tuple(
+        tuple(
+            forward(chunk, microbatch)
+            for chunk in range(rank, ranks * chunks_per_rank, ranks)
+            for microbatch in range(microbatches)
+        )
+        for rank in range(ranks)
+    )
+    return Schedule("forward", ranks, ranks * chunks_per_rank, microbatches, actions)
+
+
+def _check_chunks(name: str, chunks: int) -> None:
+    if name in _SEVERAL_CHUNKS and chunks < 2:
+        raise UsageError(
+            f"the schedule {name} needs at least 2 chunks of the model per stage: it has {chunks}", everywhere=True
+        )
+    if name not in _SEVERAL_CHUNKS and chunks > 1:
+        takers = ", ".join(_SEVERAL_CHUNKS)
+        raise UsageError(
+            f"the schedule {name} takes one chunk of the model per stage, not {chunks}: several are for {takers}",
+            everywhere=True,
+        )

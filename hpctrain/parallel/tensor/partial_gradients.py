@@ -1,0 +1,262 @@
+"""Gradients that are partial on each tensor rank: detection in autograd's graph, and summation.
+
+A tensor is *replicated* if all tensor ranks hold the same values, and *varies* if each rank holds
+its own. The output of a column-parallel layer varies. The output of a row-parallel layer is
+replicated. Any other function of a varying operand varies. Such a function may also take a
+replicated operand (the weight of a norm over each head, keys that all heads share). Each rank then
+computes the operand's gradient from its own part only: the gradient is the sum over the ranks.
+These are the typing rules of JAX's ``shard_map`` ("varying manual axes"), in which the missing sum
+is called ``pvary``.
+
+Note: autograd's graph has one node per function, with an edge to the node of each differentiable
+operand. The gradients that need a sum are those on edges from a varying node to a replicated one. A
+hook on the varying node sums them. All ranks have the same graph and run its nodes in the same
+order, so their collectives match.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.log import logger
+from hpctrain.parallel.tensor import functional
+from hpctrain.parallel.tensor.layers import Parallel
+from hpctrain.parallel.tensor.sequence import sum_gradients
+
+Node = Any  # torch.autograd.graph.Node
+_MARK = "hpctrain.summed"
+
+
+class PartialGradients:
+    """Sums over the tensor ranks of gradients that no split layer and no module of kind ``replicated`` sums.
+
+    ``split`` contains the modules whose parameters are slices. The graphs of forward passes are
+    searched until a pass needs no sum. If only parameters meet split features, the search ends,
+    because their modules then sum the gradients. If activations meet split features too, the search
+    continues in every pass. A module that is called for the first time later restarts the search.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        split: Iterable[Parallel],
+        entries: Mapping[nn.Module, str] = MappingProxyType({}),
+    ) -> None:
+        self._comm, self._split, self._entries = comm, tuple(split), entries
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._model = model
+        self._searches, self._always = True, False
+        self._settled: set[nn.Module] = set()
+        self._told = False
+        self._uncalled = {
+            module: module.register_forward_pre_hook(lambda called, args: self._called(called))  # copies share it
+            for module in model.modules()
+            if any(one is not None and one.requires_grad for one in module._parameters.values())
+        }
+
+    def _called(self, module: nn.Module) -> None:
+        if torch.is_grad_enabled() and module in self._uncalled:
+            self._searches = True
+            self._uncalled.pop(module).remove()
+
+    def after_forward(self, result: Any, varying: Collection[Tensor] = (), *, ends: bool = True) -> None:
+        """Register sums of partial gradients for the backward pass; ``varying`` contains inputs of the model that vary.
+
+        ``ends`` is true if the result is that of the whole model. Raises ``UsageError`` if a
+        column-parallel layer, or the program, receives split features where whole ones are
+        required.
+        """
+        if not (self._searches and torch.is_grad_enabled()):
+            return
+        nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        slices = {id(module._parameters[name]) for module in self._split for name in module.dims}
+        states = varies(nodes, slices | {id(tensor) for tensor in varying})
+        self._check(states)
+        if ends and nodes and states[nodes[0]]:
+            self._check_result(nodes[0], states)
+        found: list[Node] = []
+        for node, own in states.items():
+            if own and _mark(node) is None:
+                places = _partial(node, states)
+                if places and _MARK not in node.metadata:
+                    node.metadata[_MARK] = True
+                    node.register_hook(_summing(places, self._comm))
+                    found += [node.next_functions[place][0] for place in places]
+        if found:
+            self._always = not self._settle(found, states) or self._always
+        self._searches = bool(found) or self._always
+        self._tell(found)
+
+    def _settle(self, found: Sequence[Node], states: Mapping[Node, bool]) -> bool:
+        """Let modules sum the gradients of their own parameters from the next pass on, if no other sums are needed.
+
+        Return whether that is the case; then the search ends with the first pass that needs no sum.
+        """
+        leaves = {id(leaf.variable) for leaf in found if hasattr(leaf, "variable")}
+        owners = {id(one): module for module in self._model.modules() for one in module._parameters.values()}
+        kept = {  # parameters that functions of replicated operands also use
+            id(child.variable)
+            for node, varying in states.items()
+            if not varying
+            for child, _ in node.next_functions
+            if hasattr(child, "variable")
+        }
+        held = {owners[leaf] for leaf in leaves if leaf in owners}
+        own = [one for owner in held for one in owner._parameters.values()]
+        used = {id(one) for one in own if one is not None and one.requires_grad}
+        if len(leaves) < len({id(node) for node in found}) or used != leaves or used & kept or held & self._settled:
+            return False
+        for owner in held:
+            sum_gradients(owner, self._comm)
+        self._settled |= held
+        return True
+
+    def _check(self, states: Mapping[Node, bool]) -> None:
+        """Raise ``UsageError`` if inputs of a column-parallel layer vary: it would sum their gradients over ranks."""
+        for node in states:
+            fed = node.next_functions[0][0] if node.next_functions else None
+            layer = getattr(node, "layer", None)
+            if layer is not None and fed is not None and states[fed]:
+                raise UsageError(
+                    f"module {self._entries.get(layer, 'of kind column')} takes whole features; its inputs are "
+                    f"{self._source(fed, states)}; a row must come between two columns, and replicated is only for "
+                    "modules between a column and its row",
+                    everywhere=True,
+                )
+
+    def _check_result(self, node: Node, states: Mapping[Node, bool]) -> None:
+        """Raise ``UsageError`` if the model returns split features, unless they are logits for a split loss."""
+        heads = [one for one in self._split if self._entries.get(one, "").endswith("=vocabulary)")]
+        if all(getattr(head, "gathers", True) for head in heads):
+            raise UsageError(
+                f"the outputs of the model are {self._source(node, states)}; a row must come behind a column before "
+                "the model ends; name the next linear layer as row, or give the last one the kind vocabulary, which "
+                "gathers",
+                everywhere=True,
+            )
+
+    def _source(self, node: Node, states: Mapping[Node, bool]) -> str:
+        layer = _nearest(node, states)
+        if layer is None:
+            return "each tensor rank's own, as a replicated module has computed them"
+        return f"each tensor rank's own, behind {self._entries.get(layer, 'a column')}"
+
+    def _tell(self, found: list[Node]) -> None:
+        if found and not self._told and not self._comm.rank:
+            leaves = {id(leaf.variable) for leaf in found if hasattr(leaf, "variable")}
+            named = [self._names[each] for each in leaves if each in self._names]
+            logger.debug(
+                "tensor parallelism: gradients that are summed over the tensor ranks, as their operands meet split "
+                "features: %s and %d activations per pass",
+                ", ".join(sorted(named)) or "no parameters",
+                len(found) - len(leaves),
+            )
+        self._told = self._told or bool(found)
+
+
+def replicate(module: nn.Module, comm: Communicator) -> None:
+    """Sum over the ranks the gradients of a whole module's parameters, and of its replicated inputs.
+
+    Whether an input varies is a property of the model. It is determined from the graph of the first
+    pass that has one.
+    """
+    for inner in module.modules():
+        if any(parameter is not None for parameter in inner._parameters.values()):
+            sum_gradients(inner, comm)
+    same: dict[int, bool] = {}  # whether all ranks hold an input alike, by its index among the leaves
+
+    def spread(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        if not torch.is_grad_enabled():
+            return None
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                if place not in same:
+                    same[place] = not varies([leaf.grad_fn])[leaf.grad_fn]
+                if same[place]:
+                    leaves[place] = functional.spread(leaf, comm)
+        return tree_unflatten(leaves, structure)
+
+    module.register_forward_pre_hook(spread, with_kwargs=True)
+
+
+def varies(nodes: Iterable[Node], leaves: Collection[int] = ()) -> dict[Node, bool]:
+    """Return, for each node reachable from ``nodes``, whether its function's result varies over the tensor ranks.
+
+    ``leaves`` contains the ids of the varying leaves of the graph.
+    """
+    states: dict[Node, bool] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack[-1]
+        below = [child for child, _ in node.next_functions if child is not None]
+        missing = [child for child in below if child not in states] if node not in states else []
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        if node not in states:
+            mark = _mark(node)
+            leaf = getattr(node, "variable", None)
+            own = id(leaf) in leaves if leaf is not None else any(states[child] for child in below)
+            states[node] = own if mark is None else mark
+    return states
+
+
+def _nearest(node: Node, states: Mapping[Node, bool]) -> nn.Module | None:
+    """Return the nearest column-parallel layer below a varying node."""
+    near, seen = deque([node]), {node}
+    while near:
+        each = near.popleft()
+        layer: nn.Module | None = getattr(each, "layer", None)
+        if layer is not None:
+            return layer
+        if _mark(each) is None:
+            new = [child for child, _ in each.next_functions if child is not None and states[child]]
+            near.extend(child for child in new if child not in seen)
+            seen.update(new)
+    return None
+
+
+def _mark(node: Node) -> bool | None:
+    """Return whether a function of this package declares its result varying; None for any other function."""
+    kind = getattr(type(node), "_forward_cls", None)
+    if kind is None:
+        return None
+    mark: bool | None = getattr(node, "varies", getattr(kind, "varies", None))
+    return mark
+
+
+def _partial(node: Node, states: dict[Node, bool]) -> list[int]:
+    """Return the indices of the replicated operands of a function with a varying result."""
+    places = []
+    for place, (child, _) in enumerate(node.next_functions):
+        if child is not None and not states[child]:
+            leaf = getattr(child, "variable", None)
+            if leaf is None or leaf.numel():  # a leaf without elements only triggers a backward node (``deferred``)
+                places.append(place)
+    return places
+
+
+def _summing(places: list[int], comm: Communicator) -> Any:
+    def hook(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        summed = list(gradients)
+        with torch.no_grad(), comm.bucket() as bucket:
+            for place in places:
+                gradient = gradients[place]
+                if gradient is not None:
+                    whole = summed[place] = gradient.clone(memory_format=torch.contiguous_format)
+                    bucket.all_reduce(whole)
+        return tuple(summed)
+
+    return hook

@@ -1,0 +1,278 @@
+"""Straggler detection for asynchronous ranks: finds ranks that make no steps while others do.
+
+Synchronous ranks would notice such a rank because they wait for it. Asynchronous ranks do not wait,
+so they must check.
+
+A rank is a straggler if it is behind this rank and has made no step for a tenth of
+``HPCTRAIN_TIMEOUT``, while this rank has made several. A rank that waits at a synchronization is
+not behind. A rank that is only slower makes a step in that time. In a job that was suspended as a
+whole, no rank has made a step. Observations from before a synchronization are discarded, because
+all ranks took part in it. A rank checks only the ranks of its node, where a check is one read of
+shared memory. Another node would need a message, which a stopped rank does not answer.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.rma.select import expose
+from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
+from hpctrain.errors import DeadlineError, UsageError
+from hpctrain.log import logger
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.exchange import LOGGED, Standing, StepExchange, Wishes, different_calls
+
+PART = 0.1  # fraction of HPCTRAIN_TIMEOUT that a rank may take for a step
+STEPS = 10  # steps that this rank must have made in that time
+PAUSE = 1.0  # seconds between two checks
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """First observation of a rank at its current step: the step, the time, and this rank's step at that time."""
+
+    step: int
+    when: float
+    own: int
+
+
+class StragglerDetector:
+    """Periodic check of the ranks of a node; the lowest rank that is not a straggler itself logs the warning.
+
+    ``step_of`` returns a rank's step. ``met`` returns the number of synchronizations of this rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        node: Sequence[int],
+        step_of: Callable[[int], int],
+        met: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank, self._others = rank, [other for other in node if other != rank]
+        self._step_of, self._met, self._clock = step_of, met, clock
+        self._limit = PART * timeout_seconds()
+        self._pause = min(PAUSE, self._limit / 4)
+        self._meetings, self._next = met(), 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._said: dict[int, float] = {}  # stragglers, and when each was first seen at its step
+
+    def look(self, step: int) -> None:
+        """Check the other ranks; ``step`` is the step that this rank is about to make."""
+        now = self._clock()
+        if now < self._next:
+            return
+        self._next = now + self._pause
+        if self._met() != self._meetings:
+            self._meetings = self._met()
+            self._seen.clear()
+        still = [rank for rank in self._others if self._stands_still(rank, step, now)]
+        if all(rank in still for rank in self._others if rank < self._rank):
+            for rank in still:
+                self._say(rank, now)
+
+    def _stands_still(self, rank: int, step: int, now: float) -> bool:
+        its = self._step_of(rank)
+        seen = self._seen.get(rank)
+        if seen is None or seen.step != its:
+            self._seen[rank] = _Seen(its, now, step)
+            self._take_back(rank, now)
+            return False
+        return its < step and now - seen.when >= self._limit and step - seen.own >= STEPS
+
+    def _say(self, rank: int, now: float) -> None:
+        if rank not in self._said:
+            seen = self._seen[rank]
+            self._said[rank] = seen.when
+            seconds = now - seen.when
+            logger.warning(
+                "rank %d has made no step for %.1f s, other ranks continue: it is in step %d", rank, seconds, seen.step
+            )
+
+    def _take_back(self, rank: int, now: float) -> None:
+        since = self._said.pop(rank, None)
+        if since is not None:
+            logger.warning("rank %d makes steps again, after %.1f s", rank, now - since)
+
+
+# Stop and save agreement for asynchronous ranks, without a wait at the end of every step ------------------------------
+
+
+_CLOCK, _WISH_STOP, _WISH_SAVE, _WISH_FINAL, _HOLD, _DECISION, _WORDS = range(7)
+_STOP, _SAVE, _FINAL, _FLAGS = 1, 2, 4, 8  # flags of a decision, in the bits below its step and its number
+_NUMBER = 1 << 40
+
+
+def exchange_for(comm: Communicator, strategy: Strategy) -> AsyncExchange | StepExchange:
+    """Return the end-of-step exchange: synchronous, or asynchronous for ranks that update independently.
+
+    The synchronous exchange uses a separate communicator: a rank that leaves the loop in the middle
+    of a step must not match a gradient reduction of the other ranks.
+    """
+    if strategy.loose:
+        return AsyncExchange(comm, works=strategy.works, met=lambda: strategy.met)
+    return StepExchange(comm.twin())
+
+
+def meet(comm: Communicator, strategies: Iterable[Strategy], place: str) -> None:
+    """Wait until all ranks have reached the same place, and serve their requests meanwhile. Collective.
+
+    Asynchronous ranks call this before any other collective. A rank that waits in MPI does not
+    serve requests for its memory, and a rank on another node may need an answer to reach this
+    place. Raises ``UsageError`` on all ranks if they have reached different places.
+    """
+    try:
+        for strategy in strategies:
+            if strategy.loose:
+                strategy.settle()
+    except DeadlineError as error:
+        raise DeadlineError(f"{place}: {error}") from error
+    places = comm.all_gather_object(place)
+    rank = next((rank for rank, other in enumerate(places) if other != places[0]), 0)
+    if rank:
+        text = different_calls(places[0], rank, places[rank])
+        raise UsageError(f"{text}, and give every rank as many batches", everywhere=True)
+
+
+def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) -> None:
+    """Wait until all ranks make the same public call, named ``call``. Collective.
+
+    Raises ``UsageError`` on all ranks if they make different calls, or if some have reached the end
+    of a step. A wait longer than ``HPCTRAIN_TIMEOUT`` names the call.
+    """
+    if comm.size == 1:
+        return
+    with waiting(call):
+        if any(strategy.loose for strategy in strategies):
+            meet(comm, strategies, call)
+        else:
+            StepExchange(comm.twin())({}, Wishes(), 0, Standing(updated=False, call=call))
+
+
+class AsyncExchange:
+    """Average of the latest values logged on this node, and agreement on the step after which all stop or save.
+
+    ``met`` returns the number of synchronizations of this rank.
+    """
+
+    def __init__(self, comm: Communicator, *, works: bool = True, met: Callable[[], int] = lambda: 0) -> None:
+        self._comm = comm
+        self._works = works  # values logged by a rank that computes nothing are ignored
+        self._board = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
+        self._decided = 0  # number of pauses that this rank has seen
+        self._until, self._flags = 0, 0  # of the decision that has not been carried out
+        self._told: set[int] = set()
+        self._written = [0] * comm.size  # on rank 0: the last decision written to each rank
+        near = [rank for rank in range(comm.size) if self._board.view(rank) is not None]
+        self._stalls = StragglerDetector(comm.rank, near, lambda rank: self._board.fetch_add(rank, _CLOCK), met)
+
+    def start(self, step: int) -> None:
+        """Publish the first step that this rank is about to make. Collective."""
+        self._set_clock(step)
+        self._board.barrier()
+
+    def __call__(
+        self, logged: Mapping[str, float], wishes: Wishes, step: int, standing: Standing = Standing()
+    ) -> tuple[dict[str, float], Wishes]:
+        """Return averages by name, and the action after this step; no rank waits for another rank's loop."""
+        self._board.progress()
+        averages = self._averages(logged)
+        self._tell(wishes)
+        if self._comm.rank == 0:
+            self._conduct(step)
+        self._set_clock(step + 1)
+        self._look()
+        if self._works:  # a rank that computes nothing is ahead of all others and waits
+            self._stalls.look(step + 1)
+        due = bool(self._flags) and step >= self._until
+        asked = [due and bool(self._flags & flag) for flag in (_STOP, _SAVE, _FINAL)]
+        found = Wishes(asked[0], asked[1], busy=True, final=asked[2])
+        if due:
+            self._flags = 0
+        return averages, found
+
+    def close(self) -> None:
+        """Free the shared memory. Collective."""
+        self._board.free()
+
+    # Logged values ----------------------------------------------------------------------------------------------------
+
+    def _averages(self, logged: Mapping[str, float]) -> dict[str, float]:
+        """Return the means over the ranks of this node that have logged the same names."""
+        names = sorted(logged)
+        row = torch.tensor([_mark(names) * self._works, *(logged[name] for name in names)], dtype=torch.float64)
+        self._board.put(self._comm.rank, row)
+        views = [self._board.view(rank) for rank in range(self._comm.size)]
+        rows = [one[: row.numel()].clone() for one in views if one is not None]
+        alike = torch.stack([one for one in rows if one[0] == row[0]])
+        return dict(zip(names, alike.mean(dim=0)[1:].tolist()))
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def _tell(self, wishes: Wishes) -> None:
+        """Notify rank 0 once of each request."""
+        for word, wished in ((_WISH_STOP, wishes.stop), (_WISH_SAVE, wishes.save), (_WISH_FINAL, wishes.final)):
+            if wished and word not in self._told:
+                self._told.add(word)
+                self._board.fetch_add(0, word, 1)
+
+    def _conduct(self, step: int) -> None:
+        """Decide on rank 0 if a request exists and no decision is pending."""
+        if self._flags:
+            return  # after the pending decision
+        flags = 0
+        for word, flag in ((_WISH_STOP, _STOP), (_WISH_SAVE, _SAVE), (_WISH_FINAL, _FINAL)):
+            count = self._board.fetch_add(0, word)
+            if count:
+                self._board.fetch_add(0, word, -count)
+                flags |= flag
+        if not flags:
+            return
+        latest = step
+        for rank in range(1, self._comm.size):
+            self._board.fetch_add(rank, _HOLD, 1)
+            latest = max(latest, self._board.fetch_add(rank, _CLOCK))
+        self._decided += 1
+        decision = self._decided * _NUMBER + _FLAGS * latest + flags
+        for rank in range(1, self._comm.size):
+            self._board.fetch_add(rank, _DECISION, decision - self._written[rank])
+            self._written[rank] = decision
+        self._take(decision)
+
+    def _look(self) -> None:
+        """Check whether rank 0 has paused this rank; if so, wait for its decision."""
+        rank = self._comm.rank
+        if rank == 0 or self._board.fetch_add(rank, _HOLD) == self._decided:
+            return
+        self._decided += 1
+        operation = "rank 0's answer to a request to stop or save"
+        with waiting(operation):
+            until(self._has_decided, operation, lambda: _late(operation), SPINS, period=1)
+        self._take(self._board.fetch_add(rank, _DECISION))
+
+    def _has_decided(self) -> bool:
+        self._board.progress()
+        return self._board.fetch_add(self._comm.rank, _DECISION) >= self._decided * _NUMBER
+
+    def _take(self, decision: int) -> None:
+        self._until, self._flags = decision % _NUMBER // _FLAGS, decision % _FLAGS
+        self._told.clear()
+
+    def _set_clock(self, step: int) -> None:
+        rank = self._comm.rank
+        self._board.fetch_add(rank, _CLOCK, step - self._board.fetch_add(rank, _CLOCK))
+
+
+def _late(operation: str) -> str:
+    return f"{operation}: nothing within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+
+
+def _mark(names: list[str]) -> float:
+    return float(zlib.crc32(",".join(names).encode()))

@@ -1,0 +1,264 @@
+"""Settings of a run: one dataclass per section, most of them defined next to the code that they configure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.checkpoint.folder import Best
+from hpctrain.cluster.deadline import seconds_of
+from hpctrain.data.settings import DataSettings
+from hpctrain.errors import SettingsError
+from hpctrain.models.settings import ModelSettings
+from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.settings import assign, build
+from hpctrain.settings import check as check_fields
+from hpctrain.settings import check_most, meant, names_function, read_toml, unknown
+from hpctrain.util.text import shown
+
+# The losses with a name. parallel.objective implements them, but it loads torch.
+LOSSES = ("cross_entropy", "mse")
+_MOST_TOKENS = 2**36  # per step over all ranks: limits the computed sizes of activations in bytes
+# Argument names of the classes of torch.optim for the optimizer settings.
+OPTIMIZER_ARGUMENTS = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "weight_decay": "weight_decay"}
+# Values that a run from a file logs: in every step, and at evaluations. Any of them may select the best checkpoint.
+LOGGED_EACH_STEP = ("loss", "learning_rate", "grad_norm")
+LOGGED_EVALUATING = ("validation_loss", "centre_distance", "communication", "staleness", "staleness_most")
+# Values of a step that cannot select the best checkpoint: a checkpoint contains them anyway, or
+# they differ between two otherwise equal runs.
+NOT_JUDGED = ("step", "tokens", "samples", "skipped", "step_seconds", "communication_seconds")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Location of a run and the device that it uses."""
+
+    # Everything the run writes goes here.
+    folder: str = "runs/run"
+    # auto: resume from the newest valid checkpoint if there is one; never: start in a folder
+    # without checkpoints; must: fail if there is no checkpoint.
+    resume: Literal["auto", "never", "must"] = "auto"
+    # Raise an error if the newest checkpoint is damaged, instead of a warning and the use of the one before.
+    strict: bool = False
+    # Time limit of the job from its start, as 04:00:00 or 4h; empty: HPCTRAIN_DEADLINE or the scheduler's limit.
+    walltime: str = ""
+    # Seconds before the end of the job at which the run saves and exits; 0: twice the slowest save,
+    # plus the slowest step, plus one minute.
+    margin: float = 0.0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Allow ranks to share a GPU.
+    oversubscribe: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "run")
+        if not self.folder.strip():
+            raise SettingsError(f"setting run.folder = {shown(self.folder)}: name a folder")
+        if self.walltime:
+            seconds_of(self.walltime)
+        if not 0 <= self.margin < math.inf:
+            raise SettingsError(f"setting run.margin = {self.margin}: must be a number of seconds >= 0")
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Length, precision and checks of the training."""
+
+    # Optimizer updates in total, over all resumes.
+    steps: int = 1000
+    # Samples per step over all ranks.
+    batch: int = 32
+    # Backward passes per step; each takes batch / accumulate samples over all ranks.
+    accumulate: int = 1
+    # Determines initial weights, order of samples and dropout.
+    seed: int = 0
+    # Refuse operations that may give different bits when repeated.
+    deterministic: bool = False
+    # Precision of forward and backward passes; parameters and updates stay in float32.
+    precision: Literal["float32", "bfloat16"] = "float32"
+    # Loss of the model's outputs and the targets: cross_entropy (targets are classes), mse (targets
+    # are floats), or "package.module:function" for a user function, called with outputs and
+    # targets, that returns the mean over the samples.
+    loss: str = "cross_entropy"
+    # Largest global norm of the gradients; 0: no clipping.
+    clip: float = 1.0
+    # Steps between evaluations on the validation split; 0: evaluate at the end only.
+    evaluate_every: int = 100
+    # Reaction to a NaN or infinite gradient: stop the job, skip the update, or roll back to the last checkpoint.
+    on_nonfinite: Literal["abort", "skip", "rollback"] = "abort"
+    # Checkpoint of another run from which the model is loaded; the optimizer starts with a new
+    # state. Ignored when the run resumes.
+    start_from: str = ""
+    # Patterns (fnmatch) of tensor names that need not fit this checkpoint and keep their initial values.
+    start_skip: tuple[str, ...] = ()
+    # Write trace.json into the run folder: a timeline of every rank, for Perfetto and hpctrain plan --measured.
+    trace: bool = False
+    # First and last step to trace, counted from this start. Few steps keep the file small. The
+    # first two steps are slower than all others.
+    trace_steps: tuple[int, ...] = (3, 12)
+    # Prompt that a byte-level language model continues when training ends; empty: none.
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train")
+        if self.loss not in LOSSES and not names_function(self.loss):
+            known = f"{', '.join(LOSSES)}, or package.module:function"
+            text = f"setting train.loss = {shown(self.loss)}: allowed are {known}"
+            raise SettingsError(text + meant(self.loss, LOSSES))
+        check_most(self, "train", steps=2**53, batch=2**31, accumulate=2**31, evaluate_every=2**53)
+        positive = {"steps": self.steps, "batch": self.batch, "accumulate": self.accumulate}
+        for name, value in positive.items():
+            if value < 1:
+                raise SettingsError(f"setting train.{name} = {value}: must be at least 1")
+        for name, number in {"clip": self.clip, "evaluate_every": self.evaluate_every, "seed": self.seed}.items():
+            if not number >= 0:
+                raise SettingsError(f"setting train.{name} = {number}: must not be negative")
+        check_trace_steps(self.trace_steps, "setting train.trace_steps")
+
+
+def check_trace_steps(steps: Sequence[int], where: str) -> None:
+    """Raise ``SettingsError`` unless the steps are a first and a last step."""
+    if not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        raise SettingsError(f"{where} = {list(steps)}: give the first and the last step to trace, as in [3, 12]")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Optimizer, and learning rate over the steps."""
+
+    # A class of torch.optim, in upper or lower case: adamw (Loshchilov and Hutter, ICLR 2019), sgd, ...
+    name: str = "adamw"
+    # Custom optimizer: "package.module:function" or a class, called with the parameter groups and the options.
+    factory: str | None = None
+    # Additional keyword arguments of the class or the factory, as in {momentum = 0.9, nesterov = true}.
+    options: dict[str, Any] = field(default_factory=dict)
+    learning_rate: float = 1e-3
+    # Steps of linear warmup from 0 to the learning rate.
+    warmup: int = 0
+    # After the warmup: half a cosine period down to learning_rate x final, or a constant rate.
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final: float = 0.1
+    # Defaults: 0.9 and 0.95, 1e-8 and 0.1 for adamw; torch's defaults for other optimizers.
+    betas: tuple[float, ...] | None = None
+    epsilon: float | None = None
+    # Applied to matrices only, not to biases and norms.
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "optimizer")
+        if not self.name.strip():
+            raise SettingsError(f"setting optimizer.name = {shown(self.name)}: name a class of torch.optim")
+        if self.factory is not None and not names_function(self.factory):
+            text = f"setting optimizer.factory = {shown(self.factory)}"
+            raise SettingsError(f"{text}: write it as package.module:function")
+        if self.betas is not None and not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+            raise SettingsError(f"setting optimizer.betas = {list(self.betas)}: must be two numbers in [0, 1)")
+        for name in ("learning_rate", "epsilon", "weight_decay", "warmup", "final"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise SettingsError(f"setting optimizer.{name} = {value}: must be a finite number >= 0")
+        for name, key in OPTIMIZER_ARGUMENTS.items():
+            if key in self.options and (name == "learning_rate" or getattr(self, name) is not None):
+                raise SettingsError(f"setting optimizer.options: {key} is set by optimizer.{name}")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When to save, and which checkpoints to keep."""
+
+    # Steps between checkpoints; the last step is always saved.
+    every: int = 100
+    # Number of newest checkpoints to keep.
+    keep: int = 2
+    # Also keep checkpoints whose step is a multiple of this number; 0: no such checkpoints.
+    keep_every: int = 0
+    # Also keep the checkpoint of the step with the best value of this metric: any number that the
+    # run logs; empty: none.
+    keep_best: str = ""
+    # Whether the lowest or the highest value is the best.
+    best: Best = "lowest"
+    # Reaction to a failed save: end the run, or warn, continue, and try again when the next
+    # checkpoint is due. At the end of the run, a failed save is always an error.
+    on_error: Literal["stop", "continue"] = "stop"
+    # Copy the state, and write it in a separate process per rank while training continues.
+    background: bool = False
+    # posix: every rank writes its shard independently; mpiio: collective MPI-IO calls, which receive the hints.
+    io: Literal["posix", "mpiio"] = "posix"
+    # Bytes: tensors of this size or larger start at multiples of it; a power of two, ideally the
+    # filesystem's stripe size.
+    alignment: int = 1 << 20  # layout.ALIGNMENT; its module would load NumPy
+    # MPI-IO hints about the filesystem, as in ["striping_factor=16", "striping_unit=4194304", "cb_nodes=8"].
+    hints: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "checkpoint")
+        for name, least in {"every": 1, "keep": 1, "keep_every": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least {least}")
+        check_most(self, "checkpoint", every=2**53, keep=2**31, keep_every=2**53, alignment=2**40)
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise SettingsError(f"setting checkpoint.alignment = {self.alignment}: must be a power of two")
+        if self.background and self.io == "mpiio":
+            raise SettingsError('setting checkpoint.background = true: needs checkpoint.io = "posix"')
+        if self.hints and self.io != "mpiio":
+            raise SettingsError('setting checkpoint.hints: needs checkpoint.io = "mpiio"')
+        for hint in self.hints:
+            if not all(hint.partition("=")):
+                raise SettingsError(f"setting checkpoint.hints: {shown(hint)} is not of the form name=value")
+        self._check_judge()
+
+    def _check_judge(self) -> None:
+        """Refuse metrics that cannot select the best checkpoint, and likely misspellings.
+
+        Other names are accepted, because a strategy may log them.
+        """
+        known, name = [*LOGGED_EVALUATING, *LOGGED_EACH_STEP], self.keep_best
+        if name in NOT_JUDGED:
+            text = f"setting checkpoint.keep_best = {shown(name)}: not a value that a run logs"
+            raise SettingsError(f"{text}; known are {', '.join(known)}")
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        if close and name not in known:
+            raise SettingsError(unknown(f"checkpoint.keep_best {shown(name)}", name, known))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All sections."""
+
+    run: RunSettings = RunSettings()
+    data: DataSettings = DataSettings()
+    model: ModelSettings = field(default_factory=ModelSettings)
+    train: TrainSettings = TrainSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    offload: OffloadSettings = OffloadSettings()
+    server: ServerSettings = ServerSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        window = self.model.window or 1
+        if self.train.batch * window > _MOST_TOKENS:
+            raise SettingsError(
+                f"setting train.batch = {self.train.batch} with windows of {window} tokens: "
+                f"must be at most {_MOST_TOKENS} tokens per step"
+            )
+
+
+def load(path: str | Path, assignments: Sequence[str] = ()) -> Settings:
+    """Return the settings of a TOML file with ``section.key=value`` assignments on top.
+
+    If neither sets the run folder, it is ``runs/`` plus the file's name. Raises ``SettingsError``.
+    """
+    tree: dict[str, Any] = read_toml(path)
+    for assignment in assignments:
+        assign(tree, assignment)
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("folder", f"runs/{Path(path).stem}")
+    return build(Settings, tree)

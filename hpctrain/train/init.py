@@ -1,0 +1,257 @@
+"""Settings of the C library's malloc, from which torch allocates CPU tensors.
+
+glibc serves large allocations by mmap. By default it raises this threshold to up to 32 MiB as such
+memory is freed. From then on, tensors that live for the whole run and tensors of a single layer
+share one heap. Free memory between them is neither used nor returned to the system. If all large
+tensors used mmap, every allocation would have to zero its pages: a ResNet step takes 1.8 times as
+long at a threshold of 1 MiB, and 1.4 times at 4 MiB (benchmarks/README.md).
+
+The threshold is therefore low while a run allocates what is permanent: parameters, buckets and
+optimizer states. After the second update it is high: short-lived tensors share a heap that contains
+little else, and the heap keeps its pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import platform
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import SettingsError
+from hpctrain.train import control
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.parallel.asynchronous.config import ServerSettings
+    from hpctrain.parallel.config import ParallelSettings
+    from hpctrain.parallel.offload.config import OffloadSettings
+    from hpctrain.train.job import Job
+
+VARIABLE = "HPCTRAIN_MALLOC"
+UPDATES = 2  # updates after which all permanent tensors have been allocated
+LOW, HIGH = 2**17, 2**25  # bytes: the threshold at first and later; glibc allows at most 32 MiB
+KEPT = 2**30  # free bytes at the top of the heap that are kept before memory is returned
+# malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_TUNED_BY_USERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+
+
+class Allocator:
+    """Control of the process's malloc; ``libc`` is None if malloc must not be changed."""
+
+    def __init__(self, libc: Any) -> None:
+        self._libc = libc
+        self._handle: Any = None
+        self._updates = 0
+        self._settled = libc is None
+
+    def start(self) -> None:
+        """Use mmap for large allocations until the optimizer has made its first updates."""
+        if self._settled or self._handle is not None:
+            return
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._set(LOW)
+        self._handle = register_optimizer_step_post_hook(self._count)
+
+    def settle(self) -> None:
+        """Allocate from the shared heap from now on; return its free memory to the system."""
+        if self._settled:
+            return
+        self._settled = True
+        self._set(HIGH)
+        self._libc.malloc_trim(0)
+
+    def _count(self, *_: Any) -> None:
+        self._updates += 1  # torch is iterating over its hooks, so this hook cannot be removed here
+        if self._updates == UPDATES:
+            self.settle()
+
+    def _set(self, threshold: int) -> None:
+        self._libc.mallopt(_M_MMAP_THRESHOLD, threshold)
+        self._libc.mallopt(_M_TRIM_THRESHOLD, KEPT)
+
+
+def library(environ: Mapping[str, str] = os.environ) -> Any:
+    """Return glibc, or None if another C library or allocator is used, or the user tuned or disabled this."""
+    tuned = [name for name in _TUNED_BY_USERS if name in environ]
+    if environ.get(VARIABLE, "1") == "0" or tuned or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+        return None
+    if "malloc" in environ.get("LD_PRELOAD", "") or platform.libc_ver()[0] != "glibc":
+        return None
+    try:
+        libc = ctypes.CDLL(None)
+        return libc if libc.mallopt and libc.malloc_trim else None
+    except (OSError, AttributeError):
+        return None
+
+
+ALLOCATOR = Allocator(library())
+
+
+# Deferred import of torch's compiler: it is loaded when a program first uses it ---------------------------------------
+
+
+NAME = "torch._dynamo"
+_MARK = "__dynamo_disable"  # the attribute in which torch stores the disabled form of a function
+
+
+def defer_compiler() -> None:
+    """Install the stub for the compiler, unless the compiler is already loaded."""
+    if NAME not in sys.modules:
+        import torch
+
+        standin = _Standin(NAME)
+        sys.modules[NAME] = standin
+        setattr(torch, "_dynamo", standin)
+
+
+class _Flags:
+    """Flags of ``torch._dynamo.config`` that activation checkpoints read outside of a trace."""
+
+    error_on_nested_fx_trace = True
+
+    def __init__(self, standin: _Standin) -> None:
+        self.__dict__["_standin"] = standin
+
+    def __getattr__(self, name: str) -> Any:
+        """Read any other flag from the real compiler."""
+        return getattr(self._standin.load().config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a flag of the real compiler."""
+        setattr(self._standin.load().config, name, value)
+
+
+class _Standin(ModuleType):
+    """Stub for ``torch._dynamo`` for callers that only exclude themselves from tracing."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__dict__["_passed"] = weakref.WeakSet()  # checkpoints create new functions in each pass
+        self.__dict__["config"] = _Flags(self)
+
+    def graph_break(self, msg: str = "") -> None:
+        """Do nothing: there is no graph."""
+
+    def disable(self, function: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
+        """Return the function unchanged: no trace is active."""
+        self._passed.add(function)
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        """Load the real compiler and return its attribute; the real module replaces the stub from now on."""
+        return getattr(self.load(), name)
+
+    def load(self) -> ModuleType:
+        """Return the real compiler, which replaces the stub."""
+        if sys.modules.get(NAME) is self:
+            del sys.modules[NAME]
+            importlib.import_module(NAME)  # binds torch._dynamo, too
+            for function in self._passed:
+                function.__dict__.pop(_MARK, None)
+        return sys.modules[NAME]
+
+
+# Initialization of a job: signal handlers first, then MPI, then the values on which the ranks must agree --------------
+
+
+@control.starting()
+def init(
+    comm: Any = None,
+    *,
+    device: str = "auto",
+    oversubscribe: bool = False,
+    parallel: ParallelSettings | Mapping[str, Any] | str | None = None,
+    offload: OffloadSettings | Mapping[str, Any] | None = None,
+    server: ServerSettings | Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+) -> Job:
+    """Join the ranks that the launcher started, and return this rank's ``Job``. Collective.
+
+    ``comm`` is the mpi4py communicator to train in, ``COMM_WORLD`` by default. A process without a
+    launcher is a job of one rank and needs no MPI. ``device`` is ``auto`` (a GPU if one is
+    visible), ``cpu`` or ``cuda``. Two ranks share a GPU only with ``oversubscribe``. ``parallel``,
+    ``offload`` and ``server`` are the settings of these sections, or dicts of them;
+    ``parallel="fsdp"`` names a strategy. They are the defaults for every model that ``Job.wrap``
+    gets without its own settings. ``settings`` are values that all ranks must share: they are
+    compared over the ranks and not interpreted. ``verbose`` prints the cores and devices of each
+    rank.
+
+    After this call, a rank that fails ends the job. Raises ``SettingsError`` for a wrong setting,
+    ``LaunchError`` if the launcher started ranks that MPI does not see, ``MismatchError`` if ranks
+    disagree on versions or settings, ``DeviceError`` if ranks would share a GPU.
+    """
+    control.install()  # before the import of torch, which takes seconds in which USR1 would kill this process
+
+    from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
+    from hpctrain.train.exit import end_if_uncaught
+
+    try:
+        import torch
+
+        from hpctrain import log
+        from hpctrain.comm.agreement import agreed
+        from hpctrain.comm.communicator import Communicator
+        from hpctrain.comm.transport.connect import connect
+        from hpctrain.data.random_streams import draw_alike
+        from hpctrain.parallel.asynchronous.config import server_settings
+        from hpctrain.parallel.config import parallel_settings
+        from hpctrain.parallel.offload.config import offload_settings
+        from hpctrain.train import handshake
+        from hpctrain.train.handshake import check_unshared, pick
+        from hpctrain.train.job import Job
+        from hpctrain.train.watchdog import Watchdog
+
+        defer_compiler()
+        shape = parallel_settings(parallel), offload_settings(offload), server_settings(server)
+        _refuse_unread(settings or {}, {"parallel": parallel, "offload": offload, "server": server})
+        transport, launch = connect(comm)
+        log.configure(transport.rank, verbose=verbose)
+        guard = Watchdog(transport)
+    except BaseException as error:
+        end_if_uncaught(error, first_guess_of_rank(), launched=is_launched())
+        raise
+    world = Communicator(transport)
+    own = agreed(world, lambda: pick(device, world.local_rank))
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    hellos = handshake.introduce(world, own, settings or {})
+    if not oversubscribe:
+        check_unshared([(one.host, one.device_identity) for one in hellos], handshake.table(hellos))
+    torch.set_num_threads(handshake.threads(hellos, world.rank))
+    _equip(world, own)
+    draw_alike(world)  # otherwise a program without a seed would split its data differently on every rank
+    if verbose and world.rank == 0:
+        log.logger.info("%s", handshake.table(hellos))
+    return Job(world, own, launch, guard, *shape, resources=handshake.resources(hellos))
+
+
+def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
+    """Raise ``SettingsError`` for a section that is only in ``settings``, where it has no effect."""
+    for name, given in sections.items():
+        if name in settings and given is None:
+            raise SettingsError(
+                f"settings = {{{name!r}: ...}}: settings are compared over the ranks and not read; "
+                f"give hpctrain.init({name}=...)"
+            )
+
+
+def _equip(world: Communicator, device: torch.device) -> None:
+    """Give the communicator the calibration of this machine type and the GPUs of its ranks."""
+    from hpctrain.train.calibration import stored
+
+    calibration = stored(world)
+    if calibration is not None:
+        world.use_tables({layout: one.table for layout, one in calibration.measurements.items()})
+    if world.size > 1 and all(kind == "cuda" for kind in world.all_gather_object(device.type)):
+        world.use_device(device, calibration.verdict if calibration is not None else None)

@@ -1,0 +1,1 @@
+"""Receipt of a run (``run.json``): writing, reading, accounting of its attempts, and text."""

@@ -1,0 +1,262 @@
+"""Text form of run receipts: a table of the attempts, the totals, and a sentence on where the time was spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.train.receipt.attempt import Attempt
+from hpctrain.train.receipt.read import RunReceipt, load
+from hpctrain.util import atomic
+from hpctrain.util.text import without_math
+
+# Categories of an attempt's time: the name in JSON, and the label in text.
+PARTS = {
+    "useful": "useful steps",
+    "startup": "start-up",
+    "repeated": "repeated steps",
+    "saves": "waiting for checkpoints",
+    "other": "other",
+}
+_WH = 3600.0  # joules
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Totals over several attempts; ``node_seconds`` is by category."""
+
+    attempts: int
+    node_seconds: dict[str, float]
+    steps: int
+    repeated_steps: int
+    tokens: int | None
+    samples: int | None
+    cpu_hours: float | None
+    gpu_hours: float | None
+    joules: float | None
+
+    @property
+    def node_hours(self) -> float:
+        """Return the node-hours of all attempts."""
+        return sum(self.node_seconds.values()) / 3600
+
+    def share(self, part: str) -> float:
+        """Return the fraction of the node-hours in a category, from 0 to 1."""
+        return self.node_seconds[part] / (sum(self.node_seconds.values()) or 1.0)
+
+
+def totals(receipts: Sequence[RunReceipt]) -> Totals:
+    """Return the totals over all attempts of some runs; a count that is unknown for one attempt is unknown in total."""
+    attempts = [attempt for receipt in receipts for attempt in receipt.attempts]
+    joules = [receipt.joules for receipt in receipts if receipt.joules is not None]
+    stepped = [attempt for attempt in attempts if attempt.steps]
+    return Totals(
+        attempts=len(attempts),
+        node_seconds={part: sum(one.nodes * getattr(one, part) for one in attempts) for part in PARTS},
+        steps=sum(one.steps for one in attempts),
+        repeated_steps=sum(one.repeated_steps for one in attempts),
+        tokens=_sum([one.tokens for one in stepped]),
+        samples=_sum([one.samples for one in stepped]),
+        cpu_hours=_hours(attempts, lambda one: one.cpus),
+        gpu_hours=_hours(attempts, lambda one: one.gpus),
+        joules=sum(joules) if joules else None,
+    )
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known and len(known) == len(numbers) else None
+
+
+def _hours(attempts: Sequence[Attempt], count: Callable[[Attempt], int | None]) -> float | None:
+    known = [each * one.elapsed / 3600 for one in attempts if (each := count(one)) is not None]
+    return sum(known) if known and len(known) == len(attempts) else None
+
+
+def text(receipts: Sequence[RunReceipt]) -> list[str]:
+    """Return the text output: the attempts of one run, or one line per run if there are several, and the totals."""
+    together = totals(receipts)
+    if len(receipts) == 1:
+        (receipt,) = receipts
+        last = receipt.attempts[-1]
+        head = f"{receipt.folder}: {_count(together.attempts, 'attempt')}, {receipt.status} after step {last.last_step}"
+        rows = [_HEAD, *(_row(attempt) for attempt in receipt.attempts)]
+    else:
+        head = f"{len(receipts)} runs, {_count(together.attempts, 'attempt')}"
+        rows = [_RUNS_HEAD, *(_run_row(receipt) for receipt in receipts)]
+    return [head, "", *_columns(rows), "", *_totals(together)]
+
+
+def sentence(together: Totals) -> str:
+    """Return a sentence on the fraction of the time that counted."""
+    return f"{together.share('useful'):.0%} of {_amount(together.node_hours)} node-hours went into useful steps"
+
+
+def summary(folder: Path) -> str | None:
+    """Return a run's receipt in one line, None if there is none; the scheduler is not queried."""
+    try:
+        together = totals(load([folder], {}))
+    except UsageError:
+        return None  # the disk was full, and the run continued without a receipt
+    return f"{sentence(together)}, in {_count(together.attempts, 'attempt')}"
+
+
+def to_json(receipts: Sequence[RunReceipt]) -> dict[str, Any]:
+    """Return the receipts as plain values; times in seconds, energy in joules."""
+    together = totals(receipts)
+    facts = asdict(together)
+    parts = facts.pop("node_seconds")
+    runs = [
+        {
+            "folder": str(receipt.folder),
+            "status": receipt.status,
+            "joules": receipt.joules,
+            "attempts": [
+                {**asdict(one), "other": one.other, "node_hours": one.node_hours} for one in receipt.attempts
+            ],
+        }
+        for receipt in receipts
+    ]
+    hours = {"node_hours": together.node_hours, "node_hours_of": {part: each / 3600 for part, each in parts.items()}}
+    return {"runs": runs, "totals": {**facts, **hours, "useful_share": together.share("useful")}}
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in readable form: 12.3 s, 4:05, 12:04:05."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+_HEAD = ("", "started", "job", "nodes", "ranks", "steps", "elapsed", "start-up", "useful", "repeated", "saves", "ended")
+_RUNS_HEAD = ("run", "attempts", "steps", "node-hours", "useful", "status")
+
+
+def _row(one: Attempt) -> tuple[str, ...]:
+    started = "" if one.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.started))
+    times = (one.elapsed, one.startup, one.useful, one.repeated, one.saves)
+    steps = f"{one.first_step}-{one.last_step}" if one.last_step >= one.first_step else "none"
+    place = (one.job_id or "-", str(one.nodes), str(one.ranks), steps)
+    return (str(one.index), started, *place, *(duration(each) if each else "-" for each in times), one.why)
+
+
+def _run_row(receipt: RunReceipt) -> tuple[str, ...]:
+    own = totals([receipt])
+    last = receipt.attempts[-1]
+    facts = (str(own.attempts), str(last.last_step), _amount(own.node_hours), f"{own.share('useful'):.0%}")
+    return (str(receipt.folder), *facts, last.why)
+
+
+def _totals(together: Totals) -> list[str]:
+    lost = [f"{words} {together.share(part):.1%}" for part, words in PARTS.items() if part != "useful"]
+    counted = [_count(together.steps, "useful step")]
+    counted += [f"{together.tokens:,} tokens"] if together.tokens else []
+    counted += [f"{together.samples:,} samples"] if together.samples else []
+    counted += [_count(together.repeated_steps, "repeated step")] if together.repeated_steps else []
+    hours = [f"{_amount(together.node_hours)} node-hours"]
+    hours += [f"{_amount(together.gpu_hours)} GPU-hours"] if together.gpu_hours else []
+    hours += [f"{_amount(together.cpu_hours)} CPU-hours"] if together.cpu_hours else []
+    hours += [f"{_amount(together.joules / _WH / 1000)} kWh (sacct)"] if together.joules else []
+    return [sentence(together), f"lost: {', '.join(lost)}", ", ".join(counted), ", ".join(hours)]
+
+
+def _amount(number: float) -> str:
+    """Return a number with three significant digits, or as an integer from 100 on."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return lines
+
+
+# Timeline chart of the attempts of runs: where the time of each was spent. Needs neither torch nor MPI ----------------
+
+
+KINDS = (".png", ".svg", ".pdf")
+_COLOURS = {
+    "startup": "#e0812b",
+    "useful": "#5fa55a",
+    "saves": "#3b6fb6",
+    "other": "#c9c9c9",
+    "repeated": "#c0504d",
+}  # in drawing order: repeated steps were the last ones of an attempt
+_INK, _BAR = "#333333", 0.7
+_ROW, _TALLEST = 0.34, 20.0  # inches
+_UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
+
+
+def draw(receipts: Sequence[RunReceipt], path: str | Path) -> None:
+    """Draw the attempts into a file; the suffix selects the format. Raises ``UsageError`` if this fails."""
+    path = Path(path)
+    if path.suffix not in KINDS:
+        raise UsageError(f"cannot draw {path}: a picture's name ends in {', '.join(KINDS)}")
+    picture = figure(receipts)
+    try:
+        with atomic.replacing(path) as out:
+            picture.savefig(out, format=path.suffix[1:], dpi=150)
+    except OSError as error:
+        raise UsageError(f"cannot draw {path}: {error.strerror}") from error
+
+
+def figure(receipts: Sequence[RunReceipt]) -> Any:
+    """Return the chart as a matplotlib figure. Raises ``UsageError`` if matplotlib is not installed.
+
+    Within an attempt, the categories are drawn one after another. Each bar has the category's total
+    length; its position does not show when the time was spent.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
+    rows = [(_label(receipts, receipt, one), one) for receipt in receipts for one in receipt.attempts]
+    zero = min((one.started for _, one in rows if one.started is not None), default=0.0)
+    ends = [(one.started or zero) - zero + one.elapsed for _, one in rows]
+    unit = next((name for name, seconds in _UNITS.items() if max(ends) >= 2 * seconds), "seconds")
+    found = Figure(figsize=(10, min(_ROW * len(rows) + 1.6, _TALLEST)), layout="constrained")
+    axis = found.subplots()
+    for index, (_, one) in enumerate(rows):
+        _draw_attempt(axis, index, one, zero, _UNITS[unit])
+    axis.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.set_xlabel(f"{unit} since the first start")
+    axis.set_title(sentence(totals(receipts)), loc="left", fontsize=11, color=_INK)
+    _draw_frame(axis)
+    return found
+
+
+def _label(receipts: Sequence[RunReceipt], receipt: RunReceipt, one: Attempt) -> str:
+    of = f"{without_math(receipt.folder.name)} " if len(receipts) > 1 else "attempt "
+    return f"{of}{one.index}"
+
+
+def _draw_attempt(axis: Any, index: int, one: Attempt, zero: float, scale: float) -> None:
+    at = ((one.started or zero) - zero) / scale
+    for part, colour in _COLOURS.items():
+        width = getattr(one, part) / scale
+        axis.broken_barh([(at, width)], (index - _BAR / 2, _BAR), facecolor=colour, linewidth=0)
+        at += width
+    axis.text(at, index, f"  {without_math(one.status)}", va="center", fontsize=8, color=_INK)
+
+
+def _draw_frame(axis: Any) -> None:
+    from matplotlib.patches import Patch
+
+    axis.margins(x=0.08)
+    axis.set_xlim(left=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(True, axis="x", color="#ececec", linewidth=0.8)
+    axis.set_axisbelow(True)
+    patches = [Patch(facecolor=colour, label=PARTS[part]) for part, colour in _COLOURS.items()]
+    axis.figure.legend(handles=patches, frameon=False, fontsize=9, ncols=len(patches), loc="outside lower center")

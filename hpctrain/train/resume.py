@@ -1,0 +1,178 @@
+"""Initialization of a new run with the model of another run's checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hpctrain.checkpoint import folder as files
+from hpctrain.checkpoint import rng
+from hpctrain.checkpoint.compare import is_skipped
+from hpctrain.checkpoint.names import by_key
+from hpctrain.checkpoint.state import load
+from hpctrain.checkpoint.tools.inspect import newest_of
+from hpctrain.comm.agreement import on_first_rank
+from hpctrain.data.random_streams import draw_alike
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.jobs.request import FOLDER
+from hpctrain.log import logger
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.changes import changed_settings
+from hpctrain.train.control import StopSaveFlags, warn_if_unwatched
+from hpctrain.train.feed import Feed
+from hpctrain.train.options import RunOptions
+from hpctrain.train.receipt.attempt import number
+from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.state import FEED, TrainState
+from hpctrain.util.retry import PASSING, cannot_write, retries
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.train.job import Job
+
+# Provenance keys of the checkpoint from which the run started; each resume keeps them.
+FACTS = ("start_from", "start_step", "start_skip")
+
+
+def start_from(
+    path: str | Path,
+    model: nn.Module | Mapping[str, nn.Module],
+    comm: Communicator,
+    skip: Sequence[str],
+    strategy: Strategy | Mapping[str, Strategy] | None = None,
+) -> dict[str, Any]:
+    """Load a model from a checkpoint and return the provenance entries that record it. Collective.
+
+    If ``path`` is a run folder, its newest valid checkpoint is used. Several models, and their
+    strategies, are mappings with the keys of the file. Tensors whose names match a pattern of
+    ``skip`` (``fnmatch`` syntax) need not fit and keep their initial values. Optimizer state, data
+    position and generator states are not loaded.
+
+    Raises on all ranks: ``CheckpointError`` if the file is missing, damaged or does not fit;
+    ``UsageError`` if a pattern matches no name.
+    """
+    given = Path(path)
+    path = on_first_rank(comm, lambda: _newest(given))
+    try:
+        strategies = by_key(strategy, "strategy")
+        splits = {key: one.split for key, one in strategies.items()}
+        loaded = load(path, model=model, comm=comm, skip=tuple(skip), split=splits)
+    except CheckpointError as error:
+        hint = "name tensors that may differ in start_skip"
+        raise CheckpointError(f"cannot start from {path} ({hint}): {error}", everywhere=error.everywhere) from error
+    for one in strategies.values():
+        one.refresh()
+    if comm.rank == 0:
+        _tell(path, loaded.step, by_key(model, "model"), skip)
+    facts: dict[str, Any] = {"start_from": str(Path(path).resolve()), "start_step": loaded.step}
+    return {**facts, "start_skip": list(skip)} if skip else facts
+
+
+def carried(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the provenance of a resumed run: the origin of its model is copied from the checkpoint."""
+    rest = {name: value for name, value in now.items() if name not in FACTS}
+    return {**rest, **{name: before[name] for name in FACTS if name in before}}
+
+
+def _newest(path: Path) -> Path:
+    """Return the file, or the newest valid checkpoint if ``path`` is a folder."""
+    try:
+        found = newest_of(path)
+    except UsageError as error:
+        raise CheckpointError(f"cannot start from {path}: {error}") from error
+    if found != path:
+        logger.info("%s is a folder: using its newest valid checkpoint, %s", path, found)
+    return found
+
+
+def _tell(path: str | Path, step: int, models: Mapping[str, nn.Module], skip: Sequence[str]) -> None:
+    several = len(models) > 1
+    logger.info("starting from the model%s of %s, written after step %d", "s" if several else "", path, step)
+    names = [f"{key}/{name}" if key else name for key, model in models.items() for name in model.state_dict()]
+    left = [name for name in names if is_skipped(name, skip)]
+    if left:
+        logger.info("not loaded from it: %s", ", ".join(left))
+
+
+# Opening of a run: locks its folder, resumes from the newest checkpoint and logs changed settings ---------------------
+
+
+class Opening:
+    """Opening of a run; the methods are defined in the order in which they must be called."""
+
+    def __init__(
+        self, job: Job, folder: Path, options: RunOptions, state: TrainState, feed: Feed, books: RunFolder
+    ) -> None:
+        self._job, self._folder, self._options = job, folder, options
+        self._state, self._feed, self._books = state, feed, books
+        self._fresh = rng.capture_rng()
+
+    def agree_on_seed(self) -> None:
+        """Broadcast the run's seed; if the loader is split, synchronize the generators outside of steps. Collective."""
+        streams = self._feed.streams
+        streams.seed = int(self._job.comm.broadcast_object(streams.seed)) % 2**63
+        if self._feed.splits:
+            draw_alike(self._job.comm)
+
+    def start_from_another(self) -> dict[str, Any]:
+        """Load another run's model, unless there is a checkpoint to resume from; return the provenance entries.
+
+        Collective. Writes nothing if the model does not fit.
+        """
+        options, state = self._options, self._state
+        if not options.start_from or on_first_rank(self._job.comm, state.newest) is not None:
+            return {}
+        return start_from(options.start_from, state.models, self._job.comm, options.start_skip, state.strategies)
+
+    def take_folder(self) -> None:
+        """Lock the folder on rank 0; all checks that need no writing are made first."""
+        folder, resume = self._state.folder, self._options.resume
+        if resume == "must" and not files.list_checkpoints(folder):
+            raise CheckpointError(f"{self._folder} holds no checkpoint to resume from and run.resume is must")
+        if resume == "never" and files.list_checkpoints(folder):
+            raise CheckpointError(f"{self._folder} holds checkpoints and run.resume is never: take another folder")
+        try:
+            retries.call(lambda: folder.mkdir(parents=True, exist_ok=True))
+        except OSError as error:
+            if error.errno in PASSING:
+                raise cannot_write(folder, error) from error
+            raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}") from error
+        self._books.lock()
+
+    def resume(self, config: str | None, provenance: dict[str, Any]) -> dict[str, Any]:
+        """Restore the newest valid checkpoint if there is one; return the run's provenance. Collective."""
+        state, feed, first = self._state, self._feed, self._job.rank == 0
+        found = state.find(strict=self._options.strict)
+        if found is None:
+            return provenance
+        loaded = state.restore(found)
+        if FEED not in loaded.train.get("states", {}):
+            feed.resume_old(state.batches, self._fresh, loaded.rng)
+        if feed.splits:
+            draw_alike(self._job.comm)
+        if self._options.resume == "reopen":
+            state.stopped = None
+        steps = self._options.steps
+        finished = state.stopped is not None or steps is not None and state.step >= steps
+        if first and state.stopped is not None:
+            logger.info('the run was ended after step %d: %s; resume="reopen" continues it', state.step, state.stopped)
+        elif first and not finished:
+            logger.info("resuming after step %d from %s", state.step, found)
+            # A run from a TOML file sets its hyperparameters from the config in every step.
+            for line in state.changed if config is None else changed_settings(loaded.config, config):
+                logger.info("changed since: %s", line)
+        return carried(loaded.provenance, provenance)
+
+    def open_books(self, stops: StopSaveFlags, config: str | None, facts: Mapping[str, Any]) -> None:
+        """Begin an attempt in the run's records on rank 0."""
+        files.remove_leftovers(self._state.folder)
+        warn_if_unwatched(self._folder, os.environ.get(FOLDER))
+        saves = [number(attempt, "last_save_seconds") for attempt in self._books.attempts]
+        stops.open(saves, time.time() - self._books.elapsed)
+        known = {**facts, **self._job.circumstances(), "tokens_before": self._state.tokens}
+        self._books.open(self._state.step, config, known)

@@ -1,0 +1,201 @@
+"""Files of a run folder: its lock, the metrics, the receipt, and the settings as used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import FileSystemError, HpctrainError, LockError, UsageError
+from hpctrain.log import logger
+from hpctrain.train import metrics as rows
+from hpctrain.train.lock import FolderLock
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.receipt.write import NAME, Receipt, TimeAccounting, first_line, history
+from hpctrain.util import atomic
+from hpctrain.util.claim import Claim
+from hpctrain.util.reading import reason as why
+from hpctrain.util.retry import PASSING, cannot_write, retries, writing
+
+CHECK_EVERY = 1.0  # seconds between two checks of lock.json and metrics.jsonl while steps are recorded
+CONFIG = "config.toml"
+_RECORDS = (NAME, rows.NAME, CONFIG, "failure.json", "trace.json")
+
+
+class RunFolder:
+    """Records in a run folder, written by rank 0 only; the other ranks open no files, and calls have no effect.
+
+    ``lenient`` records belong to a run that continues without checkpoints, too: if a write fails,
+    it is skipped with a warning. ``check_every`` is the time between two checks of the folder while
+    steps are recorded; by default ``CHECK_EVERY``.
+    """
+
+    def __init__(
+        self, folder: Path, job_id: str | None, *, lenient: bool = False, check_every: float | None = None
+    ) -> None:
+        self.folder, self.lenient = folder, lenient
+        self._check_every = CHECK_EVERY if check_every is None else check_every
+        self._refused = False
+        self._lock = FolderLock(folder, job_id)
+        self._metrics: Metrics | None = None
+        self._receipt: Receipt | None = None
+        self._tally = TimeAccounting()
+        self._checked = 0.0  # last time the lock was found to be this run's, in monotonic seconds
+        self._lost = False
+
+    def lock(self) -> None:
+        """Lock the folder. Raises ``LockError`` if another job has it."""
+        self._lock.acquire()
+
+    @property
+    def claim(self) -> Claim | None:
+        """Return the claim to verify before a file is written into the folder; None on ranks without the lock."""
+        return self._lock.claim if self._lock.held else None
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds since this attempt, and its process, began."""
+        return self._tally.elapsed
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return the records of the earlier attempts."""
+        return history(self.folder)
+
+    def open(self, last_step: int, config: str | None, facts: Mapping[str, Any]) -> None:
+        """Begin an attempt that continues after ``last_step``."""
+        atomic.remove_leftovers(self.folder, _RECORDS)
+        # The receipt first: it accounts for the steps after last_step, which are then removed from the metrics.
+        begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._tally.facts()}
+        before, started = self._rows(), time.time() - self.elapsed
+        with writing(self.folder / NAME):
+            self._receipt = Receipt(self.folder, begun, rows=before, started=started)
+        with writing(self.folder / rows.NAME):
+            self._metrics = Metrics(self.folder, last_step, before)
+        if config is not None:
+            with writing(self.folder / CONFIG):
+                retries.call(atomic.write_text, self.folder / CONFIG, config)
+
+    def record(self, row: dict[str, Any]) -> None:
+        """Record the metrics of a step."""
+        if self._metrics is None or self._receipt is None:
+            return
+        metrics, receipt, is_first = self._metrics, self._receipt, self._tally.is_starting
+        self._tally.step(row)
+        timed = {**row, "unix_time": round(time.time(), 3)}
+        self._note(metrics.path, lambda: metrics.write(timed), age=self._check_every)
+        if is_first:
+            self._note(receipt.path, lambda: receipt.update(**self._tally.facts()))
+
+    def rewind(self, last_step: int) -> None:
+        """Remove the steps after ``last_step``."""
+        if self._metrics is not None and self._receipt is not None:
+            before = self._rows()
+            self._tally.rewind(last_step)
+            with writing(self._receipt.path):
+                self._receipt.rewind(before, last_step)
+            with writing(self._metrics.path):
+                self._metrics.rewind(last_step, before)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return the rows in ``metrics.jsonl``; a warning tells how many lines are damaged, which are left out."""
+        path = self.folder / rows.NAME
+        try:
+            found, damaged = rows.scan(path)
+        except OSError as error:
+            if error.errno in PASSING:
+                text = f"cannot read {path}: {why(error)}; start again when the file system works"
+                raise FileSystemError(text) from error
+            raise UsageError(f"cannot read {path}: {why(error)}; move it away to start without its rows") from error
+        if damaged:
+            count = "1 damaged row is" if len(damaged) == 1 else f"{len(damaged)} damaged rows are"
+            logger.warning("%s: %s left out, the first in line %d", path, count, damaged[0])
+        return found
+
+    def waited(self, seconds: float) -> None:
+        """Add the seconds of a wait for a checkpoint."""
+        self._tally.waited(seconds)
+
+    def saved(self, step: int, seconds: float) -> None:
+        """Record a checkpoint and its duration; the receipt is written, so it survives a kill."""
+        if self._receipt is not None:
+            receipt = self._receipt
+            facts = {"saved_step": step, "last_save_seconds": round(seconds, 3), **self._tally.facts()}
+            self._note(receipt.path, lambda: receipt.update(**facts))
+
+    def failed_save(self, step: int, reason: str, count: int) -> None:
+        """Record a checkpoint that could not be written, the ``count``-th of this attempt."""
+        if self._receipt is not None:
+            receipt, last = self._receipt, {"step": step, "reason": reason}
+            self._note(receipt.path, lambda: receipt.update(failed_saves=count, last_failed_save=last))
+
+    def close(self, status: str, step: int, reason: str | None, failed_rank: int | None = None) -> None:
+        """Record how the attempt ended and release the folder; after a failure, write errors do not raise."""
+        failed = status == "failed"
+        try:
+            if failed and not self._is_ours():
+                if self._metrics is not None:
+                    self._metrics.close()
+                return  # the receipt belongs to another start now
+            if self._metrics is not None:
+                self._note(self._metrics.path, self._metrics.close, lenient=failed)
+            if self._receipt is not None:
+                told = {"reason": reason and first_line(reason), "failed_rank": failed_rank}
+                more = {name: value for name, value in told.items() if value is not None}
+                receipt, facts = self._receipt, {**self._tally.facts(), "step": step, **more}
+                self._note(receipt.path, lambda: receipt.end(status, **facts), lenient=failed)
+        finally:
+            self._lock.release()
+
+    def _is_ours(self) -> bool:
+        try:
+            self._lock.check()
+        except LockError:
+            self._lost = True
+        except OSError:
+            pass
+        return not self._lost
+
+    def _check_folder(self) -> None:
+        """Raise ``LockError`` if another start has taken over the folder; reopen metrics whose file has moved.
+
+        The other start replaces the metrics, too, after it has the lock. The lock is therefore read
+        after the file's place and before the file at this place is opened.
+        """
+        moved = self._metrics is not None and self._metrics.has_moved()
+        self._lock.check()
+        if self._metrics is None or not moved:
+            return
+        with writing(self._metrics.path):
+            self._metrics.reopen()
+        text = "%s was deleted, renamed or replaced while this run wrote it: the next rows go into a new file there"
+        logger.warning(text, self._metrics.path)
+
+    def _note(self, path: Path, write: Callable[[], None], *, lenient: bool = False, age: float = 0.0) -> None:
+        """Write a file if the folder still belongs to this run; if lenient, log the first failure instead of raising.
+
+        Raises ``LockError`` if another start has taken over the folder: then this run writes no
+        more. Rows of metrics go to a file that the other start has replaced, so for these the last
+        check of the lock may be up to ``age`` seconds old. The same check notices that
+        ``metrics.jsonl`` was deleted or renamed.
+        """
+        if self._lost:
+            return
+        try:
+            if time.monotonic() - self._checked >= age:
+                self._check_folder()
+                self._checked = time.monotonic()
+            write()
+        except LockError:
+            self._lost = True
+            raise
+        except (OSError, UsageError) as error:
+            if not (lenient or self.lenient):
+                if isinstance(error, HpctrainError):
+                    raise
+                raise cannot_write(path, error) from error
+            if not self._refused:
+                reason = getattr(error, "strerror", None) or error
+                logger.warning("cannot write into %s: %s; continuing without", self.folder, reason)
+            self._refused = True

@@ -1,0 +1,236 @@
+"""Stack dump of all threads of this process, in one write, so that the output of several ranks does not mix."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.transport.base import Transport
+from hpctrain.comm.transport.waiting import timeout_seconds, waiting
+from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError, LockError
+from hpctrain.log import logger
+from hpctrain.train.control import ASKED_BY, stop_request, told_and_code
+from hpctrain.train.exit import exit_code, leave_with, let_be_read, told
+from hpctrain.train.receipt.write import FailureRecord
+from hpctrain.util.text import printable_lines
+
+if TYPE_CHECKING:
+    from hpctrain.comm.transport.liveness import ExitNotifier, Heartbeat
+
+
+def print_stacks(whose: str) -> None:
+    """Write the stacks of all threads to standard error, under a heading that contains ``whose``."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    sys.stderr.flush()
+    os.write(2, f"hpctrain: the stacks of {whose}:\n".encode() + text)
+
+
+# Failure detection: ends the job if a rank raises, exits early, loses a thread or waits without end -------------------
+
+
+LOOK_EVERY = 0.5  # seconds between two checks of the watchdog
+PATIENCE = 2.0  # seconds of waiting after which a rank checks whether another rank has left
+ALONE = 3.0  # seconds after SIGTERM within which SIGUSR1 would have arrived, too
+CLAIM = 0.2  # seconds to wait for earlier claims of the failure report by other ranks
+MOST = 4  # maximum number of other ranks that an error message lists
+SILENCE = 5.0  # seconds that a rank waits for the first failed rank to end the job, before it does so itself
+
+
+class Watchdog:
+    """Monitor of one rank of a job until ``close``; one per process. A job of one rank needs no monitoring."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._farewell: ExitNotifier | None = None
+        self._vitals: Heartbeat | None = None
+        self._closed = threading.Event()
+        self._ending = threading.Lock()
+        self._stacks_printed = threading.Lock()
+        self.step: int | None = None
+        self.last_words: FailureRecord | None = None  # failure record of the current run
+        self._hooks = (sys.excepthook, threading.excepthook)
+        if transport.size > 1:
+            self._farewell, self._vitals = _instruments(transport)
+            sys.excepthook = self._on_exception
+            threading.excepthook = self._on_thread_exception
+            atexit.register(self._on_exit)
+            self._limit = agreed(transport, timeout_seconds)
+            threading.Thread(target=self._watch, name="hpctrain-watchdog", daemon=True).start()
+        else:
+            sys.excepthook = self._on_lone_exception
+        if not faulthandler.is_enabled():
+            faulthandler.enable(all_threads=True)
+
+    def close(self) -> None:
+        """Stop monitoring and restore the exception hooks."""
+        self._closed.set()
+        sys.excepthook, threading.excepthook = self._hooks
+        atexit.unregister(self._on_exit)
+
+    # A rank that raises -----------------------------------------------------------------------------------------------
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, HpctrainError) and error.everywhere:
+            if self._transport.rank == 0:
+                self._print(kind, error, trace)
+            leave_with(error.exit_code, self._on_exit)
+            return
+        if issubclass(kind, KeyboardInterrupt):
+            why, code = told_and_code(kind)
+            self._end(why, "", code)
+        if isinstance(error, LockError):
+            self.last_words = None  # another start has taken over the folder
+        text = told(error) or "".join(traceback.format_exception(kind, error, trace))
+        late = issubclass(kind, DeadlineError)
+        elsewhere = self._elsewhere(str(error)) if late else ""
+        self._end(f"{kind.__name__}: {error}{elsewhere}", text, exit_code(error), stacks=late)
+
+    def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the error as Python does and exit with its code, by which a job script decides whether to retry."""
+        self._print(kind, error, trace)
+        if isinstance(error, HpctrainError):
+            leave_with(error.exit_code, lambda: None)
+
+    def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if text := told(error):
+            print(printable_lines(text), end="", file=sys.stderr, flush=True)
+        else:
+            self._hooks[0](kind, error, trace)
+
+    def _on_thread_exception(self, args: Any) -> None:
+        if args.exc_type is SystemExit:
+            return
+        text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+        name = args.thread.name if args.thread else "unknown"
+        self._end(f"thread {name} died of {args.exc_type.__name__}: {args.exc_value}", text, EXIT_FAILURE)
+
+    def _end(
+        self,
+        why: str,
+        text: str,
+        code: int,
+        *,
+        stacks: bool = False,
+        silence: float = SILENCE,
+        leave: Callable[[int], object] | None = None,
+    ) -> None:
+        """Print once why the job ends, with the stacks of all ranks of the node if requested, and end it."""
+        # If another thread of this rank is already ending the job, that thread reports it.
+        alone = self._ending.acquire(blocking=False)
+        if alone and (self._vitals is None or self._vitals.claim(CLAIM)):
+            if stacks:
+                self._collect_stacks()
+            at = "" if self.step is None else f" in step {self.step}"
+            where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
+            told_of = printable_lines(f"{text}hpctrain: {where} ends the job: {why}")
+            print(told_of, file=sys.stderr, flush=True)
+            if self.last_words is not None:
+                self.last_words.say(why, self.step)
+            let_be_read()
+        else:
+            time.sleep(silence)
+        (leave or self._transport.abort)(code)
+
+    # A rank that leaves early -----------------------------------------------------------------------------------------
+
+    def _on_exit(self) -> None:
+        """Wait until all ranks leave; notify ranks that may wait for this one."""
+        if self._farewell is not None:
+            self._farewell.leave()
+            _release_windows(self._transport)
+        self._closed.set()
+
+    # A rank that waits ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed.wait(LOOK_EVERY):
+            seconds, operation, number = waiting.seconds, waiting.operation, waiting.entered
+            alone = stop_request.alone()
+            if self._vitals is not None:
+                self._vitals.beat(operation, seconds)
+                if self._vitals.stacks_wanted():
+                    self._print_stacks()
+            if seconds < PATIENCE:
+                continue
+            left = self._farewell.who_left() if self._farewell is not None else []
+            if waiting.entered != number or not waiting.operation:
+                continue
+            if alone > ALONE:
+                why = f"a rank has died (SIGTERM without SIGUSR1, {ASKED_BY}), this one waits in {operation}"
+                # srun is already ending the job; MPI_Abort would wait for it.
+                self._end(why, "", EXIT_FAILURE, silence=CLAIM, leave=os._exit)
+            if left:
+                ranks = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
+                self._end(f"{ranks} left, this one waits in {operation}", "", EXIT_FAILURE, stacks=True)
+            elif seconds > self._limit:
+                why = f"{operation} has not ended within {self._limit:g} s (HPCTRAIN_TIMEOUT){self._others()}"
+                self._end(why, "", EXIT_FAILURE, stacks=True)
+
+    def _others(self) -> str:
+        """Describe the late ranks, or all ranks if all wait: they may be in different collectives."""
+        vitals = self._vitals.look() if self._vitals is not None else []
+        return "".join(f"; {vital}" for vital in ([vital for vital in vitals if vital.late] or vitals))
+
+    def _elsewhere(self, own: str) -> str:
+        """Describe what other ranks of the node wait in, unless this rank's error names the same operation."""
+        vitals = self._vitals.look() if self._vitals is not None else []
+        others = [one for one in vitals if one.rank != self._transport.rank and one.operation]
+        found = [one for one in others if not own.startswith(one.operation)]
+        return "".join(f"; {vital}" for vital in found[:MOST])
+
+    def _collect_stacks(self) -> None:
+        if self._vitals is not None:
+            self._vitals.ask_for_stacks()
+        self._print_stacks()
+        time.sleep(2 * LOOK_EVERY)  # the watchdogs of the other ranks check within this time
+
+    def _print_stacks(self) -> None:
+        if self._stacks_printed.acquire(blocking=False):
+            print_stacks(f"rank {self._transport.rank} on {socket.gethostname()}")
+
+
+def _release_windows(transport: Transport) -> None:
+    """Free the MPI windows that ranks still expose to each other. Collective, when all ranks leave.
+
+    MPI libraries warn of windows that exist in MPI_Finalize. Programs are not required to call
+    ``job.close``.
+    """
+    from hpctrain.comm.rma.emulated import release
+    from hpctrain.comm.transport.mpi import MpiTransport
+
+    assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
+    release(transport.comm)
+
+
+def _instruments(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | None]:
+    """Return the exit notifier (None unless MPI allows a second thread to use it) and the heartbeat."""
+    from mpi4py import MPI
+
+    from hpctrain.comm.transport.liveness import ExitNotifier, Heartbeat
+    from hpctrain.comm.transport.mpi import MpiTransport
+    from hpctrain.comm.transport.window import NoSpaceError
+
+    assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
+    vitals = None
+    try:
+        vitals = Heartbeat(transport.comm)
+    except NoSpaceError as error:
+        logger.warning("ranks of this node cannot report what other ranks wait for: %s", error)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is detected only at the timeout")
+        return None, vitals
+    return ExitNotifier(transport.comm), vitals

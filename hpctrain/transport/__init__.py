@@ -1,1 +1,0 @@
-"""Transports: carriers of bytes between ranks. The algorithms that use them are in ``collectives``."""

@@ -1,0 +1,59 @@
+"""Choice of the carrier of one-sided memory: one-sided MPI or messages."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.comm.rma.remote_memory import WORDS, Lock
+from hpctrain.comm.rma.select import expose
+from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.errors import SettingsError, UsageError
+
+
+def test_a_world_of_one_needs_no_mpi() -> None:
+    exposed = expose(SingleTransport(), 4, torch.float64, WORDS + 1)
+    exposed.put(0, torch.arange(4.0, dtype=torch.float64))
+    exposed.add(0, torch.ones(2, dtype=torch.float64), 1)
+    out = torch.empty(3, dtype=torch.float64)
+    exposed.get(0, out, 1)
+    assert out.tolist() == [2, 3, 3] and exposed.name == "alone"
+    assert [exposed.fetch_add(0, WORDS, amount) for amount in (2, 3, 0)] == [0, 2, 5]
+    with Lock(exposed).of(0), pytest.raises(UsageError, match="elements 3 to 5 of rank 0: there are 4"):
+        exposed.put(0, torch.zeros(2, dtype=torch.float64), 3)
+    exposed.free()
+
+
+def test_an_unknown_carrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCTRAIN_ONESIDED", "pigeons")
+    with pytest.raises(SettingsError, match="HPCTRAIN_ONESIDED='pigeons': allowed are auto, mpi, messages"):
+        expose(SingleTransport(), 1)
+
+
+@pytest.mark.ranks
+def test_mpi_is_used_if_its_self_test_passes(comm: Any) -> None:
+    exposed = expose(comm.transport, 1)
+    assert exposed.name == ("one-sided MPI" if comm.size > 1 or comm.transport.name == "mpi" else "alone")
+    exposed.free()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("broken", ["add", "fetch_add"])
+def test_messages_replace_an_mpi_that_loses_additions(
+    comm: Any, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if comm.transport.name != "mpi":
+        return
+    from hpctrain.comm.rma.mpi_rma import RemoteMemoryByRma
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(RemoteMemoryByRma, broken, lambda *args: 0)
+    monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
+    exposed = expose(comm.transport, 1)
+    assert exposed.name == "messages"
+    told = [record.getMessage() for record in caplog.records if "one-sided MPI" in record.getMessage()]
+    assert len(told) == (1 if comm.rank == 0 else 0)
+    exposed.free()

@@ -1,0 +1,183 @@
+"""One order of operations for all carriers: crosswise waits hang without the queue and end with it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.nccl import UNIQUE, FakeNccl
+from support.streams import LateStreams
+
+from hpctrain.comm.device.nccl_channel import NcclChannel
+from hpctrain.comm.queue import PRUNE, OperationQueue
+
+
+class Log(list[str]):
+    """Handle that logs when it is waited for or tested."""
+
+    def __init__(self, into: list[str], name: str, done: bool = False) -> None:
+        self.into, self.name, self.ended = into, name, done
+
+    def done(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        self.into.append(f"wait {self.name}")
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def test_operations_of_all_carriers_are_numbered_together() -> None:
+    queue = OperationQueue()
+    numbers = []
+    for carrier in ("host", "nccl", "nccl", "staged", "host"):
+        with queue(carrier, "all_reduce") as number:
+            numbers.append(number)
+    assert numbers == [1, 2, 3, 4, 5] and queue.operation == "all_reduce"
+
+
+def test_host_operations_end_before_nccl_starts(said: list[str]) -> None:
+    queue = OperationQueue()
+    for name in ("first", "second"):
+        with queue("host", "all_reduce"):
+            queue.hold(Log(said, name))
+    assert not said  # host operations do not wait for each other
+    with queue("nccl", "all_reduce"):
+        assert said == ["wait first", "wait second"]
+    with queue("host", "broadcast"), queue("nccl", "broadcast"):
+        pass
+    assert said == ["wait first", "wait second"]  # each is waited for once
+
+
+def test_staged_and_device_pointer_operations_count_as_host_operations(said: list[str]) -> None:
+    queue = OperationQueue()
+    with queue("host", "all_reduce"):
+        queue.hold(Log(said, "reduction"))
+    for carrier in ("staged", "mpi"):
+        with queue(carrier, "all_reduce"):
+            pass
+    assert not said
+
+
+def test_deferred_nccl_messages_start_before_the_host_waits() -> None:
+    library = FakeNccl()
+    channel = NcclChannel(library, LateStreams(), 1, 0, UNIQUE)
+    queue = OperationQueue()
+    queue.adopt(channel)
+    gone: list[str] = []
+    with queue("nccl", "send"):
+        channel.hold("send", torch.empty(0), lambda comm, stream: gone.append("send"))
+    with queue("nccl", "recv"):
+        assert not gone
+    with queue("host", "barrier"):
+        assert gone == ["send"]
+    queue.forget(channel)
+
+
+def test_split_communicators_share_the_order_and_not_the_numbers(said: list[str]) -> None:
+    world = OperationQueue()
+    part = OperationQueue(world)
+    with world("host", "all_reduce"):
+        world.hold(Log(said, "world's"))
+    with part("nccl", "all_reduce") as number:
+        assert number == 1 and said == ["wait world's"]
+
+
+def test_completed_operations_are_released(said: list[str]) -> None:
+    queue = OperationQueue()
+    for _ in range(3 * PRUNE):
+        with queue("host", "all_reduce"):
+            queue.hold(Log(said, "old", done=True))
+    assert len(queue._order.works) <= PRUNE
+
+
+def test_an_error_in_a_wait_leaves_the_queue_usable(said: list[str]) -> None:
+    class Failing(Log):
+        def wait(self) -> None:
+            raise TimeoutError("late")
+
+    queue = OperationQueue()
+    with queue("host", "all_reduce"):
+        queue.hold(Failing(said, "bad"))
+    with pytest.raises(TimeoutError):
+        queue("nccl", "all_reduce")
+    others: list[int] = []
+    thread = threading.Thread(target=lambda: others.append(queue("host", "broadcast").__enter__()))
+    thread.start()
+    thread.join(5)
+    assert others == [2]  # the lock is free, and the operation that never started has no number
+
+
+def test_threads_take_turns() -> None:
+    queue = OperationQueue()
+    inside: list[int] = []
+
+    def work() -> None:
+        for _ in range(200):
+            with queue("host", "all_reduce") as number:
+                inside.append(number)
+                assert queue.number == number
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside == list(range(1, 801))
+
+
+class Crossed:
+    """Two ranks as threads: operation 1 needs both hosts to progress, operation 2 needs both to have started it."""
+
+    def __init__(self) -> None:
+        self.rounds = threading.Barrier(2, timeout=1)
+        self.started = threading.Barrier(2, timeout=1)
+
+    def host(self) -> Any:
+        barrier = self.rounds
+
+        class OnHost:
+            ended = False
+
+            def done(self) -> bool:
+                return self.ended
+
+            def wait(self) -> None:
+                if not self.ended:
+                    barrier.wait()
+                    self.ended = True
+
+        return OnHost()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_crosswise_waits_end_only_with_the_queue(ordered: bool) -> None:
+    """Rank 0 waits for the second operation first; rank 1 waits for the first before it starts the second."""
+    crossed, failed = Crossed(), []
+
+    def rank(number: int) -> None:
+        queue = OperationQueue()
+        try:
+            with queue("host", "all_reduce"):
+                work = crossed.host()
+                if ordered:
+                    queue.hold(work)
+            if number == 1:
+                work.wait()
+            with queue("nccl", "all_reduce"):
+                crossed.started.wait()  # the effect of a wait for a kernel: both have launched it
+            work.wait()
+        except threading.BrokenBarrierError:
+            failed.append(number)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert bool(failed) == (not ordered)

@@ -1,0 +1,128 @@
+"""Canary exchange of device pointers: every outcome gives a verdict, and no outcome crashes the caller."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.pace import scaled
+from torch import Tensor
+
+from hpctrain.comm.device import cuda_aware_probe
+from hpctrain.comm.device.cuda_aware_probe import MARK, ProbeResult, exchange, judge, library_name, mpi_says, probe
+
+SMALL = (2, 1000)
+HOST = torch.device("cpu")
+
+
+def program(text: str) -> Any:
+    return probe([], program=(sys.executable, "-c", text), timeout=5)
+
+
+def printed(verdict: ProbeResult) -> str:
+    facts = {"cuda_aware": verdict.cuda_aware, "reason": verdict.reason, "library": verdict.library}
+    return f"print('warning: x'); print({MARK + json.dumps(facts)!r})"
+
+
+@pytest.mark.ranks
+def test_a_correct_exchange_passes(comm: Any) -> None:
+    assert exchange(comm.transport, HOST, SMALL) == []
+    verdict = judge(comm.transport, HOST, "Some MPI 1", SMALL)
+    memory = "from memory of cpu to memory of cpu"
+    assert verdict == ProbeResult(False, f"every value arrived on {comm.size} ranks, {memory}", "Some MPI 1")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("broken", ["recv", "broadcast", "all_reduce", "all_gather"])
+def test_one_wrong_value_on_one_rank_is_the_verdict_of_all_ranks(
+    comm: Any, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(comm.transport)
+    name = "_irecv" if broken == "recv" else f"_{broken}"
+    right = getattr(kind, name)
+
+    def spoil(tensor: Tensor) -> None:
+        if comm.rank == comm.size - 1 and tensor.numel() >= 1000:
+            tensor[17] += 1
+
+    class Spoiled:
+        def __init__(self, work: Any, tensor: Tensor) -> None:
+            self.work, self.tensor = work, tensor
+
+        def wait(self) -> None:
+            self.work.wait()
+            spoil(self.tensor)
+
+    def wrong(self: Any, tensor: Tensor, *rest: Any) -> Any:
+        work = right(self, tensor, *rest)
+        if work is not None:
+            return Spoiled(work, tensor)
+        spoil(tensor)
+
+    monkeypatch.setattr(kind, name, wrong)
+    verdict = judge(comm.transport, HOST, "Some MPI 1", SMALL)
+    said = "send and recv" if broken == "recv" else broken
+    assert not verdict.cuda_aware
+    assert verdict.reason == f"{said} of 1000 elements brought 1 wrong ones to rank {comm.size - 1}"
+    assert comm.all_gather_object(verdict) == [verdict] * comm.size
+
+
+def test_the_exchange_runs_as_a_separate_job() -> None:
+    verdict = probe(program=(sys.executable, "-m", "hpctrain.comm.device.cuda_aware_probe", "--device", "cpu"))
+    assert verdict.reason == "every value arrived on 2 ranks, from memory of cpu to memory of cpu"
+    assert verdict.holds_for(library_name()) and not verdict.holds_for("Other MPI 2")
+
+
+def test_without_a_gpu_the_verdict_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    verdict = probe()
+    assert (verdict.cuda_aware, verdict.reason) == (False, "no GPU is visible")
+
+
+def test_a_crash_is_a_negative_verdict() -> None:
+    verdict = program("import os; print('about to read', flush=True); os.abort()")
+    assert verdict == ProbeResult(False, "the exchange ended with status -6: about to read", "")
+
+
+def test_a_crash_after_the_verdict_counts() -> None:
+    good = ProbeResult(True, "every value arrived", "Some MPI 1")
+    verdict = program(f"{printed(good)}\nimport os, sys; sys.stdout.flush(); os.abort()")
+    assert not verdict.cuda_aware and "ended with status -6" in verdict.reason and verdict.library == "Some MPI 1"
+
+
+def test_a_hang_is_a_negative_verdict_and_leaves_no_process() -> None:
+    started = time.monotonic()
+    verdict = probe([], program=(sys.executable, "-c", "import time; time.sleep(60)"), timeout=0.5)
+    assert verdict == ProbeResult(False, "the exchange did not end within 0.5 s", "")
+    assert time.monotonic() - started < scaled(10)
+
+
+def test_missing_and_malformed_output_are_negative_verdicts() -> None:
+    assert program("pass").reason == "the exchange ended with status 0: it printed nothing"
+    assert not program(f"print({MARK!r} + '{{broken')").cuda_aware
+    assert not program(f"print({MARK!r} + '{{}}')").cuda_aware
+
+
+@pytest.mark.parametrize("aware", [True, False])
+def test_a_verdict_is_found_among_warnings(aware: bool) -> None:
+    verdict = ProbeResult(aware, "said so", "Some MPI 1")
+    assert program(printed(verdict)) == verdict
+
+
+@pytest.mark.ranks
+def test_an_mpi_built_without_cuda_is_not_tried(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mpi_says() in (True, False, None)
+    monkeypatch.setattr(cuda_aware_probe, "mpi_says", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "built without CUDA (MPIX_Query_cuda_support)" in cuda_aware_probe._hindrance("cuda", 2)
+    assert (
+        cuda_aware_probe._hindrance("cpu", 2) == ""
+        and cuda_aware_probe._hindrance("cpu", 1) == "the canary needs two ranks"
+    )
+    for unsure in (True, None):
+        monkeypatch.setattr(cuda_aware_probe, "mpi_says", lambda: unsure)
+        assert cuda_aware_probe._hindrance("cuda", 2) == ""

@@ -1,0 +1,67 @@
+"""MPI with device pointers: the suite on memory that MPI accepts, and the synchronization before MPI may read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from suites.transports import TransportSuite
+from support.reductions import same_bits, values
+from support.streams import LateStreams
+
+from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
+from hpctrain.comm.transport.base import Transport
+from hpctrain.errors import CommunicationError
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(params=[16 * 2**20, 64], ids=["whole", "cut"])
+def transport(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+    """Return a transport of all ranks whose device is the host."""
+    monkeypatch.setattr("hpctrain.comm.transport.mpi_calls.MESSAGE_BYTES", request.param)
+    transport = CudaMpiTransport(comm.transport.comm, torch.device("cpu"))
+    yield transport
+    transport.free()
+
+
+class TestCudaMpiTransport(TransportSuite):
+    def test_unsupported_tensors_are_refused(self, transport: Transport) -> None:
+        with pytest.raises(CommunicationError, match="mpi of this rank carries tensors on cpu, not one on meta"):
+            transport.broadcast(torch.empty(4, device="meta"))
+        with pytest.raises(CommunicationError, match=r"contiguous tensors, not strides \(1, 4\)"):
+            transport.all_reduce(torch.empty(2, 4).t(), "sum")
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "all_reduce", "send", "all_gather", "all_to_all"])
+def test_mpi_reads_after_the_device_has_computed(comm: Any, operation: str) -> None:
+    streams = LateStreams()
+    transport = CudaMpiTransport(comm.transport.comm, torch.device("cpu"), streams)
+    size, me = comm.size, comm.rank
+    tensor, out = torch.full((size,), -1, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    streams.give(streams.caller, lambda: tensor.copy_(values(me, size, torch.int64)))
+    every = [values(rank, size, torch.int64) for rank in range(size)]
+    if operation == "broadcast":
+        transport.broadcast(tensor, size - 1)
+        found, wanted = tensor, every[-1]
+    elif operation == "all_reduce":
+        transport.all_reduce(tensor, "sum")
+        found, wanted = tensor, torch.stack(every).sum(0)
+    elif operation == "send":
+        arriving = transport.irecv(out, (me - 1) % size)
+        transport.send(tensor, (me + 1) % size)
+        arriving.wait()
+        found, wanted = out, every[(me - 1) % size]
+    elif operation == "all_gather":
+        # Here torch copies this rank's own share immediately; a device would do it in stream order.
+        streams.finish()
+        found, wanted = torch.empty(size * size, dtype=torch.int64), torch.cat(every)
+        transport.all_gather(found, tensor)
+    else:
+        streams.finish()
+        transport.all_to_all(out, tensor, [1] * size, [1] * size)
+        found, wanted = out, torch.stack(every)[:, me].contiguous()
+    assert same_bits(found, wanted) and any("host waits" in text for text in streams.log)
+    transport.free()

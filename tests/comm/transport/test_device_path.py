@@ -1,0 +1,128 @@
+"""Path of tensors on a GPU: each decision, its reason, and the refused requests."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.comm.device.paths import (
+    Abilities,
+    Belief,
+    Choice,
+    PathLog,
+    believe,
+    choose_path,
+    combine,
+    gather_abilities,
+)
+from hpctrain.errors import CommunicationError, SettingsError
+
+ALL = Abilities("", "", 1, "the canary exchange passed")
+NO_NCCL = Abilities("CuPy is missing (rank 0)", "", 1, "the canary exchange passed")
+NOTHING = Abilities("CuPy is missing (rank 0)", "never proved (rank 0)")
+YES, NO = Belief(True, "the canary exchange passed"), Belief(False, "the canary exchange failed")
+
+
+@pytest.mark.parametrize(
+    "abilities, path, reason",
+    [
+        (ALL, "nccl", "every rank has NCCL and a GPU of its own"),
+        (NO_NCCL, "mpi", "the canary exchange passed; no NCCL: CuPy is missing (rank 0)"),
+        (
+            NOTHING,
+            "staged",
+            "no NCCL: CuPy is missing (rank 0); no device pointers to MPI: never proved (rank 0)",
+        ),
+    ],
+)
+def test_default_path_follows_size_and_abilities(abilities: Abilities, path: Any, reason: str) -> None:
+    assert choose_path("all_reduce", 1000, abilities) == Choice(path, reason)
+
+
+def test_a_reduction_that_mpi_computes_differently_from_torch_is_staged() -> None:
+    choice = choose_path("all_reduce", 1000, NO_NCCL, mpi_reduces=False)
+    assert choice.path == "staged" and "MPI does not do this all_reduce as torch does" in choice.reason
+    assert choose_path("all_reduce", 1000, ALL, mpi_reduces=False).path == "nccl"
+
+
+@pytest.mark.parametrize("path", ["nccl", "mpi", "staged"])
+def test_a_requested_path_is_used(path: Any) -> None:
+    assert choose_path("broadcast", 8, ALL, algorithm=path) == Choice(path, "asked for")
+
+
+def test_an_unsupported_path_is_refused_with_the_reason_and_the_supported_ones() -> None:
+    with pytest.raises(CommunicationError) as caught:
+        choose_path("broadcast", 8, NO_NCCL, algorithm="nccl")
+    assert str(caught.value) == (
+        "algorithm nccl cannot do broadcast on the GPU: CuPy is missing (rank 0); able are mpi, staged"
+    )
+    with pytest.raises(CommunicationError, match="mpi cannot do all_reduce .* as torch does; able are nccl, staged"):
+        choose_path("all_reduce", 8, ALL, algorithm="mpi", mpi_reduces=False)
+    with pytest.raises(CommunicationError, match="algorithm ring is not for tensors on a GPU: auto, nccl, mpi, staged"):
+        choose_path("all_reduce", 8, ALL, algorithm="ring")
+
+
+def test_measurements_precede_the_default_but_only_for_supported_paths() -> None:
+    measured: list[tuple[int, Any]] = [(100, "staged"), (1000, "mpi")]
+    sizes = [(100, "staged"), (101, "mpi"), (1000, "mpi"), (1001, "nccl")]
+    assert [choose_path("all_reduce", nbytes, ALL, measured=measured).path for nbytes, _ in sizes] == [
+        path for _, path in sizes
+    ]
+    assert choose_path("all_reduce", 500, ALL, measured=measured, mpi_reduces=False).path == "nccl"
+    assert choose_path("all_reduce", 500, NOTHING, measured=measured).path == "staged"
+
+
+def test_an_ability_missing_on_one_rank_is_missing_on_all() -> None:
+    ranks = [("", YES, "a 1"), ("", YES, "a 2"), ("", YES, "b 1")]
+    assert combine(ranks) == Abilities("", "", 1, "the canary exchange passed")
+    assert combine([*ranks, ("no GPU is visible", YES, "b 2")]).no_nccl == "no GPU is visible (rank 3)"
+    assert combine([*ranks, ("", NO, "b 2")]).no_mpi == "the canary exchange failed (rank 3)"
+    crowded = combine([*ranks, ("", YES, "a 1")])
+    assert crowded.ranks_per_gpu == 2 and crowded.no_nccl == "2 ranks use one GPU, which NCCL refuses"
+
+
+@pytest.mark.parametrize("verdict", [None, True, False])
+def test_cuda_awareness_is_decided_by_the_canary_or_the_user(verdict: bool | None) -> None:
+    assert believe(verdict, {}).cuda_aware == bool(verdict)
+    assert believe(verdict, {"HPCTRAIN_CUDA_AWARE": "1"}) == Belief(True, "HPCTRAIN_CUDA_AWARE=1")
+    assert believe(verdict, {"HPCTRAIN_CUDA_AWARE": "0"}) == Belief(False, "HPCTRAIN_CUDA_AWARE=0")
+    assert ("hpctrain bench calibrate" in believe(verdict, {}).reason) == (verdict is None)
+
+
+def test_other_values_of_HPCTRAIN_CUDA_AWARE_are_refused() -> None:
+    with pytest.raises(SettingsError, match="HPCTRAIN_CUDA_AWARE='yes': allowed are 1 .* and 0"):
+        believe(True, {"HPCTRAIN_CUDA_AWARE": "yes"})
+
+
+@pytest.mark.ranks
+def test_all_ranks_choose_the_same_path_if_one_lacks_an_ability(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "no CuPy here" if comm.rank == 1 else ""
+    monkeypatch.setattr("hpctrain.comm.device.nccl_channel.why_missing", lambda: why)
+    abilities = gather_abilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO)
+    assert abilities.no_nccl == "no CuPy here (rank 1)" and "(rank 0)" in abilities.no_mpi
+    assert abilities.ranks_per_gpu == comm.local_size
+    choice = choose_path("all_reduce", 8, abilities)
+    assert choice.path == "staged" and comm.all_gather_object(choice) == [choice] * comm.size
+
+
+def test_a_path_is_logged_once_and_by_rank_0(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("hpctrain")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger._cache.clear()  # type: ignore[attr-defined]
+    logger.addHandler(caplog.handler)
+    try:
+        for rank in (0, 1):
+            announcer = PathLog(rank)
+            for choice in (Choice("staged", "because"), Choice("staged", "again"), Choice("nccl", "now")):
+                announcer.say(choice)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger._cache.clear()  # type: ignore[attr-defined]
+    assert [record.getMessage() for record in caplog.records] == [
+        "tensors on the GPU travel through host memory: because",
+        "tensors on the GPU travel by NCCL: now",
+    ]

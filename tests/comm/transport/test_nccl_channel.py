@@ -1,0 +1,113 @@
+"""Failures and delays of NCCL: messages of a channel, and the abort of NCCL's kernels."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from support.nccl import UNIQUE, FakeNccl
+from support.streams import LateStreams
+
+from hpctrain.comm.device.nccl_channel import NcclChannel
+from hpctrain.comm.transport.waiting import waiting
+from hpctrain.errors import CommunicationError, DeadlineError
+
+
+@pytest.fixture
+def library() -> FakeNccl:
+    return FakeNccl()
+
+
+@pytest.fixture
+def channel(library: FakeNccl) -> NcclChannel:
+    return NcclChannel(library, LateStreams(), 1, 0, UNIQUE)
+
+
+def nothing(comm: Any, stream: int) -> None:
+    pass
+
+
+def test_a_failed_call_aborts_nccl_and_names_the_rank(channel: NcclChannel, library: FakeNccl) -> None:
+    library.failure = RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+    with pytest.raises(CommunicationError, match="NCCL failed on rank 0 of 1, cpu: NCCL_ERROR_SYSTEM_ERROR"):
+        channel.start("send", [], lambda comm, stream: comm.send(0, 0, 1, 0, stream))
+    assert library.comms[0].state == "aborted"
+
+
+def test_an_asynchronous_failure_is_found_by_polling(channel: NcclChannel, library: FakeNccl) -> None:
+    work = channel.start("all_reduce", [], nothing)
+    assert not work.done()
+    library.failure = RuntimeError("the other side has gone")
+    with pytest.raises(CommunicationError, match="the other side has gone"):
+        work.done()
+    assert library.comms[0].state == "aborted"
+
+
+def test_an_operation_that_does_not_end_is_aborted_at_the_deadline(
+    channel: NcclChannel, library: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = channel.start("all_gather", [], nothing)
+    time.sleep(0.02)
+    monkeypatch.setenv("HPCTRAIN_TIMEOUT", "600")
+    channel.start("broadcast", [], nothing)
+    assert channel.overdue(600) == "" and library.comms[0].state == "alive"
+    monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.01")
+    late = r"nccl all_gather has not ended within 0.01 s \(HPCTRAIN_TIMEOUT\) on rank 0 of 1, cpu"
+    with pytest.raises(DeadlineError, match=late):
+        first.done()
+    assert library.comms[0].state == "aborted"
+
+
+def test_the_deadline_holds_for_a_program_that_only_starts_operations(
+    channel: NcclChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.01")
+    channel.start("all_gather", [], nothing)
+    time.sleep(0.02)
+    with pytest.raises(DeadlineError, match="all_gather"):
+        channel.start("broadcast", [], nothing)
+
+
+def test_completed_operations_are_not_overdue(channel: NcclChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = channel.streams
+    assert isinstance(streams, LateStreams)
+    channel.start("all_gather", [], nothing).wait()
+    streams.finish()
+    time.sleep(0.02)
+    later = channel.start("broadcast", [], nothing)
+    assert channel.overdue(0.01) == ""
+    time.sleep(0.02)
+    assert "broadcast" in channel.overdue(0.01)
+    later.wait()
+    streams.finish()
+    assert later.done() and channel.overdue(0.01) == ""
+
+
+def test_a_watchdog_sees_calls_in_which_nccl_blocks_the_host(channel: NcclChannel) -> None:
+    seen: list[str] = []
+    channel.start("all_reduce", [], lambda comm, stream: seen.append(waiting.operation))
+    assert seen == ["nccl_all_reduce"] and not waiting.operation
+
+
+def test_messages_are_sent_in_one_group_and_in_order(channel: NcclChannel, library: FakeNccl) -> None:
+    said: list[tuple[str, int]] = []
+    works = [
+        channel.hold(name, torch.empty(0), lambda comm, stream, name=name: said.append((name, library.depth)))
+        for name in ("send", "recv", "send again")
+    ]
+    assert not said
+    works[1].wait()
+    assert said == [("send", 1), ("recv", 1), ("send again", 1)] and library.depth == 0
+    assert works[0].event is works[2].event is not None
+
+
+def test_close_waits_for_operations_in_flight(channel: NcclChannel, library: FakeNccl) -> None:
+    done: list[int] = []
+    streams = channel.streams
+    assert isinstance(streams, LateStreams)
+    channel.start("all_reduce", [], lambda comm, stream: streams.give(stream, lambda: done.append(1)))
+    assert not done
+    channel.close()
+    assert done and library.comms[0].state == "destroyed"

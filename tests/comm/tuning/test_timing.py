@@ -1,0 +1,90 @@
+"""Cases of a measurement: their memory, their rows of calls, and their expected values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.comm.tuning import measure
+from hpctrain.comm.tuning.measure import MOST_CALLS, Space, TimingCase
+
+CPU = torch.device("cpu")
+
+
+def ranks(size: int, rank: int = 0) -> Any:
+    return SimpleNamespace(size=size, rank=rank, transport=SimpleNamespace(barrier=lambda: None))
+
+
+def part(operation: str, size: int, of: int, kind: str = "carried", rank: int = 0) -> TimingCase:
+    comm = ranks(of, rank)
+    return TimingCase(comm, (operation, "host", kind), size, Space(comm, "host", size, CPU))
+
+
+@pytest.mark.parametrize(
+    "operation, kind, size, of, whole, share",
+    [
+        ("all_reduce", "carried", 4, 3, 1, 0),
+        ("all_reduce", "own", 4, 3, 2, 0),
+        ("reduce_scatter", "carried", 4, 3, 3, 1),
+        ("all_gather", "carried", 100, 7, 28, 4),
+        ("reduce_scatter", "own", 4096, 4, 2048, 512),
+        ("broadcast", "carried", 5, 2, 2, 1),
+    ],
+)
+def test_sizes_become_elements_that_the_ranks_can_share(
+    operation: str, kind: str, size: int, of: int, whole: int, share: int
+) -> None:
+    one = part(operation, size, of, kind)
+    assert (one._whole.numel(), one._share.numel()) == (whole, share)
+    assert one._whole.dtype == measure.DTYPES[kind]
+
+
+@pytest.mark.parametrize("of", [2, 3, 8])
+@pytest.mark.parametrize("kind", measure.DTYPES)
+def test_expected_values_follow_the_definition(of: int, kind: str) -> None:
+    whole = {rank: part("all_reduce", 4 * 24, of, kind, rank) for rank in range(of)}
+    for one in whole.values():
+        one._fill()
+    summed = torch.stack([one._whole.double() for one in whole.values()]).sum(0)
+    for one in whole.values():
+        assert not one._is_right()  # not yet reduced
+        one._whole.copy_(summed)
+        assert one._is_right()
+        one._whole[-1] += 1
+        assert not one._is_right()
+    gathering = [part("all_gather", 4 * 24, of, "carried", rank) for rank in range(of)]
+    for one in gathering:
+        one._fill()
+    gathered = torch.cat([one._share for one in gathering])
+    for one in gathering:
+        one._whole.copy_(gathered)
+        assert one._is_right()
+    gathering[0]._whole.copy_(gathered.flip(0))
+    assert not gathering[0]._is_right()
+
+
+def test_each_rank_is_root_in_turn_and_rows_are_whole_rounds() -> None:
+    roots: list[int] = []
+    one = part("broadcast", 64, 3)
+    one._comm.broadcast = lambda tensor, root, algorithm: roots.append(root)  # type: ignore[method-assign]
+    one._row("mpi", one._row_length(measure.ROW_SECONDS / 4))
+    assert roots == [0, 1, 2, 0, 1, 2]
+    assert part("all_reduce", 64, 3)._row_length(measure.ROW_SECONDS / 4) == 4
+    assert part("all_reduce", 64, 3)._row_length(1.0) == 1 and one._row_length(1.0) == 3
+    assert part("all_reduce", 64, 3)._row_length(1e-9) == MOST_CALLS
+
+
+def test_on_a_gpu_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    comm = ranks(2)
+    comm.all_reduce = lambda tensor, algorithm: None
+    one = TimingCase(comm, ("all_reduce", "cuda", "carried"), 64, Space(comm, "host", 64, CPU))
+    one._row("nccl", 5)
+    assert not waited
+    one._cuda = True
+    one._row("nccl", 5)
+    assert waited == [1]
