@@ -74,7 +74,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.rounds < 1:
         raise UsageError(f"{args.rounds} rounds: at least 1 is needed", everywhere=True)
     if args.only_write and not args.folder:
-        raise UsageError("--only-write needs --folder: a temporary one would be gone with the file", everywhere=True)
+        raise UsageError("--only-write needs --folder: a temporary folder is deleted at the end", everywhere=True)
     candidates = (*WRITERS, *READERS, *WAYS)
     for option, names, known in (("part", args.parts, PARTS), ("candidate", args.without, candidates)):
         for name in names:
@@ -180,7 +180,7 @@ def finish(
     found: list[Target] = [*targets(figures), *background_targets(loops), *kept.targets(args.results)]
     print(f"\ncheckpoint of {size_text(work.nbytes)}, {work.place.size} ranks, {filesystem}, {mpi_name()}\n")
     if filesystem in ("tmpfs", "ramfs"):
-        print("the folder lies in memory: these figures say nothing about a disk, set FOLDER\n")
+        print(f"the folder is in memory ({filesystem}), so these figures say nothing about a disk; set FOLDER\n")
     report.print_targets(found)
     report.print_ratios(figures)
     report.print_rows(figures)

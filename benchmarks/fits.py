@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", help=f"bytes that a rank may add; default: {BUDGET:g} times the parameters")
     parser.add_argument("--quick", action="store_true", help="a smaller model: for tests")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--train", choices=("ddp", "fsdp"), help="be a rank of a run (for the benchmark itself)")
+    parser.add_argument("--train", choices=("ddp", "fsdp"), help="run one rank (used by the benchmark itself)")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that FSDP trains")
     args = parser.parse_args(argv)
     if args.ranks < 2 or args.steps < 2:
@@ -100,7 +100,7 @@ def play(args: argparse.Namespace, data: str, budget: int | None) -> Outcome:
     done = subprocess.run([*launcher, *options], capture_output=True, text=True, timeout=LONGEST)
     told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     trained = json.loads(told[0].removeprefix(MARK)) if told else None
-    return Outcome(trained, done.returncode, last_words(done.stderr) if done.returncode else "")
+    return Outcome(trained, done.returncode, reason_of(done.stderr) if done.returncode else "")
 
 
 def fell(outcome: Outcome) -> bool:
@@ -109,19 +109,19 @@ def fell(outcome: Outcome) -> bool:
     return outcome.code == 0 and len(losses) > 1 and all(new < old for old, new in zip(losses, losses[1:]))
 
 
-def last_words(error: str) -> str:
+def reason_of(error: str) -> str:
     """Return the reason in an error output: from hpctrain's own line on, without the launcher's lines."""
     lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("Abort(")]
     ours = [number for number, line in enumerate(lines) if line.startswith("hpctrain: ")]
-    return " ".join(lines[ours[0] if ours else -1 :])[:WORDS] or "nothing was said"
+    return " ".join(lines[ours[0] if ours else -1 :])[:WORDS] or "no output"
 
 
 def report(args: argparse.Namespace, budget: int, runs: dict[str, Outcome], shown: bool) -> None:
     """Print and write the results of the runs."""
     millions = args.task.parameter_bytes / 4e6
     print(f"{millions:.1f} million parameters, {args.ranks} ranks, {args.task.context} tokens each")
-    print(f"limit: {budget / MB:.0f} MB of address space a rank, beside what it has when it has joined the job\n")
-    rows = [["", "steps", "first loss", "last loss", "MB a rank (address space)", "MB together (pages)"]]
+    print(f"limit: {budget / MB:.0f} MB of address space per rank, beyond its size after joining the job\n")
+    rows = [["", "steps", "first loss", "last loss", "MB per rank (address space)", "MB of all ranks (pages)"]]
     for name, one in runs.items():
         rows.append([name, *_cells(one.trained, budget)])
     print(table(rows))

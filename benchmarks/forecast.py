@@ -98,7 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog="forecast.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--only", default="", help="cases, as in 'resnet ddp on 2,gpt zb-h1 on 2'")
     parser.add_argument("--without", default="", help="cases to leave out")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="forecast anew what this result has measured")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="result whose measurements are forecast again")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     known = {case.name: case for case in CASES}
@@ -149,7 +149,7 @@ def measure(config: Path, case: Case, folder: Path) -> list[watch.Rank]:
     except OSError as error:
         raise UsageError(f"{case.name}: {error}") from error
     if len(ranks) != case.ranks:
-        raise UsageError(f"{case.name}: {len(ranks)} of {case.ranks} ranks said what they had")
+        raise UsageError(f"{case.name}: {len(ranks)} of {case.ranks} ranks reported their memory")
     return ranks
 
 

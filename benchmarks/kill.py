@@ -40,12 +40,12 @@ def report(hits: Iterable[Hit]) -> str:
     hits = list(hits)
     phases = ("start", "resume", "step", "save")
     counts = Counter((hit.target, hit.phase) for hit in hits)
-    rows = [["killed", *phases, "median s", "max s", "went on"]]
+    rows = [["killed", *phases, "median s", "max s", "continued"]]
     for target in sorted({hit.target for hit in hits}):
         seconds = [hit.seconds for hit in hits if hit.target == target and hit.seconds is not None]
         times = [f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"] if seconds else ["", ""]
-        went_on = sum(hit.target == target and hit.seconds is None for hit in hits)
-        rows.append([target, *(str(counts[target, phase]) for phase in phases), *times, str(went_on)])
+        continued = sum(hit.target == target and hit.seconds is None for hit in hits)
+        rows.append([target, *(str(counts[target, phase]) for phase in phases), *times, str(continued)])
     total = [str(sum(hit.phase == phase for hit in hits)) for phase in phases]
     return table([*rows, ["all of them", *total, "", "", ""]])
 
@@ -60,17 +60,17 @@ def play(folder: Path, form: str, kills: int, seed: int) -> tuple[list[Hit], int
             bar.update()
     steps = life.finish()
     life.compare(steps)
-    print(f"{form}: {kills} kills, then to step {steps}: every bit as in the undisturbed run\n{report(life.hits)}")
+    print(f"{form}: {kills} kills, then to step {steps}: bitwise equal to the undisturbed run\n{report(life.hits)}")
     return life.hits, steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Test the requested forms, print and write the kills; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="of each form (default: %(default)s)")
-    parser.add_argument("--form", choices=[*FORMS, "both"], default="both", help="who writes (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=None, help="of the moments (default: drawn)")
-    parser.add_argument("--folder", type=Path, default=None, help="where to work (default: a temporary folder)")
+    parser.add_argument("--kills", type=int, default=200, help="kills per form (default: %(default)s)")
+    parser.add_argument("--form", choices=[*FORMS, "both"], default="both", help="writing process (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="of the moments (default: random)")
+    parser.add_argument("--folder", type=Path, default=None, help="working folder (default: a temporary one)")
     args = parser.parse_args(argv)
     seed = random.randrange(1 << 32) if args.seed is None else args.seed
     folder = Path(tempfile.mkdtemp(prefix="hpctrain-kill-", dir=args.folder))

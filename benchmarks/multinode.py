@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     job = hpctrain.init(device="cpu")
     place = Place(job.comm, job.device, torch.float32)
     if job.comm.nodes < 2:
-        raise UsageError("this needs several nodes, not one: make multinode plays two", everywhere=True)
+        raise UsageError("at least 2 nodes are needed: make -C benchmarks multinode simulates two", everywhere=True)
     rows: list[Row] = []
     unable: dict[str, str] = {}
     rates = wire_rates(place)
@@ -139,7 +139,7 @@ def report(place: Place, figures: Figures, ratios: dict[int, dict[str, float]], 
     print(table(rows) + "\n")
     print_rows(figures)
     readings = ", ".join(f"{rate * 8 / 1e9:.3f}" for rate in rates)
-    print(f"\nthe wire by plain TCP, both ways at once: {readings} Gbit/s, before and after")
+    print(f"\nthe link by plain TCP, both directions at once: {readings} Gbit/s, before and after")
 
 
 def save(place: Place, folder: Path, content: dict[str, Any]) -> None:

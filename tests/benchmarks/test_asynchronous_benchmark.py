@@ -64,7 +64,7 @@ def test_all_members_train_are_timed_and_compared(launch: JobStarter, data: dict
         for cost in one["exchange"].values():
             assert cost["step"]["median"] > 0 and cost["share"] < 1
     assert len(found["targets"]) == 12
-    assert done.stdout.index("target") < done.stdout.index("samples / ddp") < done.stdout.index("ms an exchange")
+    assert done.stdout.index("target") < done.stdout.index("samples / ddp") < done.stdout.index("ms per exchange")
     for what in (DIGITS, GPT, "staleness"):
         assert path.with_name(f"{path.stem}-{what}.svg").exists()
 
@@ -94,7 +94,7 @@ def check_json(printed: dict[str, Any], folder: Path) -> None:
 def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     be_alone(monkeypatch, comm)
     assert asynchronous.main(["--quick"]) == 2
-    assert "one worker has nobody to exchange with" in capsys.readouterr().err
+    assert "one worker cannot exchange: at least 2 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import fits
 import pytest
-from fits import Outcome, fell, last_words
+from fits import Outcome, fell, reason_of
 from support.jobs import JobStarter
 
 from hpctrain.errors import UsageError
@@ -65,9 +65,9 @@ def test_a_loss_falls_in_every_step_of_a_run_that_ended_well(losses: list[float]
 
 def test_the_reason_of_an_end_is_hpctrains_last_message() -> None:
     error = "Traceback\n  File x\nhpctrain: rank 1 of 4 ends the job: Exception: many\nlines\nAbort(1) on node 1\n"
-    assert last_words(error) == "hpctrain: rank 1 of 4 ends the job: Exception: many lines"
-    assert last_words("first\nkilled by signal 9\n\n") == "killed by signal 9"
-    assert last_words("") == "nothing was said"
+    assert reason_of(error) == "hpctrain: rank 1 of 4 ends the job: Exception: many lines"
+    assert reason_of("first\nkilled by signal 9\n\n") == "killed by signal 9"
+    assert reason_of("") == "no output"
 
 
 @pytest.mark.parametrize("arguments", [("--ranks", "1"), ("--steps", "1")])

@@ -63,7 +63,7 @@ def test_all_candidates_are_timed_in_one_run_and_weighed_in_separate_ones(launch
     check_memory(found["memory"])
     assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
     assert done.stdout.index("target") < done.stdout.index("median ms") < done.stdout.index("MB of the node")
-    assert "believe that each has a node of its own" in done.stdout
+    assert "each treats the others as ranks of other nodes" in done.stdout
     assert path.with_suffix(".png").stat().st_size > 1000 and path.with_suffix(".svg").exists()
 
 
@@ -118,7 +118,7 @@ def check_json(printed: dict[str, Any], folder: Path) -> None:
         (("--memory", "fsdp"), "--memory needs --folder"),
         (("--memory", "fsdp2", "--folder", "x"), "no candidate is called 'fsdp2': known are alone, ddp, zero1"),
         (("--without", "gloo"), "no candidate is called 'gloo'"),
-        (("--without", ",".join(CANDIDATES)), "--without leaves nobody to measure"),
+        (("--without", ",".join(CANDIDATES)), "--without excludes every candidate"),
     ],
 )
 def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:

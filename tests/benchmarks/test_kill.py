@@ -60,7 +60,7 @@ def test_a_missing_or_invalid_checkpoint_after_a_kill_is_a_violation(life: Life)
     before[0].unlink()
     life._check(watched(life), before, 4)
     before[1].unlink()
-    with pytest.raises(Violation, match="step_00000004.h5 was there before the kill, the newest is now none"):
+    with pytest.raises(Violation, match="step_00000004.h5 existed before the kill; the newest is now none"):
         life._check(watched(life), before, 4)
 
 
@@ -87,7 +87,8 @@ def test_a_job_that_outlives_a_kill_or_ends_without_one_is_a_violation(life: Lif
     watch: Any = watched(life)
     job: Any = FakeJob(None)
     assert life._see_it_end("rank 0", FakeJob(0.5), watch, []) == 0.5  # type: ignore[arg-type]
-    with pytest.raises(Violation, match=r"10 s after SIGKILL of rank 0 there still is rank 1 \(77\):\nits output"):
+    running = r"10 s after SIGKILL of rank 0, these processes still run: rank 1 \(77\):\nits output"
+    with pytest.raises(Violation, match=running):
         life._see_it_end("rank 0", job, watch, [])
     assert life._see_it_end("writer", job, watch, []) is None, "it continued and has saved twice"
     with pytest.raises(Violation, match="SIGKILL of writer"):
@@ -96,7 +97,7 @@ def test_a_job_that_outlives_a_kill_or_ends_without_one_is_a_violation(life: Lif
         with pytest.raises(Violation, match="did not complete within 5 s"):
             life._complete(ended, 5)  # type: ignore[arg-type]
     watch = SimpleNamespace(until=lambda *_: False, begun=lambda: None)
-    with pytest.raises(Violation, match="the job ended with 2 with nobody killing it"):
+    with pytest.raises(Violation, match="the job ended with 2 before it was killed"):
         life._wait(attempts.Moment("all", "save", 0, 0), watch, FakeJob(None, 2))  # type: ignore[arg-type]
 
 
@@ -155,7 +156,7 @@ def test_a_few_kills_change_nothing(
     code = kill.main(["--kills", "2", "--form", form, "--folder", str(tmp_path)])
     said = capsys.readouterr()
     assert code == 0, said.err
-    assert f"{form}: 2 kills, then to step " in said.out and "every bit as in the undisturbed run" in said.out
+    assert f"{form}: 2 kills, then to step " in said.out and "bitwise equal to the undisturbed run" in said.out
     found = json.loads((tmp_path / "kill.json").read_text())
     assert found["forms"][form]["kills"] == len(found["forms"][form]["hits"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["kill.json"]

@@ -30,7 +30,7 @@ def test_one_node_is_refused(
     be_alone(monkeypatch, comm)
     monkeypatch.setattr("sys.argv", [str(PROGRAM)])
     assert multinode.main() == 2
-    assert "this needs several nodes, not one: make multinode plays two" in capsys.readouterr().err
+    assert "at least 2 nodes are needed: make -C benchmarks multinode simulates two" in capsys.readouterr().err
 
 
 @pytest.mark.limit(90)

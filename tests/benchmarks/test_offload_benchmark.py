@@ -59,7 +59,7 @@ def test_targets_are_ratios_of_medians() -> None:
 def test_different_bits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     timing.check_same(SMALL)
     monkeypatch.setattr(candidates.Ours, "step", lambda self: candidates.Ours._step(self, self.gradients_16))
-    with pytest.raises(HpctrainError, match="other bits"):
+    with pytest.raises(HpctrainError, match="differs in bits"):
         timing.check_same(SMALL)
 
 

@@ -33,7 +33,7 @@ def test_bars_name_all_candidates_with_times_and_ideals(tmp_path: Path, names: t
     png, svg = draw(result, {}, tmp_path / "pipeline-np2")
     assert [png.name, svg.name] == ["pipeline-np2.png", "pipeline-np2.svg"] and png.stat().st_size
     texts = texts_of(svg)
-    for text in ("GPT of 8 layers, width 384, on 2 ranks, microbatches of 128 tokens", *names, "ms a step"):
+    for text in ("GPT of 8 layers, width 384, on 2 ranks, microbatches of 128 tokens", *names, "ms per step"):
         assert text in texts
     assert texts.count("(450 ideal)") == len(result["schedules"])
 

@@ -43,7 +43,7 @@ def test_plots_name_all_candidates_with_units_and_medians(tmp_path: Path) -> Non
 
 def test_a_single_part_is_drawn_alone(tmp_path: Path) -> None:
     texts = texts_of(draw(result("read"), tmp_path / "some")[1])
-    assert "Loading" in texts and "Saving" not in texts and "promised" not in texts
+    assert "Loading" in texts and "Saving" not in texts and "relative to their targets" not in texts
 
 
 def test_without_measurements_nothing_is_drawn(tmp_path: Path) -> None:

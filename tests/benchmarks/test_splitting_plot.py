@@ -29,6 +29,6 @@ def test_plots_name_all_candidates_with_times(tmp_path: Path, names: tuple[str, 
     png, svg = draw(result, tmp_path / "tensor-np2")
     assert [png.name, svg.name] == ["tensor-np2.png", "tensor-np2.svg"]
     texts = texts_of(svg)
-    for text in ("8 MLP blocks of width 512, 512 tokens, 2 ranks", *names, "ms a step"):
+    for text in ("8 MLP blocks of width 512, 512 tokens, 2 ranks", *names, "ms per step"):
         assert text in texts
     assert MESSAGES not in texts and (ALONE in texts) is (ALONE in names)
