@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Test the requested forms, print and write the kills; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="kills per form (default: %(default)s)")
-    parser.add_argument("--form", choices=[*FORMS, "both"], default="both", help="writing process (default: %(default)s)")
+    parser.add_argument("--form", choices=[*FORMS, "both"], default="both", help="writer (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="of the moments (default: random)")
     parser.add_argument("--folder", type=Path, default=None, help="working folder (default: a temporary one)")
     args = parser.parse_args(argv)
