@@ -63,9 +63,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--without", default="", help="members to leave out")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed turns of each member (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of weights and of the order of samples")
-    parser.add_argument("--digits", type=Path, default=RUNS / FULL[DIGITS].file, help="what make digits writes")
-    parser.add_argument("--corpus", type=Path, default=RUNS / FULL[GPT].file, help="what hpctrain data pack writes")
-    parser.add_argument("--quick", action="store_true", help="small models, whose figures mean nothing: for tests")
+    parser.add_argument("--digits", type=Path, default=RUNS / FULL[DIGITS].file, help="file written by make digits")
+    parser.add_argument("--corpus", type=Path, default=RUNS / FULL[GPT].file, help="file written by hpctrain data pack")
+    parser.add_argument("--quick", action="store_true", help="small models, for tests; the figures are meaningless")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure all members on the ranks of the job."""
     job = hpctrain.init(device="cpu")
     if job.size < 2:
-        message = "one worker has nobody to exchange with: make -C benchmarks asynchronous starts two"
+        message = "one worker cannot exchange: at least 2 are needed; make -C benchmarks asynchronous starts two"
         raise UsageError(message, everywhere=True)
     torch.set_num_threads(1)
     gc.collect()
@@ -122,7 +122,7 @@ def measure(job: Job, task: Task, args: argparse.Namespace) -> dict[str, Any]:
     """Return the measurements of a task as plain values. Collective."""
     found: dict[str, Any] = {"task": task_of(task)}
     if "race" in args.parts:
-        _say(job, f"racing {len(args.names)} members on {task.name} ...")
+        _say(job, f"training {len(args.names)} members on {task.name} ...")
         lanes = race(job, task, args.names)
         found |= members_of(task, lanes, job.size)
         if EASGD in lanes:

@@ -124,8 +124,8 @@ class Life:
             came = came and watch.until(lambda phase: phase == "save", job, PATIENCE)
         time.sleep(moment.delay)
         if not came or job.returncode is not None:
-            state = f"ended with {job.returncode}" if job.returncode is not None else f"did not come to {moment.phase}"
-            raise Violation(f"the job {state} with nobody killing it:\n{job.said()}")
+            state = f"ended with {job.returncode}" if job.returncode is not None else f"did not reach {moment.phase}"
+            raise Violation(f"the job {state} before it was killed:\n{job.said()}")
 
     def _see_it_end(self, target: str, job: Job, watch: Watch, before: Sequence[Path]) -> float | None:
         """Return the seconds until the job has ended; a job that only lost its writer may also continue to save."""
@@ -136,7 +136,7 @@ class Life:
         seconds = job.wait(GRACE, saves_again)
         if seconds is None and not saves_again():
             alive = ", ".join(f"{role} ({pid})" for pid, role in job.alive().items())
-            raise Violation(f"{GRACE:g} s after SIGKILL of {target} there still is {alive}:\n{job.said()}")
+            raise Violation(f"{GRACE:g} s after SIGKILL of {target}, these processes still run: {alive}:\n{job.said()}")
         return seconds
 
     def _check(self, watch: Watch, before: Sequence[Path], newest: int) -> None:
@@ -146,7 +146,7 @@ class Life:
             raise Violation(f"the newest checkpoint was of step {newest}, the job began with step {begun}")
         if before and (not after or _step(after[-1]) < _step(before[-1])):
             newest_now = after[-1].name if after else "none"
-            raise Violation(f"{before[-1].name} was there before the kill, the newest is now {newest_now}")
+            raise Violation(f"{before[-1].name} existed before the kill; the newest is now {newest_now}")
         for path in after:
             try:
                 verify_file(path)

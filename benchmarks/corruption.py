@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutations", type=int, default=10_000, help="of larger files (default: %(default)s)")
     parser.add_argument("--bits", type=int, default=None, help="bits of the small file to flip (default: all)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     started, counts = time.perf_counter(), Counter[tuple[str, str]]()
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = time.perf_counter() - started
     rows = [[kind, named, f"{count:,}"] for (kind, named), count in sorted(counts.items())]
     print(table([["mutation", "named", "times"], *rows]))
-    print(f"{sum(counts.values()):,} damaged files in {seconds:.0f} s, {len(wrong)} not refused as they should be")
+    print(f"{sum(counts.values()):,} damaged files in {seconds:.0f} s, {len(wrong)} not refused correctly")
     print("\n".join(wrong[:20]))
     content = {
         "provenance": provenance(1, "none"),

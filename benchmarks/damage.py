@@ -134,7 +134,7 @@ class Patient:
                 return self._judge(mutation, str(error))
             except BaseException as error:
                 return "nothing", f"{mutation.kind}: {type(error).__name__} instead of a refusal: {error}"
-        return "nothing", f"{mutation.kind} at {[at for at, _ in mutation.patches]} was loaded silently"
+        return "nothing", f"{mutation.kind} at {[at for at, _ in mutation.patches]} was loaded without an error"
 
     def _judge(self, mutation: Mutation, said: str) -> tuple[str, str]:
         hit = {self.owner(at) for at in changed(self.data, mutation)}

@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each candidate")
     parser.add_argument("--warmup", type=int, default=5, help="steps before, not timed")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of 128 tokens a rank")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of 128 tokens per rank")
     return parser.parse_args()
 
 
@@ -145,7 +145,7 @@ def report(
     rows = [["step", "median ms", "quartile 1", "quartile 3", "min"]]
     rows += [[name, *milliseconds(time)] for name, time in times.items()]
     print(table(rows))
-    print(f"\nS = {gradient_bytes / 1e6:.1f} MB, B = {stream / 1e9:.1f} GB/s a core, {args.rounds} rounds")
+    print(f"\nS = {gradient_bytes / 1e6:.1f} MB, B = {stream / 1e9:.1f} GB/s per core, {args.rounds} rounds")
     path = write(
         f"ddp-step-np{job.size}",
         {

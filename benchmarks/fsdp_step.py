@@ -54,11 +54,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="fsdp_step.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed steps of each candidate")
-    parser.add_argument("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank (default: %(default)s)")
     parser.add_argument("--memory", help=f"measure the memory of one candidate: {', '.join(CANDIDATES)}")
-    parser.add_argument("--folder", type=Path, help="where figures of memory are kept for the run that reports them")
+    parser.add_argument("--folder", type=Path, help="folder of the memory figures, for the run that reports them")
     parser.add_argument("--without", default="", help="candidates to leave out, as in torch-ddp,torch-fsdp")
-    parser.add_argument("--quick", action="store_true", help="a small model, whose figures mean nothing: for tests")
+    parser.add_argument("--quick", action="store_true", help="a small model, for tests; the figures are meaningless")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
@@ -76,9 +76,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.batch < 1:
         raise UsageError(f"--batch {args.batch}: at least 1 sequence is needed", everywhere=True)
     if args.memory is not None and args.folder is None:
-        raise UsageError("--memory needs --folder: nobody would report what was measured", everywhere=True)
+        raise UsageError("--memory needs --folder, where the run that reports the figures finds them", everywhere=True)
     if not args.names:
-        raise UsageError("--without leaves nobody to measure", everywhere=True)
+        raise UsageError("--without excludes every candidate", everywhere=True)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -146,7 +146,7 @@ def finish(
     if args.json:
         print(json.dumps(content, indent=2))
         return
-    print(f"\n{content['parameters']:,} parameters, {task.batch} x {task.context} tokens a rank, {job.size} ranks\n")
+    print(f"\n{content['parameters']:,} parameters, {task.batch} x {task.context} tokens per rank, {job.size} ranks\n")
     print_targets(found)
     report.print_times(times, optimizers, drift)
     report.print_memory(measured)

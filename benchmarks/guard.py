@@ -116,7 +116,7 @@ def report(content: dict[str, Any], args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(content, indent=2))
         return
-    print(f"\nguarded / plain step, {content['ranks']} ranks, asked: at most {ASKED}\n")
+    print(f"\nguarded / plain step, {content['ranks']} ranks, target: at most {ASKED}\n")
     rows = [["strategy", "parameters", "ratio", "quartiles", "guarded ms", "plain ms"]]
     for case in content["cases"]:
         low, high = case["ratio_quartiles"]

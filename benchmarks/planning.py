@@ -111,7 +111,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24, help="steps of each run")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each case")
     parser.add_argument("--without", default="", help="cases to leave out, as in 'convnet ddp on 4,gpt pipe on 2'")
-    parser.add_argument("--quick", action="store_true", help="smaller models, whose figures mean nothing: for tests")
+    parser.add_argument("--quick", action="store_true", help="smaller models, for tests; the figures are meaningless")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     if args.steps < WARM + 2 or args.rounds < 1:

@@ -27,7 +27,7 @@ def parse(
     parser = Parser(prog=program, description=about, formatter_class=raw)
     parser.add_argument("--rounds", type=int, default=rounds, help="timed steps of each candidate")
     parser.add_argument("--without", default="", help=f"candidates to leave out: {', '.join(words)}")
-    parser.add_argument("--quick", action="store_true", help="a small model, whose figures mean nothing: for tests")
+    parser.add_argument("--quick", action="store_true", help="a small model, for tests; the figures are meaningless")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)

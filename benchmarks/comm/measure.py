@@ -63,7 +63,7 @@ def _sort(
         else:
             able.append(candidate)
     if not able:
-        raise UsageError(f"nobody is left to do {operation.name}: {unable or 'all were left out'}", everywhere=True)
+        raise UsageError(f"no candidate is left for {operation.name}: {unable or 'all were left out'}", everywhere=True)
     return able, unable
 
 

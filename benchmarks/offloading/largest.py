@@ -45,7 +45,7 @@ def _try_apart(name: str, layers: int) -> bool:
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST)
     print(f"{name}, {layers} layers: {'trains' if done.returncode == 0 else 'does not fit'}", file=sys.stderr)
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"a try ended with exit code {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(f"a trial ended with exit code {done.returncode}:\n{done.stderr}")
     return done.returncode == 0
 
 

@@ -38,7 +38,7 @@ def _rates(axes: Any, rates: Mapping[str, float], *, first: bool) -> None:
         axes.text(rates[name] / 1e9, place, f" {rates[name] / 1e9:.1f}", va="center", fontsize=9)
     axes.axvline(rates[TRIAD] / 1e9, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(names)), names if first else [""] * len(names))
-    axes.set_xlabel(f"GB/s at 28 B a parameter (dashed: {TRIAD})")
+    axes.set_xlabel(f"GB/s at 28 B per parameter (dashed: {TRIAD})")
     axes.invert_yaxis()
     axes.grid(True, axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -54,7 +54,7 @@ def draw_streams(name: str, timeline: Timeline, path: Path) -> list[Path]:
             axes.broken_barh(bars, (row - 0.4, 0.8), color=STREAMS[what])
         axes.set_yticks(range(len(STREAMS)), list(STREAMS))
         axes.invert_yaxis()
-        axes.set_xlabel("ms of a step")
+        axes.set_xlabel("ms since the start of the step")
         axes.set_title(name, loc="left", fontsize=11, fontweight="bold")
 
     return _save(path, (11, 2.4), draw)

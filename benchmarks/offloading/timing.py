@@ -68,4 +68,4 @@ def check_same(task: Task) -> None:
     theirs.step()
     ours.step()
     if not theirs.same(ours):
-        raise HpctrainError("one pass gave other bits than torch's AdamW and the passes around it")
+        raise HpctrainError("one pass differs in bits from torch's AdamW with its separate passes")

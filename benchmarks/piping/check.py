@@ -36,7 +36,7 @@ def find(comm: Communicator, one: Candidate, task: Task) -> Found:
     squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
     everyone = comm.all_gather_object((loss, squares))
     losses = [each for each, _ in everyone if each is not None]
-    assert losses, "somebody knows the loss"
+    assert losses, "at least one rank has the loss"
     mean = sum(losses) / len(losses)
     return Found(max(losses, key=lambda each: abs(each - mean)), math.sqrt(sum(each for _, each in everyone)))
 

@@ -60,7 +60,7 @@ def _bars(axes: Any, result: dict[str, Any]) -> None:
             text += f"   ({best:.0f} ideal)"
         axes.text(max(high, one["median"] * 1e3), place, text, va="center", fontsize=9)
     axes.set_yticks(range(len(times)), list(times))
-    axes.set_xlabel("ms a step, slowest rank (bar: median; line: quartiles; upright mark: ideal)")
+    axes.set_xlabel("ms per step, slowest rank (bar: median; line: quartiles; upright mark: ideal)")
     axes.margins(x=0.16)
     axes.invert_yaxis()
     axes.grid(True, axis="x", color="#dddddd", linewidth=0.6, zorder=0)

@@ -15,7 +15,7 @@ def print_task(name: str, found: Mapping[str, Any], ranks: int) -> None:
         print(f"{name}: {_race_title(found)}\n")
         print(table(_race(found)) + "\n")
     if "same_bits" in found:
-        alike = "the same bits" if found["same_bits"]["alike"] else "OTHER BITS"
+        alike = "the same bits" if found["same_bits"]["alike"] else "DIFFERENT BITS"
         print(f"easgd, trained once more on {found['same_bits']['samples']:,} samples: {alike}\n")
     if "exchange" in found:
         print(table(_exchange(name, found["exchange"])) + "\n")
@@ -26,12 +26,12 @@ def print_task(name: str, found: Mapping[str, Any], ranks: int) -> None:
 def _race_title(found: Mapping[str, Any]) -> str:
     mark = found.get("mark")
     if not mark:
-        return "no ddp to compare with"
-    return f"ddp came to {mark['accuracy']:.2%} with {mark['samples']:,} samples"
+        return "ddp did not take part"
+    return f"ddp reached {mark['accuracy']:.2%} after {mark['samples']:,} samples"
 
 
 def _race(found: Mapping[str, Any]) -> list[list[str]]:
-    head = ["member", "rate", "best accuracy", "samples / ddp", "seconds to a point", "updates/s", "samples/s"]
+    head = ["member", "rate", "best accuracy", "samples / ddp", "seconds to target", "updates/s", "samples/s"]
     rows = [[*head, "staleness", "most"]]
     for name, one in found["members"].items():
         times, seconds = one["samples_over_ddp"], one["seconds_to_mark"]
@@ -51,7 +51,7 @@ def _staleness(bars: list[int]) -> list[str]:
 
 
 def _exchange(task: str, found: Mapping[str, Any]) -> list[list[str]]:
-    head = [f"{task}: a step", "median ms", "quartile 1", "quartile 3", "exchanges, share", "ms an exchange"]
+    head = [f"{task}: per step", "median ms", "quartile 1", "quartile 3", "exchanges, share", "ms per exchange"]
     rows = [[*head, "ms inside"]]
     for name, one in found.items():
         cells = [_milliseconds(one["step"][key]) for key in ("median", "quartile_1", "quartile_3")]

@@ -31,11 +31,11 @@ def _race(task: str, found: Mapping[str, Any]) -> Iterator[Target]:
     others = {name: one for name, one in found.get("members", {}).items() if name != DDP}
     if others and "mark" in found:
         quick = [name for name, one in others.items() if _in_time(one["samples_over_ddp"])]
-        what = f"{task}: members within a point of ddp in {SAMPLES_TARGET:g} times its samples"
+        what = f"{task}: members within one point of ddp in {SAMPLES_TARGET:g} times its samples"
         yield Target(what, len(quick), len(others))
     if "same_bits" in found:
         other = int(not found["same_bits"]["alike"])
-        yield Target(f"{task}: reruns of {EASGD} with other bits", other, 0, at_least=False)
+        yield Target(f"{task}: reruns of {EASGD} with different bits", other, 0, at_least=False)
 
 
 def _in_time(times: float | None) -> bool:

@@ -18,7 +18,7 @@ MOST = 2.0  # multiple of the target at which bars are cut off, so that short on
 LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 TITLES = {
     "write": "Saving: bytes / time until all ranks are done",
-    "read": "Loading: bytes a rank / time (page cache warm)",
+    "read": "Loading: bytes per rank / time (page cache warm)",
 }
 
 
@@ -37,7 +37,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
     rows = {kind: [row for row in result["rows"] if row["kind"] == kind] for kind in TITLES}
     panels: list[Panel] = [(_bars, title, rows[kind]) for kind, title in TITLES.items() if rows[kind]]
     if result["targets"]:
-        panels.append((_reached, "What is promised: measured against the target", result["targets"]))
+        panels.append((_reached, "Measured figures relative to their targets", result["targets"]))
     if not panels:
         return []
     with matplotlib.rc_context(LOOK):

@@ -54,7 +54,7 @@ def _reading(figures: Figures) -> Iterator[Target]:
         row = figures.get(name)
         if row and raw:
             limit = min(raw.rate, CORE)
-            yield Target(f"{what}: speed / min({RAW_READ}, {CORE:g} GB/s a core)", row.rate / limit, READ_TARGET)
+            yield Target(f"{what}: speed / min({RAW_READ}, {CORE:g} GB/s per core)", row.rate / limit, READ_TARGET)
 
 
 def _other_ranks(figures: Figures) -> Iterator[Target]:

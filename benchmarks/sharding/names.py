@@ -7,7 +7,7 @@ DDP = "hpctrain DDP"
 ZERO1 = "hpctrain ZeRO-1"
 ZERO2 = "hpctrain ZeRO-2"
 FSDP = "hpctrain FSDP"  # one copy of the parameters in node memory
-PASSING = "hpctrain FSDP, one rank a node"  # each rank acts as if alone on its node: units are gathered and freed
+PASSING = "hpctrain FSDP, one rank per node"  # each rank acts as if alone on its node: units are gathered and freed
 TORCH_DDP = "torch DDP + gloo"
 TORCH_FSDP = "torch FSDP2 + gloo"
 
@@ -27,6 +27,6 @@ PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, REST = "parameters", "gradients", "s
 KINDS = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS)
 
 NOTE = (
-    f"{PASSING}: on this one node, but its ranks believe that each has a node of its own; what they gather and "
-    "reduce goes by MPI's messages"
+    f"{PASSING}: all ranks are on this node, but each treats the others as ranks of other nodes; "
+    "gathers and reductions are MPI messages"
 )

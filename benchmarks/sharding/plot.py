@@ -67,7 +67,7 @@ def _memory(axes: Axes, result: dict[str, Any]) -> None:
     for place, (begin, node) in enumerate(zip(begins, nodes.values())):
         axes.text(begin, place, f"  {node['total'] / MB:.0f}", va="center", fontsize=9)
     axes.set_yticks(range(len(nodes)), list(nodes))
-    axes.set_xlabel(f"MB ({result['ranks']} ranks together, beyond what they had before)")
+    axes.set_xlabel(f"MB ({result['ranks']} ranks together, beyond their memory before)")
     axes.set_title("Memory of the node at its peak", loc="left", fontsize=11)
     axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.3, -0.14))
 

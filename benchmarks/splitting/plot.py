@@ -45,7 +45,7 @@ def _bars(axes: Any, result: dict[str, Any]) -> None:
     if ALONE in times:
         axes.axvline(ideal(result["seconds"], result["ranks"]) * 1e3, color="black", linestyle="--", linewidth=1)
     axes.set_yticks(range(len(times)), list(times))
-    axes.set_xlabel("ms a step, slowest rank (bar: median; line: quartiles; dashed: nothing lost)")
+    axes.set_xlabel("ms per step, slowest rank (bar: median; line: quartiles; dashed: no loss)")
     axes.invert_yaxis()
     axes.grid(True, axis="x", color="#dddddd", linewidth=0.6, zorder=0)
     axes.set_axisbelow(True)
