@@ -26,8 +26,8 @@ from hpctrain import errors
 from hpctrain.checkpoint.file_writer import Places, Target, WriteRequest, WriteShare
 from hpctrain.checkpoint.format.integrity import Written
 from hpctrain.checkpoint.format.layout import Array
+from hpctrain.checkpoint.format.plan import BoxPart
 from hpctrain.checkpoint.format.source import Source
-from hpctrain.checkpoint.plan import BoxPart
 from hpctrain.checkpoint.states import copy_flat
 from hpctrain.checkpoint.writer_process import LEAVE
 from hpctrain.errors import CheckpointError, HpctrainError

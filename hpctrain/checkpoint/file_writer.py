@@ -18,9 +18,9 @@ from hpctrain.checkpoint.format import layout, writer
 from hpctrain.checkpoint.format.attributes import Value
 from hpctrain.checkpoint.format.draft import Draft, Groups
 from hpctrain.checkpoint.format.integrity import Written
+from hpctrain.checkpoint.format.plan import BoxPart
 from hpctrain.checkpoint.format.source import Source
 from hpctrain.checkpoint.format.writer import Stretch, put, stretches
-from hpctrain.checkpoint.plan import BoxPart
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
 from hpctrain.util import atomic

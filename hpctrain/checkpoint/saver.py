@@ -15,10 +15,10 @@ from hpctrain.checkpoint import content
 from hpctrain.checkpoint.collective_save import CollectiveSave, RankSave
 from hpctrain.checkpoint.file_writer import InlineWriter, Places, ShareWriter, Target, WriteRequest, WriteShare
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.plan import BoxPart, WritePlan, plan
 from hpctrain.checkpoint.format.source import described, nbytes_of
 from hpctrain.checkpoint.local_state import Holdings, StateDescription, exchange, joined
 from hpctrain.checkpoint.names import Models, by_key
-from hpctrain.checkpoint.plan import BoxPart, WritePlan, plan
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.plain_tensors import as_parts

@@ -12,7 +12,8 @@ from torch import Tensor
 from hpctrain.comm.arguments import ArgumentChecks, check_contiguous
 from hpctrain.comm.bucket import CoalescingBucket
 from hpctrain.comm.debug import MismatchDetector
-from hpctrain.comm.dispatch import Dispatch, HostCollectives, pair_key
+from hpctrain.comm.dispatch import Dispatch
+from hpctrain.comm.host_collectives import HostCollectives, pair_key
 from hpctrain.comm.mesh import AXES, Mesh, fill_in
 from hpctrain.comm.reduction import check_op
 from hpctrain.comm.rows import gather_into, gather_rows

@@ -18,8 +18,8 @@ from hpctrain.forecast.fake import FakeRanks, fake_copy, faked, faking
 from hpctrain.forecast.passes import LayerPass, Passed, measure
 from hpctrain.parallel.objective import Compare, cross_entropy, loss_named
 from hpctrain.parallel.pipeline.channels import Parcel
-from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.recompute import recompute
+from hpctrain.parallel.skip import carrying
 from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.train.config import Settings

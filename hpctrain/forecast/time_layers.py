@@ -25,7 +25,7 @@ from hpctrain.forecast.machine import RankShare
 from hpctrain.forecast.machine_probe import threads_as_before
 from hpctrain.forecast.time_work import LayerWork, ModelWork, Values, calling, each, looks
 from hpctrain.parallel.objective import loss_named
-from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.skip import carrying
 
 REPEATS, LONGEST = 5, 0.3  # repeats of each layer at each number of samples; seconds after which no more are made
 MOST_SECONDS, MOST_BYTES = 1.0, 2**30  # limits of time and size for a layer to be timed

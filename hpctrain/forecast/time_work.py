@@ -17,7 +17,7 @@ from hpctrain.forecast.fake import FakeRanks, fake_copy, faked, faking
 from hpctrain.forecast.time_tally import Noted, OpCounter, OpCounts, tensors
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import cross_entropy, loss_named
-from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.skip import carrying
 from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 
 

@@ -27,12 +27,12 @@ from hpctrain.parallel.meta_init import is_meta
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.parameters import TiedGradients
 from hpctrain.parallel.pipeline.pipeline import Pipeline
+from hpctrain.parallel.rng import agree
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.first_step_checks import FirstStep, whole_copy
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
-from hpctrain.parallel.tensor.rng import agree
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Shard, Split

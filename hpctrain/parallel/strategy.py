@@ -19,7 +19,7 @@ from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.parallel.inputs import CallArguments
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.shard import Split
 
@@ -263,17 +263,6 @@ class Strategy(ABC):
     def partial_parameters(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
         """Return a description of this rank's partial parameters, these by name, and whether passes use them."""
         return "", {}, False
-
-    def protect(self) -> None:
-        """Make functions that would need other ranks' parts of the parameters raise ``UsageError``."""
-        from hpctrain.parallel.guard.guard import ParameterGuard, WholeStates
-
-        what, parameters, in_passes = self.partial_parameters()
-        if parameters:
-            self.guarded = dict(parameters)
-            self.guard = ParameterGuard(self, parameters, what, in_passes=in_passes)
-            self.whole_states = WholeStates(self)
-            Strategy.guards.add(self)
 
     def unprotect(self) -> None:
         """Make the parameters ordinary ones again."""

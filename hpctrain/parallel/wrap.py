@@ -85,7 +85,11 @@ def _attach(
     if settings.data in SHARDED and divides:
         from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
-        return ShardedDataParallel(model, comm, settings, device, offload)
+        if not offload.any_update:
+            return ShardedDataParallel(model, comm, settings, device)
+        from hpctrain.parallel.offload.host_optimizer import HostOptimizer
+
+        return ShardedDataParallel(model, comm, settings, device, offload, HostOptimizer)
     materialise(model, device)
     model.to(device)
     if settings.data == "dp":

@@ -22,9 +22,9 @@ from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means
-from hpctrain.train.init import ALLOCATOR
 from hpctrain.train.loader_feed import feed_for
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]

@@ -16,14 +16,15 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import ServerSettings, server_settings
 from hpctrain.parallel.config import ParallelSettings, parallel_settings, shape_of
+from hpctrain.parallel.guard.guard import protect
 from hpctrain.parallel.hooks import plain_module
 from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import as_parts
+from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.async_control import check_call
 from hpctrain.train.exit import LeavingTogether
-from hpctrain.train.init import ALLOCATOR
 from hpctrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Job:
         shown = agreed(self.comm, lambda: example_inputs(example, inner, chosen[0], self.comm.size))
         ALLOCATOR.start()
         strategy = attach(inner, self.comm, chosen[0], self.device, shown, chosen[1], chosen[2])
-        strategy.protect()
+        protect(strategy)
         self.comm.twin()  # created here by all ranks: a later call by one rank alone is then detected
         self.strategies[id(inner)] = strategy
         return model

@@ -26,9 +26,10 @@ from hpctrain.parallel.objective import Objective, loss_named
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
+from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings
 from hpctrain.train.fit import check_loss
-from hpctrain.train.init import ALLOCATOR, init
+from hpctrain.train.init import init
 from hpctrain.train.job import Job
 from hpctrain.train.metrics import SAMPLES
 from hpctrain.train.run import Run

@@ -11,7 +11,7 @@ from support.nccl import UNIQUE, FakeNccl
 from support.streams import LateStreams
 
 from hpctrain.comm.device.nccl_channel import NcclChannel
-from hpctrain.comm.queue import PRUNE, OperationQueue
+from hpctrain.comm.ordering import PRUNE, OperationQueue
 
 
 class Log(list[str]):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.train.init import HIGH, LOW, UPDATES, Allocator, library
+from hpctrain.train.allocator import HIGH, LOW, UPDATES, Allocator, library
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 

@@ -17,9 +17,9 @@ from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.attributes import Value
 from hpctrain.checkpoint.format.draft import Draft
 from hpctrain.checkpoint.format.integrity import Written, crc32
+from hpctrain.checkpoint.format.plan import BoxPart, plan
 from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.checkpoint.format.source import Source, described
-from hpctrain.checkpoint.plan import BoxPart, plan
 from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.util import atomic
 from hpctrain.util.retry import NO_SPACE, PASSING, free_bytes, retries

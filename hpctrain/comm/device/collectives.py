@@ -22,8 +22,8 @@ from hpctrain.comm.device.nccl_channel import NcclChannel
 from hpctrain.comm.device.paths import PATHS, Abilities, Choice, Path, PathLog, choose_path
 from hpctrain.comm.device.staging import PIECE_BYTES, StagedCopier
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.dispatch import HostCollectives, hosted
-from hpctrain.comm.queue import OperationQueue
+from hpctrain.comm.host_collectives import HostCollectives, hosted
+from hpctrain.comm.ordering import OperationQueue
 from hpctrain.comm.reduction import Reducer, average_scale, carrier_op, partial_dtype
 from hpctrain.comm.transport.base import Finished, Transport, Work
 from hpctrain.comm.transport.chunks import TensorParts, elementwise, gathered, scattered

@@ -14,8 +14,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpctrain.comm.rma.emulated import serve
 from hpctrain.comm.transport import window
+from hpctrain.comm.transport.waiting import progress
 
 LINE = 128  # bytes per rank: two cache lines, because processors fetch lines in pairs
 _CLAIM, _STACKS, _NAME = 0, 8, 40  # offsets in a record; between them are beat and since
@@ -132,7 +132,7 @@ class ExitNotifier:
         together = self._comm.Ibarrier()
         deadline = time.monotonic() + GRACE
         while not together.Test():
-            serve()
+            progress()
             if not self._told and time.monotonic() > deadline:
                 self._tell()
             time.sleep(0.001)

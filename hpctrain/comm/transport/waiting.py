@@ -152,3 +152,18 @@ def until(
         while not ready():
             if patience.ends():
                 raise DeadlineError(late())
+
+
+_CALLS: list[Callable[[], None]] = []
+
+
+def call_in_waits(call: Callable[[], None]) -> None:
+    """Register a function that answers other ranks; this rank calls it while it waits."""
+    if call not in _CALLS:
+        _CALLS.append(call)
+
+
+def progress() -> None:
+    """Call the functions that answer other ranks."""
+    for call in _CALLS:
+        call()

@@ -24,11 +24,13 @@ from hpctrain.parallel.fsdp.residency import KeepUnsharded, Residency
 from hpctrain.parallel.fsdp.units import Unit, find_units
 from hpctrain.parallel.fsdp.unshard import UnitState, UnshardOnDemand
 from hpctrain.parallel.meta_init import check_drawable, draw, make_buffers
-from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.strategy import trainable
 
 if TYPE_CHECKING:
+    from hpctrain.parallel.offload.config import OffloadSettings
     from hpctrain.parallel.offload.host_optimizer import HostOptimizer
+
+    MakeHostOptimizer = Callable[[OffloadSettings, torch.device, Communicator], HostOptimizer]
 
 FIRST_BUCKET = 2**20  # bytes: the group whose gradients are complete first is small, so that reduction starts early
 
@@ -157,9 +159,13 @@ def assemble(
     comm: Communicator,
     settings: ParallelSettings,
     device: torch.device,
-    offload: OffloadSettings = OffloadSettings(),
+    offload: OffloadSettings | None = None,
+    host_optimizer: MakeHostOptimizer | None = None,
 ) -> Parts:
-    """Shard the parameters of a model over the ranks, and return the components of the strategy. Collective."""
+    """Shard the parameters of a model over the ranks, and return the components of the strategy. Collective.
+
+    With ``offload``, this rank's shards are stored and updated by the ``host_optimizer`` that it configures.
+    """
     _check(model, comm)
     units = find_units(model, settings.units)
     old = dict(model.named_parameters())
@@ -173,9 +179,9 @@ def assemble(
     mapped = device.type == "cpu" and all(comm.all_gather_object(inside.shares_memory))
     mapped = mapped and comm.has_space(_bytes_of(old, narrow))
     passing = settings.data == "fsdp" and not mapped
-    engine = _engine(offload, device, comm, list(old.values()), inside.size)
+    engine = _engine(host_optimizer, offload, device, comm, list(old.values()), inside.size)
     host = engine.host if engine else None
-    host_frozen = host if offload.parameters else None
+    host_frozen = host if offload and offload.parameters else None
     flat = _memory(inside, device, mapped)
     maker = GroupBuilder(inside, flat, device, passing=passing, narrow=narrow, host=host, host_frozen=host_frozen)
     stations, pieces = _cut(maker, units, list(old), settings, passing)
@@ -221,18 +227,22 @@ def _check(model: nn.Module, comm: Communicator) -> None:
 
 
 def _engine(
-    offload: OffloadSettings, device: torch.device, comm: Communicator, parameters: list[nn.Parameter], ranks: int
+    host_optimizer: MakeHostOptimizer | None,
+    offload: OffloadSettings | None,
+    device: torch.device,
+    comm: Communicator,
+    parameters: list[nn.Parameter],
+    ranks: int,
 ) -> HostOptimizer | None:
     """Return the engine that keeps this rank's slices on the host; None without offload.
 
     Raises an error on all ranks if a disk is full.
     """
-    if not offload.any_update:
+    if offload is None or host_optimizer is None or not offload.any_update:
         return None
-    from hpctrain.parallel.offload.host_optimizer import HostOptimizer
 
     def make() -> HostOptimizer:
-        engine = HostOptimizer(offload, device, comm)
+        engine = host_optimizer(offload, device, comm)
         engine.reserve((each for each in parameters if each.requires_grad or offload.parameters), ranks)
         return engine
 

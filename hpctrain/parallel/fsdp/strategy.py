@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,33 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp import hooks
 from hpctrain.parallel.fsdp.optimizer import Owners, clip_shards
 from hpctrain.parallel.fsdp.param_group import FlatSplit
 from hpctrain.parallel.fsdp.setup import Parts, assemble
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.guard import LateParameters
-from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, after_gradient
-from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.parallel.hooks import (
+    ModuleHook,
+    UpdateHooks,
+    after_gradient,
+    around_forward,
+    cast,
+    differentiable,
+    when_backward_comes_to,
+)
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.plain_tensors import as_parts, plain_tensors
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.fsdp.setup import MakeHostOptimizer
+    from hpctrain.parallel.offload.config import OffloadSettings
 
 
 class ShardedDataParallel(Strategy):
     """Strategy that applies ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
 
-    With ``offload``, this rank's shards are stored and updated in host memory.
+    With ``offload``, this rank's shards are stored in host memory and updated there by a ``host_optimizer``.
 
     Create the optimizer afterwards. The constructor is collective. The parameters take the values
     of rank 0. Raises ``MismatchError`` if the ranks' models differ, ``UsageError`` for units that
@@ -51,11 +61,12 @@ class ShardedDataParallel(Strategy):
         comm: Communicator,
         settings: ParallelSettings = ParallelSettings(data="fsdp"),
         device: torch.device = torch.device("cpu"),
-        offload: OffloadSettings = OffloadSettings(),
+        offload: OffloadSettings | None = None,
+        host_optimizer: MakeHostOptimizer | None = None,
     ) -> None:
         self.model, self.comm, self.settings = model, comm, settings
         before = {name: (p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
-        self._parts: Parts = assemble(model, comm, settings, device, offload)
+        self._parts: Parts = assemble(model, comm, settings, device, offload, host_optimizer)
         self._engine = self._parts.engine
         self._form, self._reduction = self._parts.form, self._parts.reduction
         members = self._parts.members
@@ -321,7 +332,7 @@ class ShardedDataParallel(Strategy):
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def _hook(self) -> list[RemovableHandle]:
-        handles = hooks.around_forward(self.model, self._before_forward, self._after_forward)
+        handles = around_forward(self.model, self._before_forward, self._after_forward)
         if self._parts.narrow is not None:
             for unit in self._parts.units:
                 handles.append(unit.module.register_forward_pre_hook(ModuleHook(self._cast), with_kwargs=True))
@@ -332,7 +343,7 @@ class ShardedDataParallel(Strategy):
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         assert self._parts.narrow is not None
-        return hooks.cast((args, kwargs), self._parts.narrow)
+        return cast((args, kwargs), self._parts.narrow)
 
     @as_parts
     def _before_forward(self, args: Any, kwargs: Any) -> None:
@@ -349,9 +360,9 @@ class ShardedDataParallel(Strategy):
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
         if self._summoned or self._running:
             return
-        keeps = torch.is_grad_enabled() and bool(hooks.differentiable(result))
+        keeps = torch.is_grad_enabled() and bool(differentiable(result))
         if keeps:
-            hooks.when_backward_comes_to(result, self._begin_backward)
+            when_backward_comes_to(result, self._begin_backward)
         self._form.end_forward(keeps=keeps)
 
     @as_parts

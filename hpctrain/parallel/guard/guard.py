@@ -14,10 +14,9 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp import hooks
 from hpctrain.parallel.guard import torch_functions
 from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, mark, part_of, unmark
-from hpctrain.parallel.hooks import ModuleHook, UpdateHooks
+from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, around_forward, when_backward_comes_to
 from hpctrain.plain_tensors import as_parts, plain_tensors
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class ParameterGuard:
             parameter.__dict__[ATTRIBUTE] = ShardInfo(name, owner, what)
         self._attach()
         if in_passes:
-            self._handles += hooks.around_forward(strategy.model, self._before_forward, self._after_forward)
+            self._handles += around_forward(strategy.model, self._before_forward, self._after_forward)
         torch_functions.install()
         self._show(ShardParameter)
 
@@ -223,7 +222,7 @@ class ParameterGuard:
 
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
         if torch.is_grad_enabled():
-            hooks.when_backward_comes_to(result, self._begin_backward)
+            when_backward_comes_to(result, self._begin_backward)
         self._end()
 
     def _begin_backward(self) -> None:
@@ -249,3 +248,13 @@ def _unmark_states(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 unmark(value)
+
+
+def protect(strategy: Strategy) -> None:
+    """Make functions that would need other ranks' parts of the parameters raise ``UsageError``."""
+    what, parameters, in_passes = strategy.partial_parameters()
+    if parameters:
+        strategy.guarded = dict(parameters)
+        strategy.guard = ParameterGuard(strategy, parameters, what, in_passes=in_passes)
+        strategy.whole_states = WholeStates(strategy)
+        strategy.guards.add(strategy)

@@ -32,7 +32,7 @@ from hpctrain.log import logger
 from hpctrain.parallel.inputs import CallArguments, take_apart
 from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall, run_layers
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 SHARE = 0.25  # fraction of the free memory that the whole models of a node, or one on a GPU, may take

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.backward_from import backward_from
 from hpctrain.parallel.inputs import mapped, tensors_of
 from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.partition import by_hand, check_parts, partition
-from hpctrain.parallel.pipeline.skip import carrying
-from hpctrain.parallel.pipeline.split_backward import backward_from
+from hpctrain.parallel.skip import carrying
 
 Running = Callable[[Any], Any]
 MEASURES = ("compute", "time", "parameters")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,30 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-
-def backward_from(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Backpropagate ``gradients`` from these outputs into the leaves; each output requires a gradient."""
-    for output, gradient in zip(outputs, gradients, strict=True):
-        if output.shape != gradient.shape:
-            raise ValueError(f"gradient of shape {tuple(gradient.shape)} for an output of {tuple(output.shape)}")
-    _Root.apply(list(gradients), *outputs).backward()  # type: ignore[no-untyped-call]
-
-
-class _Root(torch.autograd.Function):
-    """Scalar whose inputs receive given gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
-        """Return a scalar."""
-        ctx.gradients = gradients
-        return torch.zeros((), device=outputs[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        """Return the gradients and release them."""
-        gradients, ctx.gradients = ctx.gradients, ()
-        return (None, *gradients)
-
+from hpctrain.parallel.backward_from import backward_from
 
 # Split backward pass of linear layers: input gradients at once, weight gradients on request ---------------------------
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.backward_from import backward_from
 from hpctrain.parallel.inputs import ONE_TENSOR, named_leaves, put_together, take_apart
 from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
-from hpctrain.parallel.pipeline.skip import carried, carrying
-from hpctrain.parallel.pipeline.split_backward import backward_from
-from hpctrain.parallel.tensor.rng import generator_of, mixed
+from hpctrain.parallel.rng import generator_of, mixed
+from hpctrain.parallel.skip import carried, carrying
 
 
 class PassGenerators:

@@ -18,10 +18,10 @@ from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.hooks import ModuleHook, UpdateHooks
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import Run, Tensors
+from hpctrain.parallel.rng import can_drop
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.tensor.first_pass import Trail, unwatch, watch
 from hpctrain.parallel.tensor.kinds import Change
-from hpctrain.parallel.tensor.rng import can_drop
 from hpctrain.parallel.tensor.sequence import join, split_before
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
+from hpctrain.parallel.rng import Region
 from hpctrain.parallel.tensor import functional
 from hpctrain.parallel.tensor.functional import bounds, degrees, into_parts, out_of, take, total_part, whole_sequence
-from hpctrain.parallel.tensor.rng import Region
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import check_same_model
 from hpctrain.parallel.meta_init import check_drawable, materialise
+from hpctrain.parallel.rng import Region, agree, can_drop
 from hpctrain.parallel.tensor import sequence as sequences
 from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.kinds import KINDS, Change
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
 from hpctrain.parallel.tensor.partial_gradients import PartialGradients, replicate
-from hpctrain.parallel.tensor.rng import Region, agree, can_drop
 from hpctrain.parallel.tensor.sharding import SlicePosition, TensorSplit
 
 Plan = Mapping[str, str]

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.parallel.rng import Region
 from hpctrain.parallel.tensor import functional
-from hpctrain.parallel.tensor.rng import Region
 
 _BEGINS = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split after the module
 

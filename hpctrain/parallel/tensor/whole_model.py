@@ -26,10 +26,10 @@ from hpctrain.errors import MismatchError
 from hpctrain.log import logger
 from hpctrain.parallel.inputs import CallArguments, take_apart
 from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.rng import can_drop, generator_of
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
-from hpctrain.parallel.tensor.rng import can_drop, generator_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 
 SHARE = 0.25  # fraction of the free memory that the whole model may take

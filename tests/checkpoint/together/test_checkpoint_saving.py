@@ -16,9 +16,9 @@ from support.life import contents
 from hpctrain import checkpoint
 from hpctrain.checkpoint import saver
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.plan import plan
 from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.format.source import box_of
-from hpctrain.checkpoint.plan import plan
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
 

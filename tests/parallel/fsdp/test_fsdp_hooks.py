@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.fsdp.hooks import (
-    around_forward,
-    cast,
-    differentiable,
-    when_backward_comes_to,
-    when_backward_has_left,
-)
+from hpctrain.parallel.hooks import around_forward, cast, differentiable, when_backward_comes_to, when_backward_has_left
 
 
 @pytest.fixture

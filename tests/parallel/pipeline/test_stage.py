@@ -21,10 +21,10 @@ from hpctrain.parallel.inputs import ONE_TENSOR, Slot, put_together
 from hpctrain.parallel.pipeline.channels import Parcel
 from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.parameters import prune, tied, used_twice
-from hpctrain.parallel.pipeline.skip import Join, Keep
 from hpctrain.parallel.pipeline.split_backward import WeightGradStore
 from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks
 from hpctrain.parallel.recompute import recompute
+from hpctrain.parallel.skip import Join, Keep
 
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
 Make = Callable[[], nn.Module]

@@ -10,7 +10,7 @@ from support.matrices import BLOCKS, CLOSE, make_blocks, make_gpt, split, tokens
 from torch import Tensor, nn
 
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.tensor.rng import Region, can_drop
+from hpctrain.parallel.rng import Region, can_drop
 
 RANKS = pytest.mark.ranks(2, 3, 4)
 CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ def test_the_generator_of_a_gpu_is_never_synchronised(monkeypatch: pytest.Monkey
     seeds: list[list[int]] = []
     for rank in range(2):
         generator = OfGpu()
-        monkeypatch.setattr("hpctrain.parallel.tensor.rng.generator_of", lambda device, one=generator: one)
+        monkeypatch.setattr("hpctrain.parallel.rng.generator_of", lambda device, one=generator: one)
         region, own = Region(rank), []
         for turn in range(3):
             assert (generator.seed, generator.offset) == (17, 8 + 4 * turn)

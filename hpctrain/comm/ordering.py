@@ -23,9 +23,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from hpctrain.comm.device.nccl_channel import NcclChannel
 from hpctrain.comm.transport.base import Work
+
+if TYPE_CHECKING:
+    from hpctrain.comm.device.nccl_channel import NcclChannel
 
 PRUNE = 64  # number of registered works beyond which finished ones are released
 
