@@ -1,4 +1,4 @@
-"""Snapshot of a rank's share in memory that it shares with its writer process, so that training can continue.
+"""Background writer: a separate process writes a snapshot of a rank's share while the rank continues to train.
 
 The memory is an anonymous file (``memfd_create``). Only the rank and its writer process can access
 it. It is reused for all checkpoints, and is freed when both processes end.

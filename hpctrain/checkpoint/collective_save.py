@@ -1,4 +1,4 @@
-"""Writing of a rank's share by collective MPI-IO, which some parallel filesystems handle best."""
+"""Collective save of one checkpoint: all ranks write one file, in steps that they make together."""
 
 from __future__ import annotations
 
@@ -118,6 +118,15 @@ def batches(mine: Iterable[Stretch], most: int = BATCH) -> Iterator[list[Stretch
 
 
 # Collective save of one checkpoint: all ranks write one file, in steps that they make together ------------------------
+#
+# Rank 0 makes the layout, every rank writes its share, and rank 0 completes the file and renames it
+# to its target. Between these steps the ranks exchange their outcome: an error on one rank is raised
+# on all, and the file is removed.
+#
+# Note: writing without waiting. The offset of a dataset depends only on the datasets before it and on
+# itself. So within a run each file has its tensors at the same offsets as the previous file. Then no
+# rank waits for the layout: all ranks write while rank 0 makes it. The layout is compared with the
+# expected one; if it differs, the shares are written again.
 
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""File writer: one process's part in writing a checkpoint: make the layout, write a share, complete the file.
+"""File writer: one process's part in writing a checkpoint, and the interface of the workers that write a rank's share.
 
 This module needs neither torch nor MPI, so that a separate process can do the work while the rank
 continues.

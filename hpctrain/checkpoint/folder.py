@@ -1,4 +1,4 @@
-"""Retention policy for the checkpoints of a run: the last few, one per fixed number of steps, and the best."""
+"""Folder of checkpoints: listing, search for the newest valid one, and retention policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion between torch tensors and NumPy arrays, without a copy if the memory allows it."""
+"""Nested states as JSON values and tensors of a file, and conversion between torch tensors and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -86,6 +86,16 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 # Nested states as JSON values and tensors of a file
+#
+# ``pack_states`` turns a nested state into JSON values and a list of tensors; ``unpack_states`` turns
+# them back. Plain values (numbers, text, booleans, ``None``, lists, tables with text as keys) are
+# stored as JSON. Any other value is a table with the key ``$``, which names its kind:
+#
+#     {"$": "tensor", "at": "/states/ema/module.weight"}      a dataset of the file
+#     {"$": "array", "at": "/states/noise/key", "dtype": "uint32"}      a NumPy array
+#     {"$": "tuple", "items": [...]}
+#     {"$": "dict", "items": [[key, value], ...]}      a table with keys other than text, or with the key $
+#     {"$": "counter", "items": [[key, count], ...]}      a collections.Counter
 
 
 ALLOWED = "tensors, NumPy arrays, numbers, text, true and false, None, and lists, tuples and dicts of them"

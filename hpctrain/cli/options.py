@@ -1,4 +1,4 @@
-"""Construction of an action of a command line verb, shared by all verbs with actions."""
+"""Command line options that several verbs share: actions, arguments after ``--``, options of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat, contiguous host copies of arbitrary tensors."""
+"""Dispatch of a communicator's tensors to the host collectives or to the collectives of this rank's device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split of the documents into training and validation."""
+"""Documents of a corpus: the source of the Python standard library, or any files; first reading and split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order of the samples as a function of seed and position alone."""
+"""Loader that divides global batches over the ranks, in an order that depends on seed and position alone."""
 
 from __future__ import annotations
 

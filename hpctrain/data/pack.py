@@ -1,4 +1,4 @@
-"""Atomic writing of a data file."""
+"""Packing of a corpus into one HDF5 file of byte tokens with a held-out split, written atomically."""
 
 from __future__ import annotations
 
@@ -100,6 +100,11 @@ def _describe(file: h5py.File, kind: str, version: int) -> None:
 
 
 # Packing of a corpus into one HDF5 file of byte tokens with a held-out split ------------------------------------------
+#
+# The file contains ``/train`` and ``/validation``, each with ``tokens`` (u1; every document is
+# followed by a NUL byte), ``offsets`` (the start of each document, and the end of the last one) and
+# ``names``. Memory stays bounded: the corpus is read twice, once to measure and once to copy, block
+# by block.
 
 
 FORMAT = "hpctrain-tokens"

@@ -1,4 +1,4 @@
-"""Findings of a diagnosis: severity, observation, reason and advice."""
+"""Findings of a diagnosis: severity, observation, reason and advice, and their table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speed of a machine: the rates by which a forecast divides its work, and their source."""
+"""Speed of a machine: the rates by which a forecast divides its work, their source, and presets of known machines."""
 
 from __future__ import annotations
 
@@ -109,6 +109,10 @@ def rate(curve: Curve, threads: int) -> float:
 
 
 # Presets of known machines: data-sheet rates, and the fraction of them that a training run is assumed to reach --------
+#
+# Peaks are those of dense products (no sparsity) in the data sheets: A100 and H100 SXM, H200 SXM,
+# V100 SXM2 by NVIDIA; MI250X by AMD, whose two dies are one rank each. Networks are those of
+# well-known systems with these GPUs.
 
 
 TERA, GIGA = 1e12, 1e9

@@ -1,4 +1,4 @@
-"""Bar chart of the memory that configurations need: one stacked bar per configuration, and the limit as a line."""
+"""Plots of forecasts: memory of configurations as stacked bars, and samples per second over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partition of a model into pipeline stages, and placement of the mesh's groups on nodes."""
+"""Description of a planned run: settings, model and ranks, and its division into stages and nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of a whole run, and the walltime to request from the batch system."""
+"""Forecast of a whole run and its walltime, also on other numbers of ranks (strong and weak scaling)."""
 
 from __future__ import annotations
 

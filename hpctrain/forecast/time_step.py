@@ -1,4 +1,4 @@
-"""Time after the passes: gradient norm, optimizer step, and the fixed overhead of a step."""
+"""Time of a step: passes, pipeline, communication and optimizer step of the slowest rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparation of a model for operation counting: unsplit, or as one of several simulated tensor ranks."""
+"""Operation count of a model's passes, layer by layer, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -96,6 +96,15 @@ class _Listening(FakeRanks):
 
 
 # Operation count of a model's passes, layer by layer, on tensors without memory ---------------------------------------
+#
+# Note: method. Every layer runs forward and backward on the meta device, at two numbers of samples; a
+# line through both separates work that grows with the samples from fixed work (such as reading
+# weights). Layers of one kind run once. The count has three parts. First, the operations of matrix
+# products, convolutions and attention, as torch's own counter counts them (a multiplication and an
+# addition are two). Second, the bytes that operators read and write, with those of products apart.
+# Third, the number of operators. Views cost nothing. Attention counts as one operator that does not
+# write its scores to memory, like its fused kernels; its backward pass counts as two products for
+# each product of the forward pass.
 
 
 _COUNTED_AT = (2, 4)  # samples; batch norm rejects a single one

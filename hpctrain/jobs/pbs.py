@@ -1,4 +1,4 @@
-"""Lines of a PBS script that prepare the launcher: core binding, remote start, and the environment of other nodes."""
+"""Values of the PBS templates for a job request, and the lines that prepare the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of the MPI wheel in a virtual environment, and of the ``srun`` type that it needs."""
+"""Site profiles: TOML files that the package contains, or the user's own; detection of the MPI wheel."""
 
 from __future__ import annotations
 

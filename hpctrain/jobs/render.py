@@ -1,4 +1,4 @@
-"""Commands that start the ranks, one function per launcher."""
+"""Rendering of job scripts: a request and a site's profile in, text out; one function per launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Job request of a user, with every field checked at construction."""
+"""Job request of a user, with every field checked at construction, and the tasks of a job array."""
 
 from __future__ import annotations
 

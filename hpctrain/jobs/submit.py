@@ -1,4 +1,4 @@
-"""Lookup of the job that ``--after`` names, before submission."""
+"""Submission of a script: write it into the run's folder, run sbatch or qsub, and record the job id."""
 
 from __future__ import annotations
 
@@ -102,6 +102,8 @@ def pbs_warnings(queue: str, folder: str, save_seconds: float, ask: pbs_server.A
 
 
 # Submission of a script: write it into the run's folder, run sbatch or qsub, and record the job id --------------------
+#
+# This is the only module of the package that runs commands.
 
 
 NAME = "jobs.json"

@@ -1,4 +1,4 @@
-"""Settings of the strategies."""
+"""Settings of the strategies, and the mesh and microbatches that follow from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that strategies register on a program's modules."""
+"""Hooks that strategies register on modules, gradients and optimizers, and subclasses that replace only ``forward``."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 # Hooks before and after every optimizer step of the process -----------------------------------------------------------
+#
+# Note: torch stores such hooks in a dict that it iterates over at each step. If the garbage collector
+# frees an owner meanwhile, that owner must not remove its hooks from the dict ("OrderedDict mutated
+# during iteration"). Therefore torch gets one permanent hook of each kind, and these iterate over a
+# copy of the list of owners.
 
 
 Call = Callable[[Any, torch.optim.Optimizer], None]  # arguments: owner and optimizer
@@ -113,6 +118,10 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 # Subclasses of a module's own class that differ only in ``forward`` and pickling --------------------------------------
+#
+# A ``forward`` assigned to the instance would be shared by copies, which ``copy.deepcopy`` and
+# torch's DataParallel make, and would refer to the parameters of the original. The subclass cannot be
+# imported: copies and pickles refer to the plain class.
 
 
 def blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Nested values (tuples, lists, dicts, dataclasses): flattening into tensors and a skeleton, and the inverse.
+"""Arguments of a model call: nests of tensors, their flattening, and their partition into microbatches.
 
 A skeleton is the same nest with a ``Slot`` in place of each tensor. Skeletons can be pickled and
 compared.

@@ -1,4 +1,4 @@
-"""Snapshots of a recomputed module's mutable inputs: key-value caches, lists, tables."""
+"""Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it."""
 
 from __future__ import annotations
 
@@ -77,6 +77,12 @@ def _collect(value: Any, shared: dict[int, Any]) -> bool:
 
 
 # Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it ------------
+#
+# After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by non-reentrant
+# ``torch.utils.checkpoint``.
+#
+# Note: a module gets a subclass of its own class (``forward_subclass``), and so do its copies. Hooks
+# are called around ``forward``, so they run once, outside of the recomputation.
 
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]

@@ -1,4 +1,4 @@
-"""Straggler detection for asynchronous ranks: finds ranks that make no steps while others do.
+"""Stop and save agreement for asynchronous ranks, and straggler detection, without a wait at the end of every step.
 
 Synchronous ranks would notice such a rank because they wait for it. Asynchronous ranks do not wait,
 so they must check.
@@ -103,6 +103,15 @@ class StragglerDetector:
 
 
 # Stop and save agreement for asynchronous ranks, without a wait at the end of every step ------------------------------
+#
+# All ranks must stop after the same step. Each rank publishes a step counter in memory that all ranks
+# can read: the step that it is about to make. Before this step, it checks whether rank 0 has paused
+# it. A rank that must stop or save notifies rank 0. Rank 0 pauses all other ranks, reads their step
+# counters, and publishes the latest step that any rank has begun. A paused rank waits for this
+# decision, which depends on rank 0 alone. All ranks then continue to that step and synchronize there.
+# Step counter and pause flag are modified by atomic operations: a rank either sees the flag, or its
+# counter already includes the step that it makes. If rank 0 waits at a synchronization, requests
+# wait, too.
 
 
 _CLOCK, _WISH_STOP, _WISH_SAVE, _WISH_FINAL, _HOLD, _DECISION, _WORDS = range(7)

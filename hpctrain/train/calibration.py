@@ -1,4 +1,4 @@
-"""Machine description on which measurements depend: node type, MPI library and software versions."""
+"""Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions."""
 
 from __future__ import annotations
 
@@ -96,6 +96,11 @@ def mpi_name() -> str:
 
 
 # Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions --------
+#
+# ``HPCTRAIN_CALIBRATION`` names the file, or the folder of such files. The default is
+# ``hpctrain/calibration`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A file contains tables for several
+# layouts of ranks, and whether its MPI accepts device pointers. A file that is damaged or from
+# another machine is ignored with one warning: a calibration never makes a run fail.
 
 
 VARIABLE = "HPCTRAIN_CALIBRATION"

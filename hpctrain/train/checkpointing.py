@@ -1,4 +1,4 @@
-"""Counter of checkpoints that could not be written; each failure is logged with the newest existing checkpoint."""
+"""Checkpointing of a run: periodic and requested saves, synchronous or in the background, with error handling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walltime guard: decides when a run must save to be finished before its job is ended."""
+"""Stop and save requests to a run: signals, the job's deadline (walltime guard), and files in the run folder."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ class WalltimeGuard:
 
 
 # Signal handlers that set a stop request, on which the ranks agree at the end of a step. Standard library only --------
+#
+# They are installed before torch is imported: before that, a signal's default action kills the rank.
 
 
 # The batch system's early warning (``--signal=USR1@300``), and its final one.
@@ -197,6 +199,10 @@ def _ignore() -> None:
 
 
 # Stop and save requests to a run: signals, the job's deadline, and files in the run folder ----------------------------
+#
+# A signal may reach a single rank. The deadline is checked by rank 0 alone, because clocks differ.
+# The files are also checked by rank 0, so that not every rank of a large job queries the filesystem.
+# At the end of each step, the ranks exchange their requests (``exchange``) and act together.
 
 
 STOP, SAVE = "STOP", "SAVE"

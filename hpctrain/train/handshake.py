@@ -1,4 +1,4 @@
-"""Device selection for a rank, and refusal of shared GPUs unless they are allowed."""
+"""Handshake of the ranks: versions and settings must agree; each selects its device, and shared GPUs are refused."""
 
 from __future__ import annotations
 

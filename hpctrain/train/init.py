@@ -1,4 +1,4 @@
-"""Settings of the C library's malloc, from which torch allocates CPU tensors.
+"""Initialization of a job: signal handlers first, then MPI, then the values on which the ranks must agree.
 
 glibc serves large allocations by mmap. By default it raises this threshold to up to 32 MiB as such
 memory is freed. From then on, tensors that live for the whole run and tensors of a single layer
@@ -34,6 +34,15 @@ if TYPE_CHECKING:
 
 
 # Deferred import of torch's compiler: it is loaded when a program first uses it ---------------------------------------
+#
+# torch's optimizers import the compiler on first use (1.2 s on every rank, more if ranks outnumber
+# cores), only to exclude themselves from tracing: they call ``disable`` and ``graph_break``. While
+# the compiler is not loaded, no tracing can be active. Until then, a stub replaces ``torch._dynamo``:
+# ``disable`` returns the function unchanged, and ``graph_break`` does nothing, like the real function
+# outside of a trace. Access to any other attribute loads the real module, which replaces the stub.
+# Functions that the stub did not disable are then disabled at their next call. Activation checkpoints
+# read a flag of ``torch._dynamo.config`` that only a trace needs, so the stub defines it. Loading the
+# compiler for this flag would cost 70 MB on every rank that recomputes activations.
 
 
 NAME = "torch._dynamo"

@@ -1,4 +1,4 @@
-"""Identity of the process that holds a run folder, and the rules for taking the folder over.
+"""Lock of a run folder, without flock, and the rules for taking a folder over from another process.
 
 A process id is unique only on one machine, since one boot, in one PID namespace. A job id is unique
 only together with its restart count: steps of one start may run at the same time, and a scheduler

@@ -1,4 +1,4 @@
-"""Metrics log with one JSON object per step, and the curves that checkpoints contain."""
+"""Metrics log with one JSON object per step, the curves that checkpoints contain, and the progress display."""
 
 from __future__ import annotations
 

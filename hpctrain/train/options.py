@@ -1,4 +1,4 @@
-"""Ownership check: every optimizer parameter must belong to a model, which names it in checkpoints."""
+"""Options of a run, checked at construction, and the check that every optimizer parameter belongs to a model."""
 
 from __future__ import annotations
 

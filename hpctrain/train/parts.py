@@ -1,4 +1,4 @@
-"""State of objects other than models and optimizers that a run saves: how it is read and restored.
+"""State of objects other than models and optimizers that a run saves; learning-rate schedulers are found automatically.
 
 The state of an object with ``state_dict`` and ``load_state_dict`` is what these methods exchange. A
 tensor, a NumPy array, and a torch or NumPy generator is its own state and is filled in place.
@@ -151,6 +151,16 @@ def like(saved: Any, present: Any) -> Any:
 
 
 # Learning-rate schedulers of a program, found automatically so that every checkpoint includes them --------------------
+#
+# A scheduler refers to its optimizer, so it is among ``gc.get_referrers(optimizer)``. This search
+# takes 26 ms with 290,000 live objects (torch imported, 600 parameters; Python 3.11, one core of a
+# cloud machine). A check of the type of every object in ``gc.get_objects()`` takes 96 ms. One pass
+# serves all optimizers. A second pass, over the results of the first, is made only if a scheduler's
+# ``__dict__`` has been accessed, as ``state_dict`` does: then this dict is the object that refers to
+# the optimizer.
+#
+# The search finds torch's classes and their subclasses. A hand-written schedule, such as a function
+# that sets ``lr``, is not found: if it has a state, name it in ``states``.
 
 
 NAME = "scheduler"

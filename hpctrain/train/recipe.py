@@ -1,4 +1,4 @@
-"""Loss on the validation split; the result does not depend on the number of ranks."""
+"""Training recipe for a run from a settings file: all steps in the order in which they happen."""
 
 from __future__ import annotations
 

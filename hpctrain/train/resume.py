@@ -1,4 +1,4 @@
-"""Initialization of a new run with the model of another run's checkpoint."""
+"""Opening of a run: locks its folder, resumes from the newest checkpoint or starts with another run's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of NaN and infinity in gradients before they reach the weights, and search for their origin."""
+"""Hooks around every update of a run's optimizers: detection of NaN and infinity before it, step count after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stack dump of all threads of this process, in one write, so that the output of several ranks does not mix."""
+"""Failure detection: ends the job if a rank raises, exits early, loses a thread or waits without end."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def print_stacks(whose: str) -> None:
 
 
 # Failure detection: ends the job if a rank raises, exits early, loses a thread or waits without end -------------------
+#
+# A rank that raises must abort. Otherwise it would wait in ``MPI_Finalize`` for the other ranks,
+# which wait for it in a collective, and no launcher would end the job. Uncaught exceptions are
+# therefore printed once, followed by ``MPI_Abort``.
+#
+# A rank that exits early without an error (``sys.exit(0)``) may be correct, if the other ranks need
+# no more data from it. Only a rank that waits for it can tell. A leaving rank therefore notifies the
+# others, and a watchdog thread aborts a rank that keeps waiting after that. The same thread enforces
+# ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps, and polls MPI only while its rank
+# waits.
 
 
 LOOK_EVERY = 0.5  # seconds between two checks of the watchdog

@@ -1,4 +1,4 @@
-"""Sparse file in memory.
+"""Layout of a checkpoint in memory: HDF5 assigns all offsets before any byte of a tensor is written.
 
 Note: HDF5 never touches the disk. On a full disk, or beyond a quota, HDF5 may report success, or
 crash the process when it closes the file. So HDF5 writes the layout to such an image, which cannot
@@ -118,6 +118,10 @@ class Image(io.RawIOBase):
 
 
 # Layout of a checkpoint in memory: HDF5 assigns all offsets before any byte of a tensor is written --------------------
+#
+# Every dataset is contiguous, allocated at once and never filled by HDF5. The offsets of the tensors
+# are known as soon as the draft is made. Their checksums are known when the bytes are written, and
+# complete the draft.
 
 
 Groups = Mapping[str, Mapping[str, Value]]

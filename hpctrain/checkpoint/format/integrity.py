@@ -1,4 +1,4 @@
-"""CRC-32 at the speed of memory, and the CRC-32 of a whole from those of its parts.
+"""Integrity of a checkpoint file: CRC-32 of every extent of the tensors, manifest of the objects, seal of the rest.
 
 Intel's library (``isal``) computes the same CRC-32 as zlib several times faster. A login node that
 only reads files needs neither the library nor the combination, which only writers of partial data
@@ -39,6 +39,10 @@ def combined(parts: Iterable[tuple[int, int]]) -> int:
 
 
 # Table of extents, which covers every byte of the tensors: offset, length and CRC-32 of each extent -------------------
+#
+# A tensor is divided into extents of 4 MiB from its start. With the CRC-32 of each, a reader can
+# check a slice without reading all of the tensor. The CRC-32 of the tensor follows from them. Writers
+# report what they wrote, in ranges of any size that do not cross the boundary between extents.
 
 
 COLUMNS = ("tensor", "offset", "length", "crc32")
@@ -113,6 +117,15 @@ def check_extents(extents: Sequence[Extent], offset: int, nbytes: int, what: str
 
 
 # Canonical list of every object and attribute of a file; its digest detects missing or altered ones -------------------
+#
+# HDF5 checksums its own structure, not its meaning: a file from which a dataset was removed, or in
+# which a dataset was never written, opens without an error. The writer stores the manifest; the
+# reader lists the file again and compares. One line per object or attribute, fields separated by
+# tabs, lines sorted by their bytes:
+#
+#     group       PATH
+#     dataset     PATH  TYPE  SHAPE
+#     attribute   PATH  NAME  TYPE  SHAPE  CRC32
 
 
 Attributes = Mapping[str, Array]
@@ -166,6 +179,12 @@ def _things(lines: set[str]) -> set[str]:
 
 
 # Seal: digest of the bytes that have no other checksum: HDF5's structure, the table of extents, unused space ----------
+#
+# Note: the seal. Tensors have a CRC-32 and the manifest has a digest. HDF5 checksums most of its
+# structure, but neither its unused space nor what a newer library might read there. The seal is the
+# SHA-256 of all of that, so that a flip of any bit in the file is detected. The seal is a dataset
+# itself: its offset is known before its content, and it does not cover itself. Ranges of zeros, which
+# alignment makes long, only cost the time to read them.
 
 
 LENGTH = 64  # hexadecimal digits

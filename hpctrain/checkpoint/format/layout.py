@@ -135,6 +135,8 @@ def format_version(text: str) -> tuple[int, int]:
 
 
 # Keys of several models or optimizers in one file: one group each below ``/model`` or ``/optimizer`` ------------------
+#
+# A single model or optimizer has no key (``""``) and is stored in the common group itself.
 
 
 KEYS = "keys"  # the attribute of /model and of /optimizer that lists the keys

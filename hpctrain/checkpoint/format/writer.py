@@ -1,4 +1,4 @@
-"""Writing of bytes at offsets of a file, with read-back and comparison.
+"""Writer of a checkpoint file: bytes at their offsets, with read-back and comparison, and an atomic commit.
 
 Everything here works on memory and a file descriptor, in any process: a rank or its writer process.
 """
@@ -129,6 +129,10 @@ _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range",
 
 
 # Atomic commit of a checkpoint file -----------------------------------------------------------------------------------
+#
+# Note: the commit. The file is written under a private name in the folder of its target. The written
+# bytes are read back, compared, and flushed to the disk. Only then is the file renamed, and the
+# folder flushed. After any error the private file is removed, and is never renamed to the target.
 
 
 def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
@@ -201,6 +205,10 @@ def _free_bytes(temporary: Path) -> int | None:
 
 
 # Writer of a checkpoint file from one process
+#
+# Note: layout first, bytes second. A ``Draft`` returns the offset of each dataset. Then structure and
+# bytes are written with ``pwrite``, at the speed of the disk and without HDF5's global lock. The
+# result is a plain HDF5 file. ``together.saving`` does the same from many processes.
 
 
 def write_file(

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to other formats: safetensors, NumPy's npz, torch.
+"""Export to other formats (safetensors, npz, torch), and import of a model that another program saved.
 
 A model alone is exported under the names of its ``state_dict``, a whole checkpoint under paths such
 as ``model/head.weight`` and ``optimizer/head.weight/exp_avg``. The torch format is one table with a
@@ -156,6 +156,9 @@ _WRITERS = {"safetensors": _to_safetensors, "npz": _to_npz, "torch": _to_torch}
 
 
 # Import of a model that another program saved: safetensors, or a ``state_dict`` that torch saved ----------------------
+#
+# No code of the file is executed: safetensors are a header and bytes, torch's files are read with
+# ``weights_only``.
 
 
 IMPORT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")

@@ -1,4 +1,4 @@
-"""Curves of a run, read from its checkpoint in bounded memory, and drawn as a line of text."""
+"""Curves of a run, read from its checkpoint in bounded memory, as a line of text or as a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in a run's folder: the newest valid one, all of them, and the best by a value that the run logged."""
+"""Inspection of checkpoints: contents of a folder or a file, validity, and the best file of a run."""
 
 from __future__ import annotations
 
@@ -134,6 +134,9 @@ def _logged(facts: dict[str, Any]) -> dict[str, float]:
 
 
 # Inspection of checkpoints: contents of a folder, contents of a file, validity ----------------------------------------
+#
+# It runs on a login node with h5py and NumPy, without torch and MPI. All results are plain
+# dataclasses; the command line formats them.
 
 
 Progress = Callable[[int], object]

@@ -1,4 +1,4 @@
-"""Access to NCCL through CuPy, and NCCL's codes of torch's dtypes and operations (``nccl.h``)."""
+"""NCCL communicator with its own stream, loaded through CuPy; detection of completed and hanging operations."""
 
 from __future__ import annotations
 
@@ -84,6 +84,17 @@ def _checked() -> Any:
 
 
 # NCCL communicator with its own stream, and detection of completed and hanging operations -----------------------------
+#
+# Note: the order of NCCL's operations and the caller's. Every operation is enqueued on the channel's
+# own stream, which first waits for the work on the caller's stream. ``wait`` of a ``Work`` makes the
+# caller's stream wait for the operation. The host waits in neither case (see the note in
+# ``streams``). Therefore a program uses ``done`` to learn that an operation has completed, and
+# ``check`` to learn that one hangs or has failed.
+#
+# Point-to-point messages are deferred until one of them is waited for or the next operation starts.
+# They are then enqueued as one group. NCCL executes the messages of one group concurrently, but those
+# of two groups one after the other. With separate groups, two ranks that send to each other would
+# deadlock.
 
 
 Call = Callable[[Any, int], None]  # enqueues an operation, given NCCL's communicator and the stream

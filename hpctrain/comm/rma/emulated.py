@@ -1,4 +1,4 @@
-"""Shared memory within a node: every rank maps the memory of all ranks of its node."""
+"""Remote memory over messages, for MPI libraries whose one-sided operations are broken or slow."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ from hpctrain.comm.transport.shared_counters import Counters, SharedParts
 from hpctrain.comm.transport.waiting import SPINS, call_in_waits, timeout_seconds, until, waiting
 
 # Remote memory over messages, for MPI libraries whose one-sided operations are broken or slow -------------------------
+#
+# Note: the protocol. A request is an array of integers (operation, first element or counter, number
+# of elements, amount, tag of the answer). Elements to write or add follow as a second message. For
+# rows of a matrix, a list of row indices precedes them, whose length is ``amount``.
+#
+# Owners serve requests whenever they call ``progress``, and so do ranks that wait for an answer.
+# Therefore two ranks that request from each other both proceed. Every request is answered, so that
+# its completion is known. Within a node memory is accessed directly. A waiting rank serves all
+# memories that its process exposes, because a rank that waits for it may wait at another memory.
 
 
 _CODES = ("get", "put", "add", "count", "get_rows", "put_rows", "add_rows")

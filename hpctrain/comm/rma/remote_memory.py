@@ -1,4 +1,4 @@
-"""Interface of remote memory: operations on memory of other ranks, without the owner's help.
+"""Remote memory: operations on other ranks' memory without the owner's help, locks, and a world of one rank.
 
 Note: progress. Within a node all operations use shared memory; the owner may compute, sleep, or
 have ended. Over a network without hardware support (TCP), MPI libraries serve a request only while
@@ -149,6 +149,10 @@ def _tell(lengths: Sequence[int], rank: int) -> str:
 
 
 # Mutual exclusion on a rank's remote memory ---------------------------------------------------------------------------
+#
+# Note: a ticket lock. A rank draws the next ticket and waits until that ticket is served, so ranks
+# get the lock in the order of their requests. The lock needs two counters of the owner, and no
+# message to a rank that computes.
 
 
 WORDS = 3  # counters of the owner per lock

@@ -1,4 +1,4 @@
-"""Self-test of MPI's one-sided operations on known data, made before they are used."""
+"""Choice of the implementation of remote memory: MPI's one-sided operations after a self-test, or messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives in node-shared memory, extended by messages between nodes if there are several.
+"""Node-shared memory of a communicator: its collectives, extended by messages between nodes, and its lifecycle.
 
 The module is imported at first use: a world of one rank needs neither shared memory nor MPI.
 """

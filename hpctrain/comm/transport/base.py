@@ -1,4 +1,4 @@
-"""Counters of calls and bytes per operation, which tests compare with cost formulas."""
+"""Interface of all transports: public methods check and count, underscored ones communicate; call recorder."""
 
 from __future__ import annotations
 

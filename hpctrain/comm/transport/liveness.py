@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks of a node in shared memory: which rank waits in which operation, and which is late.
+"""Liveness of ranks: heartbeats of a node's ranks in shared memory, and exit notices between all ranks.
 
 Note: a page without dependencies. Each rank has a record in node memory that only this rank writes
 and all ranks read. No function here sends a message or waits, so the page works while MPI hangs,

@@ -1,4 +1,4 @@
-"""Collective file writes with MPI-IO, which aggregates small pieces into large requests."""
+"""Transport of host tensors over mpi4py, and collective file writes with MPI-IO."""
 
 from __future__ import annotations
 

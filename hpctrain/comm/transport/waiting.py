@@ -1,4 +1,4 @@
-"""Record of the blocking operation of this rank, so that a watchdog thread can distinguish waiting from computing."""
+"""Waiting: record of this rank's blocking operation, for the watchdog thread, and spin waits that yield the core."""
 
 from __future__ import annotations
 

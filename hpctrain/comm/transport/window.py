@@ -1,4 +1,4 @@
-"""Space in /dev/shm for node-shared memory: checked before allocation, and reserved immediately.
+"""Node-shared memory: every rank maps the buffers of all ranks of its node; space in /dev/shm is reserved.
 
 MPI libraries create files there and map them. tmpfs allocates a page when it is first touched; if
 no page is left, the process dies of SIGBUS. Containers have 64 MiB by default. Therefore the space
@@ -112,6 +112,16 @@ def _reserve(begin: int, length: int) -> bool:
 
 
 # Node-shared memory: every rank maps the buffers of all ranks of its node ---------------------------------------------
+#
+# Note: synchronisation without messages. Each rank owns two counters in the shared control block,
+# ``arrived`` and ``finished``. Only the owner writes them; all ranks read them. All ranks start the
+# same operations in the same order, so a number identifies an operation. "Rank r has arrived at 7"
+# means that its data of operation 7, and of all earlier ones, are in memory. "Finished 7" means that
+# rank r has done its part of it.
+#
+# The counters are monotonic, so there is no race on a reset, and several operations can be in
+# progress at once. A wait yields its core after a few hundred polls, because there may be more ranks
+# than cores. It reads the clock occasionally, because a missing rank must not hang the job.
 
 
 PAGE = 4096

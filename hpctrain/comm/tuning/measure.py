@@ -1,4 +1,4 @@
-"""Timing of the algorithms of one operation at one memory location and size, with a check of the results.
+"""Measurement of collective algorithms: time per operation, memory location and size; results are checked.
 
 Every method is collective.
 """
@@ -176,6 +176,15 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
 
 
 # Measurement of each algorithm's time per operation, memory location of the tensor, and size --------------------------
+#
+# Note: method. The time is that of one call in a row of consecutive calls, as in the OSU
+# micro-benchmarks, with a barrier before the row. The result is the median over many rows of the
+# slowest rank. First, every algorithm gets short rows at every size. An algorithm that takes several
+# times as long as the best is not tried again. Then repeated sweeps measure one row of each undecided
+# case until the time is up. A temporary disturbance of the machine thus affects a few rows of every
+# case, and no algorithm more than another. The root rotates, because a row of broadcasts from one
+# root would measure how fast that root can send, and not when the data arrive. The first results are
+# checked against the expected numbers.
 
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB

@@ -1,4 +1,4 @@
-"""System limits of each node, reported by its first rank, as compute nodes have other limits than login nodes."""
+"""Placement of every rank: host, cores, NUMA nodes, device; and the system limits of each node."""
 
 from __future__ import annotations
 

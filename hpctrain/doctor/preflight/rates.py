@@ -1,4 +1,4 @@
-"""Detection of rates that are too low to be noise."""
+"""Measurement of compute and memory rates of each rank, while all ranks are busy, and detection of slow ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks of a worker's module and its one optimizer, at the phases of a step."""
+"""Hooks of a worker's module and its one optimizer, its state in checkpoints, and detection of own writes."""
 
 from __future__ import annotations
 
@@ -123,6 +123,9 @@ def own_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 # Detection of a program's writes to parameters that come from servers or from a centre --------------------------------
+#
+# The next step, or the end of the run, overwrites such parameters, so a program's writes would be
+# lost silently. ``job.unshard(model, write=True)`` is the supported way to write.
 
 
 _HOW = "allowed is, on all ranks, with job.unshard(model, write=True): ..., in which rank 0's values count"

@@ -1,4 +1,4 @@
-"""Histogram of staleness: the number of updates by others between a worker's read and its update."""
+"""Metrics of asynchronous workers: histogram of staleness, and fraction of time spent on exchanges."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def bars(counts: Counter[int]) -> list[int]:
 
 
 # Fraction of a worker's time that it spends on exchanges with other workers -------------------------------------------
+#
+#     with exchanging:
+#         ...
+#
+# Note: which time is measured. It runs from the first pass of a step to the first pass of the next
+# step, so it includes waits for samples. A meeting pauses it until the next pass. Waits for the
+# slowest worker in a meeting, evaluations and checkpoint writes are therefore excluded.
 
 
 _monotonic = time.monotonic

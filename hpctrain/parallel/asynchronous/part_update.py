@@ -1,4 +1,4 @@
-"""Optimizer states per parameter: detection by a probe, and optimizers of the same class for other parameters."""
+"""In-place updates of an owner's parameters, by torch's own optimizer of the worker's class, and its states."""
 
 from __future__ import annotations
 

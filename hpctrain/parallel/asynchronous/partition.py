@@ -1,4 +1,4 @@
-"""Flat vectors of a model's parameters and gradients, in the order of the optimizer's groups.
+"""Memory layout of an owner's part: a section of the dense vector, rows of tables, and optimizer states.
 
 Tables, whose gradients are sparse, are not moved; their gradients are kept as rows.
 """
@@ -108,6 +108,11 @@ class ServedVector:
 
 
 # Memory layout of an owner's part: a section of the dense vector, rows of tables, and optimizer states ----------------
+#
+# Note: the layout. First comes the owner's section of the dense parameters, followed by each of their
+# states in the same order. Then each table has a matrix as wide as the table: the owner's rows,
+# followed by each of their states in the same order. Row r of state s is therefore row r + s x rows
+# of one matrix, and one list of rows addresses a row with all its states.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Remote update of a part on another node: fetch what the update touches, update a copy, and write it back."""
+"""Store of parameters and optimizer states in memory that all workers can access, partitioned over owners."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ class RemoteUpdate:
 
 
 # Store of parameters and optimizer states in memory that all workers can access, partitioned over owners --------------
+#
+# Note: how an update is made. torch's own optimizer of the worker's class updates the owner's part:
+# in place if the worker shares that memory, otherwise on a copy that is read and written back. The
+# hyperparameters are the current ones of the worker's optimizer. States follow the parameters in the
+# same memory. A counter of the owner counts the updates of its part. For a table, only the rows that
+# have a gradient are communicated and changed, with their states.
 
 
 # Counters of an owner: those of its lock, the updates of its dense part, and the updates of each table.

@@ -1,4 +1,4 @@
-"""Update rules of elastic averaging between workers and centre.
+"""Base class of strategies with a replica per worker: flat parameters, an optimizer, a centre and its update rules.
 
 Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, equations 5 and
 6. With worker i's parameters x_i, the centre x, and the moving rate alpha = learning rate x rho:

@@ -1,4 +1,4 @@
-"""Embedding tables of a model: parameters with sparse gradients, of which a pass reads only some rows."""
+"""Embedding tables of a model: parameters with sparse gradients, of which a pass reads and updates only some rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on the forward pass of a module, and on the beginning and end of its backward pass."""
+"""Hooks that unshard and reshard a unit: forward hooks of its module, and gradient hooks of its outputs and inputs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 
 # Hooks that unshard and reshard a unit
+#
+# Note: when a unit may be freed in the backward pass. When the gradients of the unit's inputs have
+# been computed, everything on the path from its outputs to its inputs has been computed. Other paths
+# may still lead to gradients of the unit's own parameters. Therefore those gradients must have been
+# computed too, at least for the parameters that received one in the last pass. A unit whose inputs
+# require no gradient is freed at the end of the pass.
 
 
 class UnitHooks:

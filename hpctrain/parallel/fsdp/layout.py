@@ -1,4 +1,4 @@
-"""Layout of parameters in flat memory, and the part of them that each rank holds: pure arithmetic.
+"""Layout of parameters in flat memory, and the part of them that each rank holds, also as boxes: pure arithmetic.
 
 Note: flat slices. The parameters of a group are stored one after another. Rank r of p holds the
 r-th of p equal slices, wherever their boundaries cut the parameters. Thus every rank holds the same

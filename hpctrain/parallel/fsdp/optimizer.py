@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm, with each rank holding a slice of the gradients."""
+"""Optimizers of shards: which of them can update a shard, hooks on their steps, clipping by the global norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Communication stream: collectives of parameter groups that overlap with computation, if the device supports it.
+"""Parameter groups: parameters in one flat tensor that is divided into one slice per rank, and their stream.
 
 Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
 computing stream. A collective first waits on this stream for the computations that were enqueued
@@ -65,6 +65,13 @@ class CommStream:
 
 
 # Parameter groups: parameters in one flat tensor that is divided into one slice per rank ------------------------------
+#
+# Note: sharded and unsharded parameters. Between steps the module holds the *shard*: a parameter with
+# the elements of this rank. It has as many dims as the whole parameter, and all but the first have
+# size 1. Thus rules such as "decay parameters with two dims" still work. The optimizer is created
+# with the shards. During forward and backward passes the module holds the *unsharded* parameter, a
+# view of the flat tensor. Both objects are created once. Switching between them only registers the
+# other object in the module.
 
 
 Places = list[tuple[nn.Module, str]]

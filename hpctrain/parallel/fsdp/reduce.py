@@ -1,4 +1,4 @@
-"""Gradients of one parameter group during one backward pass."""
+"""Gradient reduction for sharded data parallelism, overlapped with the backward pass; each rank keeps its slice."""
 
 from __future__ import annotations
 
@@ -108,6 +108,18 @@ class GroupReduction:
 
 
 # Gradient reduction for sharded data parallelism, overlapped with the backward pass; each rank keeps its slice --------
+#
+# Note: the path of a gradient. Autograd computes a fresh gradient and calls its hook. The hook
+# divides the gradient by the number of ranks while copying it to the flat gradients of its parameter
+# group. This takes one pass, with the gradient still in cache. The hook then releases the gradient.
+# When all gradients of a group are computed, the group is reduced into the slices of the owning
+# ranks, and a later group reuses its memory. All ranks reduce the groups in the same order: the order
+# in which they were complete on rank 0 in the first backward pass. The order of the gradients on a
+# rank does not matter. If a gradient is computed before there is memory for its group, it stays in
+# the tensor that autograd returned.
+#
+# The set of parameters that any rank has used is known only after the last rank has ended its
+# backward pass. One message then distributes it.
 
 
 class Watcher(Protocol):

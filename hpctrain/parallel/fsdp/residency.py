@@ -1,4 +1,4 @@
-"""Interface of the residency of parameters: either kept unsharded, or unsharded on demand."""
+"""Residency of parameters: its interface, and the one that keeps parameters unsharded."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ class Residency(Protocol):
 
 
 # Unsharded parameters that stay in memory and are gathered once after each change -------------------------------------
+#
+# Note: shards in memory that the node shares. If the ranks of a node share memory, the unsharded
+# parameters exist once per node. The shards of a rank are its slices of them, which its optimizer
+# updates in place. Then gathering all parameters is one barrier without a copy. Between nodes, each
+# rank fetches its part of what other nodes own. Two barriers separate readers and writers: one before
+# an update, because another rank may still compute with the old values, and one before the next pass.
+# If no memory is shared, each rank has its own copy of the unsharded parameters (ZeRO 1 and 2).
 
 
 class KeepUnsharded:

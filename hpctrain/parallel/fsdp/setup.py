@@ -1,4 +1,4 @@
-"""Division of a model's parameters into parameter groups, and their initial values from rank 0."""
+"""Setup of sharded data parallelism: parameter groups and their initial values, and the components of the strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search for modules that are never called: hooks on them would never run.
+"""Division of a model into units: parameters that are gathered together just before their module runs.
 
 Such modules have no ``forward``, or other modules read their parameters.
 """

@@ -1,4 +1,4 @@
-"""Order of the collectives of a pass, the same on all ranks: a list of actions, and a cursor in the list.
+"""Unsharding on demand (ZeRO 3): units are gathered before they compute and freed afterwards, forward and backward.
 
 Note: why an order is needed. A collective deadlocks if one rank does not enter it. A rank that
 skips a unit (because it has no sample, or takes another branch) would not enter the unit's
@@ -95,6 +95,12 @@ class PlanCursor:
 
 
 # Unsharding on demand (ZeRO 3)
+#
+# Note: the states of a unit in a step. A unit is gathered before its forward pass and freed after it.
+# It is gathered again when the backward pass reaches its outputs. It is freed when the gradients of
+# its inputs and of its parameters have been computed (see ``unit_hooks``). The model's own unit stays
+# unsharded from the forward pass to the end of the backward pass. On a device with streams, the next
+# units are gathered while one computes: at most ``prefetch`` of them, because each one takes memory.
 
 
 class UnitReducer(Protocol):

@@ -1,4 +1,4 @@
-"""Whole tensors in ``model.load_state_dict``: each rank copies its part of them."""
+"""Guard of partial parameters: operations that need other ranks' parts raise, whole tensors load."""
 
 from __future__ import annotations
 

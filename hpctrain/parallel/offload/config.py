@@ -1,4 +1,4 @@
-"""Settings of offload."""
+"""Settings of offload, and their checks before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of offloaded shards, hidden from the optimizer, and the factors by which they are still to be scaled.
+"""Gradient offload: reduced gradients are copied to the host and become the gradients of the shards there.
 
 Note: deferred scaling. Clipping would read and write every gradient once more. The update reads the
 gradients anyway. Therefore only the factor is recorded, with the tensors to which it applies. A
@@ -97,6 +97,11 @@ class Gradients:
 
 
 # Gradient offload: reduced gradients are copied to the host and become the gradients of the shards there --------------
+#
+# Note: two chunks in flight. A reduced slice is copied on the device to one of two small staging
+# buffers, in the dtype of the shards, and from there to the host. If a buffer is still being copied
+# to the host, its next use waits on the device. Thus the memory of the slice itself is free at once.
+# At most two chunks occupy device memory, however slow the link to the host is.
 
 
 ROOMS = 2

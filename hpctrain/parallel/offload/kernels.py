@@ -1,4 +1,4 @@
-"""Optimizer step on a subset of the parameters, as if the optimizer had no others.
+"""Optimizers whose update can be made slice by slice, with the same result as their own step.
 
 Note: the second optimizer object. The step is made by another object of the optimizer's class, on
 substitute parameters that share only the memory of the parameters and their states. Thus the step
@@ -54,6 +54,12 @@ def _stand_in(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
 
 
 # Optimizers whose update can be made slice by slice, with the same result as their own step ---------------------------
+#
+# Note: bitwise equality. Torch's fused kernels compute 16 floats (a cache line) at a time from the
+# beginning of a tensor, and compute the remainder at its end in another way. If a slice begins at a
+# multiple of 16 floats, its result equals that of the whole tensor. Loops of plain calls give every
+# element the same bits wherever it is in memory. State of the whole tensor (the step count) is shared
+# by the slices. The first update, which creates the states, is made by torch.
 
 
 LINE = 16  # slices begin at multiples of this number of floats

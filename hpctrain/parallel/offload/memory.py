@@ -1,4 +1,4 @@
-"""Memory backed by files on a disk.
+"""Host memory for masters, gradients and states: pageable, pinned, or backed by files on a disk.
 
 Note: cleanup. A file is unlinked as soon as it is mapped. Its space is therefore freed when the
 process ends, however it ends. A file keeps its name only if its process is killed while creating
@@ -99,6 +99,13 @@ def _remove_unless_locked(path: Path) -> bool:
 
 
 # Host memory for masters, gradients and states: pageable, pinned, or file-backed --------------------------------------
+#
+# Note: pinned memory and files are allocated in chunks that are divided into tensors. Torch rounds
+# pinned allocations up to powers of two, which would double the memory of many tensors; and a file is
+# extended and mapped one chunk at a time. Pageable memory is allocated per tensor, because a partly
+# filled chunk would cost a rank up to 64 MiB. Pageable and pinned memory is written at once by the
+# rank that allocates it. Therefore it is placed on the rank's NUMA node, and a lack of memory shows
+# at the start.
 
 
 CHUNK = 64 * 2**20

@@ -1,4 +1,4 @@
-"""Cache-sized slices of parameters, gradients and states, and updates of a few slices at a time.
+"""Update of parameters in one pass over host memory, in slices that fit the caches: scale, update, write.
 
 Note: why slices. Separate passes over all of memory cost, per float32 parameter, 8 bytes to clip
 its gradient, 28 for the update by AdamW and 6 for its copy in bfloat16. With slices that stay in a

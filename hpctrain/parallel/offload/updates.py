@@ -1,4 +1,4 @@
-"""Placement of optimizer states in other memory."""
+"""Update of parameter groups that are stored on the host, some at a time, by any optimizer that holds their shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between device and host that overlap with computation, on one stream per direction.
+"""Transfer of parameters between the host, which stores and updates them, and the device that computes with them.
 
 Note: two orders. The source of a copy must have been computed, so the stream of the copy waits for
 the stream of the caller. A reader of the target waits for the copy: the device by ``join``, which
@@ -75,6 +75,12 @@ class Transfer:
 
 
 # Transfer of parameters from the host, which stores and updates them, to the device that computes with them -----------
+#
+# Note: where copies of a master are stored. Unsharded parameters that stay on the device contain the
+# rank's slice; it is refreshed there after an update. Units that are unsharded on demand are gathered
+# from a slice that stays on the device, or, if parameters are offloaded too, from the host each time.
+# The transferred data has the compute dtype. If that is not the master's dtype, or if a master is
+# updated while it is read (``delayed``), the host keeps a ``mirror`` as the source of transfers.
 
 
 class MasterWeights:

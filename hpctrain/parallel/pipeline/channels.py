@@ -1,4 +1,4 @@
-"""Message format between two chunks of a model: shapes of the tensors and their offsets in one buffer."""
+"""Point-to-point channels between neighbouring chunks of a pipeline, and their message format."""
 
 from __future__ import annotations
 
@@ -92,6 +92,10 @@ def _tell(leaf: Any) -> str:
 
 
 # Point-to-point channels between neighbouring chunks of a pipeline; microbatches arrive in order ----------------------
+#
+# Note: sending never blocks. If a sender finds no free slot, it keeps its tensors and continues to
+# compute. The kept tensors leave when this rank next waits (``Links.wait``). Only receiving blocks,
+# so a valid schedule cannot deadlock for lack of slots, however few there are.
 
 
 class Link(Protocol):

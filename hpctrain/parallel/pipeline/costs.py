@@ -1,4 +1,4 @@
-"""Costs of layers, from which stages of equal cost are formed.
+"""Costs of layers, and a partition of the layers into stages of equal cost.
 
 ``compute`` counts multiplications and additions. With an example, it runs the layers on the meta
 device, where nothing is computed, and counts every matrix product, convolution and attention.

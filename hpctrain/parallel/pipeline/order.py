@@ -1,4 +1,4 @@
-"""Dependencies between the actions of a pipeline, and an order in which they can be executed.
+"""Dependencies between the actions of a pipeline, an order in which they can be executed, and validation of schedules.
 
 Receives block and sends do not. The order in which ranks are visited therefore makes no difference:
 once an action can be executed, it stays executable.

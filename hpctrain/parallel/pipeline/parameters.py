@@ -1,4 +1,4 @@
-"""Removal of the parameters and buffers that this rank does not hold; names stay unchanged.
+"""Parameters of a rank's stages: removal of those of other stages, and gradient reduction of tied ones.
 
 A removed parameter or buffer becomes None in its module; ``state_dict``, ``parameters()`` and
 ``to()`` skip it. If it was on the meta device, its module remembers it, which takes no memory.

@@ -1,4 +1,4 @@
-"""Text rendering of a timeline for a terminal: ``F0 F1 . . B0----``."""
+"""Plot and text rendering of a pipeline's timeline: one row per rank, one box per pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Naive schedule: each microbatch passes forward and backward before the next one; one stage is busy at a time."""
+"""Pipeline schedules (naive, GPipe, 1F1B, interleaved, PipeDream, ZB-H1): plain lists of actions per rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def _naive_actions(rank: int, microbatches: int) -> list[Action]:
 
 
 # GPipe schedule: all forward passes, then all backward passes (Huang et al., GPipe, NeurIPS 2019) ---------------------
+#
+# The backward passes are in the order of the forward passes; in the paper the order is reversed. The
+# gradients are therefore added in the same order as in the other schedules. Bubble and memory are the
+# same as in the paper.
 
 
 def gpipe(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
@@ -29,6 +33,9 @@ def gpipe(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
 
 
 # 1F1B schedule: one forward pass, one backward pass (PipeDream-Flush, Narayanan et al., ICML 2021) --------------------
+#
+# The idle time equals that of GPipe. Stage s of p holds the activations of at most p - s
+# microbatches, whatever the number of microbatches.
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
@@ -46,6 +53,10 @@ def _one_f_one_b_actions(rank: int, ahead: int, microbatches: int) -> Actions:
 
 
 # Interleaved 1F1B
+#
+# Rank r of p holds the chunks r, r + p, r + 2p, ... Microbatches pass in groups of p through one
+# chunk after the other. With v chunks per rank and m microbatches, the idle fraction is
+# (p - 1) / (v m + p - 1). Stage 0 has up to p (v + 1) - 1 live passes.
 
 
 def interleaved(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
@@ -90,6 +101,10 @@ def _place(number: int, ranks: int, chunks: int) -> tuple[int, int]:
 
 
 # PipeDream schedule
+#
+# The order is that of 1F1B, but no stage waits for all gradients. The backward pass of a microbatch
+# runs with the weights of its forward pass, although they have been updated since. The pipeline
+# drains at the end of a step, and the last update of a step is the caller's own ``optimizer.step()``.
 
 
 def pipedream(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
@@ -107,6 +122,14 @@ def _with_updates(actions: Actions, last: int) -> Actions:
 
 
 # ZB-H1 schedule
+#
+# The order of forward and input passes is that of 1F1B. Stage s defers its weight passes by s
+# microbatches, so they run at the end, where the stage would be idle.
+#
+# Let F, B and W be the times of a forward, an input and a weight pass. If W is the smallest and there
+# are at least as many microbatches as stages, the bubble is (p - 1) (F + B - W). The bubble of 1F1B
+# is (p - 1) (F + B + W). Deferred microbatches stay live: every stage holds min(p, m) microbatches,
+# as the first stage of 1F1B does.
 
 
 def zb_h1(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:

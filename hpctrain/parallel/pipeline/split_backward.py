@@ -1,4 +1,4 @@
-"""Backward pass from tensors with given gradients.
+"""Split backward pass of linear layers: input gradients at once, weight gradients on request.
 
 ``torch.autograd.backward`` with gradients imports ``torch.fx.experimental.symbolic_shapes``, and
 with it sympy, to compare shapes. This costs 34 MB and seconds of CPU time on every rank (torch
@@ -24,6 +24,17 @@ from torch.utils.checkpoint import checkpoint
 from hpctrain.parallel.backward_from import backward_from
 
 # Split backward pass of linear layers: input gradients at once, weight gradients on request ---------------------------
+#
+# After Qi et al., "Zero Bubble Pipeline Parallelism", 2023: a stage's neighbour waits only for the
+# gradient of the stage's input. Gradients of weights can fill the time in which the stage itself
+# would wait.
+#
+# Note: within ``putting_off``, ``torch.nn.functional.linear`` computes with detached weights, so
+# autograd computes the gradient of the input only. The result passes an autograd node that stores its
+# incoming gradient. ``flush`` then multiplies as autograd would (same products, same order, same
+# bits). It accumulates the result in the parameter through autograd, so that the parameter's hooks
+# run. Norms, embeddings, convolutions and all other functions are not deferred. Neither are layers
+# inside a ``torch.utils.checkpoint`` of the user's code.
 
 
 @dataclass(frozen=True, eq=False)

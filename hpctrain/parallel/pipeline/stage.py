@@ -1,4 +1,4 @@
-"""Random generators of torch that differ between pipeline stages and data ranks during a batch.
+"""Forward and backward pass of a chunk (contiguous layers of a model), with its own random generators.
 
 Programs seed all ranks alike, which shuffling and initial weights need. The stages would then draw
 the same dropout masks for different layers. The passes of a batch therefore draw from a separate

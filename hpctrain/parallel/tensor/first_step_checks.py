@@ -1,4 +1,4 @@
-"""Comparison of the gradients of unsplit parameters between tensor ranks, before the first update."""
+"""Checks of the first step of a tensor-parallel model."""
 
 from __future__ import annotations
 
@@ -95,6 +95,14 @@ def _differ(values: tuple[float, ...], other: tuple[float, ...], negligible: flo
 
 
 # Checks of the first step of a tensor-parallel model ------------------------------------------------------------------
+#
+# In the first forward pass, a wrong plan raises an error that names modules (``first_pass``), and the
+# outputs are compared with those of the whole model (``whole_model``). Before the first update, the
+# gradients of parameters that are not split are compared over the tensor ranks (``same_gradients``).
+# Later steps have no overhead.
+#
+# All tensor ranks of a replica raise the error. If the job has other ranks, the error ends the job,
+# because they may be waiting.
 
 
 def whole_copy(

@@ -1,4 +1,4 @@
-"""Bounds of the slice of a dim that each rank holds."""
+"""Communication functions of tensor parallelism, with and without autograd (Megatron-LM's ``mappings``)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ def degrees(length: int, most: int = 64) -> str:
 
 
 # Reusable buffers for in-place collectives ----------------------------------------------------------------------------
+#
+# Note: there is one buffer per communicator and dtype, used again and again. The caller fills it,
+# calls one collective and copies the result out (which adding a bias does anyway), before any other
+# operation of the communicator begins. Autograd therefore never holds the buffer. Other ranks write
+# into it only inside a collective that this rank has also entered. Its address never changes, so the
+# communicator can reuse its prepared call.
 
 
 _ROOMS: WeakKeyDictionary[Communicator, dict[torch.dtype, Tensor]] = WeakKeyDictionary()

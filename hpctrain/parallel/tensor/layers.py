@@ -1,4 +1,4 @@
-"""Products with split weights, overlapped with communication.
+"""Linear layers split over the tensor ranks, and their products, overlapped with communication.
 
 Note: the two functions save work compared with ``F.linear`` followed by a collective. Products that
 are summed over the ranks are written directly to the reduction buffer, and copied out with the
@@ -111,6 +111,10 @@ row_linear: Callable[[Tensor, Tensor, Tensor | None, Communicator, bool], Tensor
 
 
 # Linear layers split over the tensor ranks; each rank holds a slice ---------------------------------------------------
+#
+# They are constructed like torch's own layers, with a communicator in addition, or converted from
+# torch's layers in place (``convert``). Their names in ``state_dict`` stay. ``in_features`` and
+# ``out_features`` remain the sizes of the whole layer.
 
 
 class Parallel(nn.Module, ABC):

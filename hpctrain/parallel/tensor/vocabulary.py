@@ -1,4 +1,4 @@
-"""Embedding split by rows over the tensor ranks."""
+"""Embedding and cross entropy split along the vocabulary over the tensor ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clock offsets between nodes, so that the records of their ranks share one time axis.
+"""Trace of selected steps of a run on every rank, on one time axis, written for Perfetto and Chrome.
 
 The ranks of a node share a clock. The first rank of each node sends its clock to rank 0 several
 times. The fastest round trip is the most accurate (Cristian, 1989): the clock was read at its
@@ -71,6 +71,9 @@ def ahead(answers: Sequence[tuple[float, float, float]]) -> float:
 
 
 # Trace file of all ranks for Perfetto (ui.perfetto.dev) and Chrome (about:tracing) ------------------------------------
+#
+# The format is Chrome's trace events: one process per node, one thread per rank, one event of phase
+# ``X`` per span, times in microseconds. ``hpctrain plan --measured`` draws the same file.
 
 
 FORMAT = "hpctrain-trace"

@@ -1,4 +1,4 @@
-"""Completion of the records of earlier attempts: the end of a killed attempt, and the steps that must be repeated.
+"""Accounting of every attempt of a run from its receipt: where the time was spent, and how much of it counted.
 
 Pure functions of a receipt's attempts and the rows of ``metrics.jsonl``. They modify the attempts
 that they are given.
@@ -137,6 +137,8 @@ def seconds_since_epoch(text: Any) -> float | None:
 
 
 # Accounting of every attempt of a run from its receipt: where the time was spent, and how much of it counted ----------
+#
+# Pure functions; no torch, no MPI.
 
 
 Facts = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Text form of run receipts: a table of the attempts, the totals, and a sentence on where the time was spent."""
+"""Text and timeline chart of run receipts: a table of the attempts, the totals, and where the time was spent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failure record in a run folder: the reason why a job ended.
+"""Receipt of a run (``run.json``): user, machine, versions, times and end of every attempt, reason of a failure.
 
 The rank that ends a job is rarely the one that writes the receipt, so it writes a file of its own.
 """
@@ -147,6 +147,11 @@ def process_age() -> float:
 
 
 # Receipt of a run (``run.json``): user, machine, versions, and the end and times of every attempt ---------------------
+#
+# A killed attempt cannot record how it ended. Rank 0 therefore writes the receipt during the run:
+# when the attempt begins, after its first step and at each checkpoint. Later steps are recorded in
+# ``metrics.jsonl``. The next attempt adds them to the receipt when it begins (``receipt_settle``),
+# before it drops the steps that it will repeat.
 
 
 NAME = "run.json"
