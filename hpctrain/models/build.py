@@ -11,11 +11,11 @@ from torch import nn
 from hpctrain.errors import SettingsError
 from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.settings import ModelSettings
 from hpctrain.settings import call_named, function_named
 
-_BUILTIN: dict[str, Callable[..., nn.Module]] = {"convnet": ConvNet, "mlp": MLP}
+_BUILTIN: dict[str, Callable[..., nn.Module]] = {"convnet": ConvNet, "mlp": MultiLayerPerceptron}
 
 
 def build(

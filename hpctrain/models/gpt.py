@@ -70,7 +70,7 @@ class Attention(nn.Module):
         return 2 * 2 * self.project.in_features * self.context / 2
 
 
-class FeedForward(nn.Module):
+class MLP(nn.Module):
     """Feed-forward network of each token, with four times the width inside."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(config.width)
-        self.mlp = FeedForward(config)
+        self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""

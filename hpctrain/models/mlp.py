@@ -11,7 +11,7 @@ from hpctrain.errors import SettingsError
 from hpctrain.models.weights import blank, draw_weights, give_memory, initialise_as_torch
 
 
-class MLP(nn.Sequential):
+class MultiLayerPerceptron(nn.Sequential):
     """Flattened input, then alternating linear layers and ReLU; a plain sequence, easy to split into stages.
 
     Maps ``[batch, *input_shape]`` to ``[batch, outputs]``.
@@ -36,3 +36,6 @@ class MLP(nn.Sequential):
     def initialise(self, name: str, module: nn.Module) -> None:
         """Initialise the weights of one module in place, from torch's seed and the module's name in the model."""
         initialise_as_torch(name, module)
+
+
+MLP = MultiLayerPerceptron  # earlier name, public as hpctrain.models.MLP

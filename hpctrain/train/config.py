@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.checkpoint.folder import Best
+from hpctrain.checkpoint.retention import Best
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError

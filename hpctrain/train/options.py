@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.checkpoint.folder import Best, RetentionPolicy
 from hpctrain.checkpoint.format.layout import ALIGNMENT
+from hpctrain.checkpoint.retention import Best, RetentionPolicy
 from hpctrain.checkpoint.saver import IO, Storage
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError

@@ -17,12 +17,12 @@ from torch import nn
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
-from hpctrain.checkpoint.folder import RetentionPolicy
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.integrity import crc32
 from hpctrain.checkpoint.format.layout import group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.names import Models, by_key
+from hpctrain.checkpoint.retention import RetentionPolicy
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Loaded, load, load_own
 from hpctrain.checkpoint.states import Leaf, pack_states, to_numpy

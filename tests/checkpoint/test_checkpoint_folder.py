@@ -109,4 +109,4 @@ def test_a_file_whose_name_has_another_step_is_not_the_newest(
         newest_valid(tmp_path, strict=True)
     assert keep_last(tmp_path, 1) == [], "nothing is deleted in favour of such a file"
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
-    assert "step 10 (its name says 99: not resumed from)" in capsys.readouterr().out
+    assert "step 10 (named 99: not used to resume)" in capsys.readouterr().out

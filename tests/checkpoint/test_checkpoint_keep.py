@@ -10,16 +10,9 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import save
-from hpctrain.checkpoint.folder import (
-    LOGGED,
-    Keeper,
-    RetentionPolicy,
-    StoredCheckpoint,
-    best_of,
-    list_checkpoints,
-    superseded,
-)
+from hpctrain.checkpoint.folder import LOGGED, Keeper, list_checkpoints
 from hpctrain.checkpoint.format.layout import step_file
+from hpctrain.checkpoint.retention import RetentionPolicy, StoredCheckpoint, best_of, superseded
 from hpctrain.errors import UsageError
 
 VALUES = [None, math.nan, math.inf, -math.inf, -1.5, 0.0, 0.25, 0.25, 3.0]

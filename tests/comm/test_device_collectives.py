@@ -16,9 +16,9 @@ from support.reductions import expected, same_bits, values
 from hpctrain.comm.device.collectives import DeviceCollectives
 from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 from hpctrain.comm.device.nccl import NcclTransport
-from hpctrain.comm.ordering import OperationQueue
 from hpctrain.comm.device.paths import Abilities, Path
 from hpctrain.comm.device.streams import HostStreams
+from hpctrain.comm.ordering import OperationQueue
 from hpctrain.errors import CommunicationError
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ from hpctrain.errors import SettingsError
 from hpctrain.models.build import build
 from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.settings import ModelSettings
 from hpctrain.settings import UserCodeError
 
@@ -47,8 +47,8 @@ def lines():
     raise ValueError("two\\nlines")
 
 def ours():
-    from hpctrain.models.mlp import MLP
-    return MLP(input_shape=(3,), outputs=0)
+    from hpctrain.models.mlp import MultiLayerPerceptron
+    return MultiLayerPerceptron(input_shape=(3,), outputs=0)
 """
 
 
@@ -67,7 +67,12 @@ def test_models_by_name_fit_the_data() -> None:
     gpt = build(ModelSettings(layers=1), vocab_size=300)
     assert isinstance(gpt, GPT) and gpt.config.vocab_size == 300 and len(gpt.blocks) == 1
     mlp = build(ModelSettings(name="mlp", options={"hidden": [9]}), input_shape=(3, 2), outputs=4)
-    assert isinstance(mlp, MLP) and [tuple(p.shape) for p in mlp.parameters()] == [(9, 6), (9,), (4, 9), (4,)]
+    assert isinstance(mlp, MultiLayerPerceptron) and [tuple(p.shape) for p in mlp.parameters()] == [
+        (9, 6),
+        (9,),
+        (4, 9),
+        (4,),
+    ]
     convnet = build(ModelSettings(name="convnet"), input_shape=(8, 8), outputs=10)
     assert isinstance(convnet, ConvNet) and convnet(torch.zeros(2, 8, 8)).shape == (2, 10)
 

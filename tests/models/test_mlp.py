@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 
 
 def test_outputs_equal_those_of_plain_products() -> None:
     torch.manual_seed(0)
-    model = MLP((2, 3), outputs=4, hidden=[5, 7])
+    model = MultiLayerPerceptron((2, 3), outputs=4, hidden=[5, 7])
     x = torch.randn(6, 2, 3)
     parameters = list(model.parameters())
     assert [tuple(p.shape) for p in parameters] == [(5, 6), (5,), (7, 5), (7,), (4, 7), (4,)]
@@ -22,9 +22,9 @@ def test_outputs_equal_those_of_plain_products() -> None:
 
 
 def test_without_hidden_layers_it_is_a_linear_model() -> None:
-    assert [tuple(p.shape) for p in MLP((3,), 2, hidden=()).parameters()] == [(2, 3), (2,)]
+    assert [tuple(p.shape) for p in MultiLayerPerceptron((3,), 2, hidden=()).parameters()] == [(2, 3), (2,)]
 
 
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"mlp with sizes \[3, 0, 2\]"):
-        MLP((3,), 2, hidden=[0])
+        MultiLayerPerceptron((3,), 2, hidden=[0])

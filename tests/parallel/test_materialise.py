@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpctrain.errors import UsageError
 from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.meta_init import check_drawable, draw, is_meta, make_buffers, materialise
 
@@ -21,7 +21,7 @@ SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
 MAKERS: dict[str, Callable[[], Any]] = {
     "gpt": lambda: GPT(GPTConfig(layers=2, tied=False, **SHAPE)),
     "tied gpt": lambda: GPT(GPTConfig(layers=2, tied=True, **SHAPE)),
-    "mlp": lambda: MLP((4, 5), 3, hidden=(6, 6)),
+    "mlp": lambda: MultiLayerPerceptron((4, 5), 3, hidden=(6, 6)),
     "convnet": lambda: ConvNet((2, 8, 8), 3, channels=(4, 4)),
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from hpctrain.errors import UsageError
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import LOSSES, Objective
 from hpctrain.parallel.offload.config import OffloadSettings
@@ -223,7 +223,7 @@ def test_a_weight_of_one_does_not_change_a_bit(comm: Any, name: str) -> None:
 
 def even_mlp() -> nn.Module:
     torch.manual_seed(7)
-    return MLP((WIDTH,), WIDTH, hidden=(16, 24))
+    return MultiLayerPerceptron((WIDTH,), WIDTH, hidden=(16, 24))
 
 
 @pytest.mark.ranks(4)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.config import ParallelSettings
 
@@ -25,7 +25,7 @@ Gradients = dict[str, Tensor | None]
 def make_mlp() -> nn.Module:
     """Return a perceptron of six parameters, the same at every call."""
     torch.manual_seed(7)
-    return MLP((WIDTH,), WIDTH, hidden=(17, 23))
+    return MultiLayerPerceptron((WIDTH,), WIDTH, hidden=(17, 23))
 
 
 def make_gpt() -> nn.Module:

@@ -9,8 +9,8 @@ import pytest
 
 TRAIN = """
 import sys, torch
-from hpctrain.train.init import put_off
-put_off()
+from hpctrain.train.init import defer_compiler
+defer_compiler()
 def trained():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)

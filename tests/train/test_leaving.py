@@ -73,9 +73,9 @@ def launcher_crashed(result: Any) -> bool:
     [
         ("connect", "check_language", "raise KeyboardInterrupt", 130, "interrupted"),
         ("connect", "check_promise", "raise KeyboardInterrupt", 130, "interrupted"),
-        ("vitals", "Vitals", "signal.raise_signal(signal.SIGINT)", 130, "interrupted"),
-        ("vitals", "Vitals", "signal.raise_signal(signal.SIGTERM)", 143, "terminated before the run has begun"),
-        ("vitals", "Vitals", "raise OSError('no room')", 1, "OSError: no room"),
+        ("liveness", "Heartbeat", "signal.raise_signal(signal.SIGINT)", 130, "interrupted"),
+        ("liveness", "Heartbeat", "signal.raise_signal(signal.SIGTERM)", 143, "terminated before the run has begun"),
+        ("liveness", "Heartbeat", "raise OSError('no room')", 1, "OSError: no room"),
         ("connect", "check_language", "from hpctrain.errors import LaunchError as E; raise E('no MPI')", 2, "no MPI"),
     ],
 )
@@ -113,8 +113,8 @@ def test_a_signal_while_torch_is_imported_ends_the_job(launch: Any, name: str, c
 def test_an_interrupt_lost_by_python_is_raised_again() -> None:
     code = """
 import signal, weakref, hpctrain
-from hpctrain.train import signals
-signals.install()
+from hpctrain.train import control
+control.install()
 class Thing: pass
 thing = Thing()
 reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))

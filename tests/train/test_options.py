@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.folder import RetentionPolicy
+from hpctrain.checkpoint.retention import RetentionPolicy
 from hpctrain.errors import UsageError
 from hpctrain.train.options import RunOptions, check_arguments, run_options
 

@@ -81,9 +81,9 @@ def plain_losses() -> list[float]:
     orders = [np.random.Generator(np.random.PCG64([3, epoch])).permutation(SAMPLES) for epoch in range(4)]
     order = np.concatenate(orders)
     torch.manual_seed(3)
-    from hpctrain.models.mlp import MLP
+    from hpctrain.models.mlp import MultiLayerPerceptron
 
-    model = MLP(input_shape=(3,), outputs=1, hidden=[5])
+    model = MultiLayerPerceptron(input_shape=(3,), outputs=1, hidden=[5])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for step in range(STEPS):

@@ -11,19 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.folder import (
-    BEST,
-    KEEP_BEST,
-    LOGGED,
-    Best,
-    StoredCheckpoint,
-    best_of,
-    list_checkpoints,
-    newest_valid,
-)
+from hpctrain.checkpoint.folder import BEST, KEEP_BEST, LOGGED, list_checkpoints, newest_valid
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import Record, group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader, verify_file
+from hpctrain.checkpoint.retention import Best, StoredCheckpoint, best_of
 from hpctrain.checkpoint.tools.curves import as_floats, read_curve, read_curves
 from hpctrain.errors import CheckpointError, UsageError
 

@@ -1,4 +1,4 @@
-"""Remote memory over MPI's one-sided operations: passive target, with one epoch for the lifetime of the memory.
+"""Remote memory over MPI's one-sided operations, and a self-test of them on known data, made before they are used.
 
 Note: operations that are not one-sided. Within a node memory is accessed directly, as in
 ``RemoteMemoryByMessages``. The shared memory of a node is exposed to other nodes by a window over all
@@ -83,3 +83,47 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
     def _give_back(self) -> None:
         self._free_window()
         super()._give_back()
+
+
+LENGTH = 1000  # elements per rank
+
+
+def trial(comm: MPI.Intracomm) -> str:
+    """Return a description of a failure; empty if the test passes. Collective.
+
+    Each rank writes and adds to the memory of the rank farthest from it, and reads it back. All
+    ranks add to one counter.
+    """
+    try:
+        exposed = RemoteMemoryByRma(comm, [LENGTH] * comm.size, torch.float32, 1)
+    except MPI.Exception as error:
+        return f"cannot be set up ({str(error).splitlines()[0]})"
+    try:
+        return _tried(exposed, comm)
+    except MPI.Exception as error:
+        return f"fails ({str(error).splitlines()[0]})"
+    finally:
+        exposed.free()
+
+
+def _tried(exposed: RemoteMemoryByRma, comm: MPI.Intracomm) -> str:
+    target = (comm.rank + (comm.size + 1) // 2) % comm.size
+    written, back = torch.arange(float(LENGTH)), torch.zeros(LENGTH)
+    exposed.put(target, written[: LENGTH // 2])
+    exposed.add(target, written[LENGTH // 2 :], LENGTH // 2)
+    exposed.add(target, torch.ones(LENGTH))
+    exposed.get(target, back)
+    exposed.fetch_add(0, 0, comm.rank + 1)
+    exposed.barrier()
+    found = _wrong(exposed, back, written + 1, comm.size * (comm.size + 1) // 2)
+    exposed.barrier()  # in any case: no rank may free memory that another rank still reads
+    return found
+
+
+def _wrong(exposed: RemoteMemoryByRma, back: torch.Tensor, expected: torch.Tensor, total: int) -> str:
+    if not torch.equal(back, expected):
+        return "reads back other numbers than were written"
+    own = exposed.view(exposed.rank)
+    if own is None or not torch.equal(own, expected):
+        return "leaves other numbers in memory than were written"
+    return "loses additions to a counter" if exposed.fetch_add(0, 0) != total else ""

@@ -189,11 +189,8 @@ def assemble(
     by_name = {name: members[number] for name, number in numbers.items()}
     units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without references to the old parameters
     lane = CommStream(streams_of(device))
-    form: Residency
-    if passing:
-        form = UnshardOnDemand(stations, inside, lane, settings.prefetch)
-    else:
-        form = KeepUnsharded(pieces, inside, lane, mapped=mapped)
+    on_demand = UnshardOnDemand(stations, inside, lane, settings.prefetch) if passing else None
+    form = on_demand or KeepUnsharded(pieces, inside, lane, mapped=mapped)
     trained = [piece for piece in pieces if piece.trained]
     whole = settings.data == "zero1" and engine is None  # with offload, unsharded gradients would need too much memory
     room = _room(trained, inside, settings, device, whole=whole)
@@ -206,15 +203,15 @@ def assemble(
         lane,
         dtype=narrow or (torch.bfloat16 if settings.compression == "bfloat16" else None),
         early=not whole or lane.beside or inside.shares_memory,
-        watcher=form if isinstance(form, UnshardOnDemand) else None,
+        watcher=on_demand,
         flow_of=engine.landing.flow if engine else GroupReduction,
     )
     if engine is not None:
         engine.adopt(pieces, reduction.flows)
     _fill(model, pieces, old, comm, replicas, device)
     _share_buffers(model, undrawn, comm, device)
-    if isinstance(form, UnshardOnDemand):
-        form.reducer = reduction
+    if on_demand:
+        on_demand.reducer = reduction
     return Parts(units, pieces, form, reduction, inside, replicas, narrow, replaced, by_name, engine)
 
 

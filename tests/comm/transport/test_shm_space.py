@@ -80,15 +80,15 @@ def test_a_training_run_computes_the_same_numbers_with_little_space(launch: Any,
 POPULATE = """
 import mmap, os
 from mpi4py import MPI
-from hpctrain.comm.transport import shm_space
+from hpctrain.comm.transport import window
 def mapped(nbytes):
     handle = os.open(f"/dev/shm/segment-{nbytes}", os.O_RDWR | os.O_CREAT)
     os.ftruncate(handle, nbytes)
     return MPI.buffer(mmap.mmap(handle, nbytes))
-newest = shm_space._MADV_POPULATE_WRITE
+newest = window._MADV_POPULATE_WRITE
 for advice, nbytes in [(newest, 2**20), (12345, 2**19), (12345, 2**24), (newest, 2**25)]:  # 12345: before Linux 5.14
-    shm_space._MADV_POPULATE_WRITE = advice
-    print(shm_space.populate(mapped(nbytes)))
+    window._MADV_POPULATE_WRITE = advice
+    print(window.populate(mapped(nbytes)))
 """
 
 

@@ -70,7 +70,7 @@ def test_a_folder_that_is_not_shared_is_detected(comm: Any, tmp_path: Path, monk
 
 @pytest.mark.ranks(1, 2)
 def test_a_missing_folder_is_a_user_error(comm: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot write into .*lost: No such file or directory: name another --folder"):
+    with pytest.raises(UsageError, match="cannot write into .*lost: No such file or directory: give another --folder"):
         measure(comm, tmp_path / "lost", 0.1)
 
 

@@ -123,7 +123,7 @@ def test_a_nonfinite_gradient_is_known_to_all_ranks(own: Any) -> None:
     [
         (ParallelSettings(data="easgd", pipe=2), ServerSettings(), OffloadSettings(), "parallel.pipe = 2"),
         (ParallelSettings(data="easgd", tensor=2), ServerSettings(), OffloadSettings(), "hold whole models"),
-        (EASGD, ServerSettings(), OffloadSettings(optimizer=True), "offload.optimizer: is not for"),
+        (EASGD, ServerSettings(), OffloadSettings(optimizer=True), "setting offload.optimizer: not possible"),
         (ParallelSettings(data="easgd", compression="bfloat16"), ServerSettings(), OffloadSettings(), "compression"),
         (ParallelSettings(), ServerSettings(period=2), OffloadSettings(), r'is for parallel.data = easgd, not "ddp"'),
     ],
@@ -140,7 +140,7 @@ def test_incompatible_settings_are_refused(
 
 @pytest.mark.parametrize("bad", [{"period": 0}, {"rho": -1.0}, {"rho": float("nan")}, {"rho": 1.0, "average": True}])
 def test_invalid_settings_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match="setting server"):
+    with pytest.raises(SettingsError, match="server\\."):
         ServerSettings(**bad)
 
 

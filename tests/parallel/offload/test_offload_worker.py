@@ -111,8 +111,8 @@ def test_a_forked_process_starts_its_own_thread() -> None:
 def test_a_program_exits_cleanly_during_a_job() -> None:
     program = (
         "import time, torch\n"
-        "from hpctrain.parallel.offload.threads import Worker\n"
-        "memory, worker = torch.zeros(1 << 20), Worker('busy')\n"
+        "from hpctrain.parallel.offload.threads import WorkerThread\n"
+        "memory, worker = torch.zeros(1 << 20), WorkerThread('busy')\n"
         "def job():\n"
         "    for _ in range(200): memory.add_(1)\n"
         "for _ in range(10_000): worker.submit(job)\n"

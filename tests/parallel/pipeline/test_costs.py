@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.pipeline import costs as costs_module
 from hpctrain.parallel.pipeline.costs import balance, costs
@@ -161,7 +161,7 @@ def test_a_layer_that_fails_is_named() -> None:
 
 
 def test_unknown_or_impossible_measures_are_refused() -> None:
-    row = layers(MLP((4,), 2, hidden=(3,)))
+    row = layers(MultiLayerPerceptron((4,), 2, hidden=(3,)))
     with pytest.raises(UsageError, match="^setting parallel.partition = 'fair': must be one of compute, time, param"):
         costs(row, "fair")
     with pytest.raises(UsageError, match="^parallel.partition = 'time' measures layers on an example microbatch, and"):

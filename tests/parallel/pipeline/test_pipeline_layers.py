@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpctrain.errors import UsageError
 from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.pipeline.layers import find_layers
 
@@ -50,7 +50,7 @@ class Row(nn.Module):
             torch.randint(31, (3, 8)),
             ["embedding", "blocks.0", "blocks.1", "norm", "head"],
         ),
-        (lambda: MLP((4, 5), 3, hidden=(6,)), torch.randn(2, 4, 5), ["0", "1", "2", "3"]),
+        (lambda: MultiLayerPerceptron((4, 5), 3, hidden=(6,)), torch.randn(2, 4, 5), ["0", "1", "2", "3"]),
         (
             lambda: ConvNet((8, 8), 3, channels=(4,)),
             torch.randn(2, 8, 8),

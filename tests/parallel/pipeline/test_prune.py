@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpctrain.errors import UsageError
 from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.meta_init import check_drawable, materialise
 from hpctrain.parallel.pipeline.layers import find_layers
@@ -35,7 +35,7 @@ class TiedRow(nn.Sequential):
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(GPTConfig(layers=2, tied=False, **SHAPE)),
     "tied gpt": lambda: GPT(GPTConfig(layers=2, tied=True, **SHAPE)),
-    "mlp": lambda: MLP((4, 5), 3, hidden=(6, 6)),
+    "mlp": lambda: MultiLayerPerceptron((4, 5), 3, hidden=(6, 6)),
     "convnet": lambda: ConvNet((2, 8, 8), 3, channels=(4, 4)),
     "sequential": lambda: nn.Sequential(
         nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.Dropout()), nn.Embedding(4, 4), nn.Conv1d(4, 4, 1)

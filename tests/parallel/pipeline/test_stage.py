@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpctrain.errors import UsageError
 from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.inputs import ONE_TENSOR, Slot, put_together
 from hpctrain.parallel.pipeline.channels import Parcel
@@ -115,7 +115,7 @@ TOKENS = [torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(numb
 CASES: dict[str, tuple[Make, Sequence[Tensor]]] = {
     "gpt": (words(), TOKENS),
     "dropping gpt": (words(dropout=0.2), TOKENS),
-    "mlp": (lambda: MLP((4, 5), 3, hidden=(6, 6)), inputs(7, 4, 5)),
+    "mlp": (lambda: MultiLayerPerceptron((4, 5), 3, hidden=(6, 6)), inputs(7, 4, 5)),
     "convnet": (lambda: ConvNet((8, 8), 3, channels=(4, 4)), inputs(3, 8, 8)),
     "residual": (lambda: nn.Sequential(nn.Linear(6, 6), *(Residual(6) for _ in range(4))), inputs(5, 6)),
     "skips": (skipping, inputs(5, 6)),

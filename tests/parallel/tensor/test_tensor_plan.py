@@ -23,7 +23,7 @@ from support.matrices import (
 from torch import Tensor, nn
 
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.models.mlp import MLP
+from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.parallel.meta_init import materialise
 from hpctrain.parallel.tensor.kinds import KINDS
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
@@ -116,7 +116,7 @@ def test_the_mlp_has_its_own_plan(comm: Any, hidden: tuple[int, ...]) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(1)
-        models.append(MLP((5,), 12, hidden))
+        models.append(MultiLayerPerceptron((5,), 12, hidden))
     found = split(models[0], comm)
     assert len(found.modules) == (len(hidden) + 1) // 2 * 2
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
