@@ -93,7 +93,7 @@ class DataParallel(Strategy):
         """Return the ranks with the same parameters: all ranks."""
         return self.comm
 
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
         if not self._buckets or not backward:
             return
@@ -106,7 +106,7 @@ class DataParallel(Strategy):
         self._finish()
 
     @contextmanager
-    def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
+    def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
         """Let gradients accumulate locally, and average them at the end. Collective."""
         if reduces and self._buckets:
             self._before_forward()

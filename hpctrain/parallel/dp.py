@@ -43,7 +43,7 @@ class ThreadedDataParallel(Strategy):
         """Do nothing: there are no other ranks."""
         yield
 
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Do nothing: there are no other ranks."""
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:

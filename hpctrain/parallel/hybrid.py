@@ -132,7 +132,7 @@ class ModelParallel(Strategy):
                 return super().forward_backward(inputs, targets, split, weight=weight)
             # PipeDream reduces the gradients of each microbatch by itself; those of the last one at
             # the end, as in other schedules.
-            with self.inner.many_passes(reduces=self._syncing), self._explained():
+            with self.inner.deferred_reduction(reduces=self._syncing), self._explained():
                 loss = self._pipeline.train(inputs, targets, split, weight)
                 if self._syncing:
                     self._pipeline.tied.reduce()
@@ -153,7 +153,7 @@ class ModelParallel(Strategy):
         with self._comparing(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().measure(inputs, targets, split)
-            with self.inner.many_passes(reduces=False):
+            with self.inner.deferred_reduction(reduces=False):
                 return self._pipeline.measure(inputs, targets, split)
 
     def skip_checks(self) -> None:
@@ -166,14 +166,14 @@ class ModelParallel(Strategy):
         super().set_sample_weight(weight)
         self.inner.set_sample_weight(weight)
 
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
         if self._pipeline is None:
             if backward and self._first_step is not None:
-                self._first_step.stand_in()
-            self.inner.contribute_nothing(backward=backward)
+                self._first_step.join_pass()
+            self.inner.join_empty(backward=backward)
             return
-        with self.inner.many_passes(reduces=backward):
+        with self.inner.deferred_reduction(reduces=backward):
             if backward:
                 self._pipeline.tied.reduce()
 
@@ -228,7 +228,7 @@ class ModelParallel(Strategy):
 
     def _update(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Update only this stage's parameters (pipedream)."""
-        with self.inner.many_passes():
+        with self.inner.deferred_reduction():
             pass
         held = self.inner.reduced_gradients()
         self._scale(norm_of(self._squares(held), [gradient for _, gradient in held]), max_norm)
@@ -284,9 +284,9 @@ class ModelParallel(Strategy):
         if self._syncing:
             self.inner.announce_update()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Complete background work. Collective."""
-        self.inner.settle()
+        self.inner.drain()
 
     def drop_gradients(self) -> None:
         """Discard all gradients, reduced or not."""
@@ -319,9 +319,9 @@ class ModelParallel(Strategy):
         return self._pipeline is None and self.inner.reduces_early
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[None]:
+    def unshard(self, *, write: bool = False) -> Iterator[None]:
         """Unshard the parameters that the data axis splits; stages and matrix slices stay unchanged. Collective."""
-        with self.inner.summon(write=write):
+        with self.inner.unshard(write=write):
             yield
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -42,9 +42,9 @@ class Strategy(ABC):
     pipelined = False  # whether batches go through a pipeline, which forward_backward executes
     _syncing = True  # whether backward passes are reduced
     adopts_frozen = False  # whether an initially frozen parameter may be trained later
-    loose = False  # whether ranks step asynchronously between evaluations and checkpoints
-    works = True  # whether this rank computes
-    met = 0  # number of synchronisations that this rank has joined
+    asynchronous = False  # whether ranks step asynchronously between evaluations and checkpoints
+    computes = True  # whether this rank computes
+    sync_count = 0  # number of synchronisations that this rank has joined
     updates_itself = False  # whether the optimizer update in progress was started by the strategy
     held: Mapping[int, nn.Parameter] | None = None  # parameters trained at attachment, by id; None: unknown
     _sample_weight = 1.0  # local samples x data ranks / global samples
@@ -95,7 +95,7 @@ class Strategy(ABC):
         """Disable the checks of the first step."""
 
     @contextmanager
-    def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
+    def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
         """Keep parameters unsharded and gradients local for any forward and backward passes of parts of the model.
 
         At the end of the ``with`` block all gradients are averaged at once, if it ``reduces`` them.
@@ -115,7 +115,7 @@ class Strategy(ABC):
             self._syncing = before
 
     @abstractmethod
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
 
     @abstractmethod
@@ -190,7 +190,7 @@ class Strategy(ABC):
         return False
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[None]:
+    def unshard(self, *, write: bool = False) -> Iterator[None]:
         """Unshard the parameters of the model for the ``with`` block. Collective.
 
         Changes are discarded unless ``write`` is true; in that case the values of rank 0 are kept.
@@ -227,22 +227,22 @@ class Strategy(ABC):
         """Announce that the next backward pass is the last before an update."""
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def consensus_view(self) -> Iterator[None]:
         """Load the consensus state of all ranks into the model for the ``with`` block, for evaluations and checkpoints.
 
         Collective.
         """
         yield
 
-    def figures(self) -> Figures:
+    def metrics(self) -> Figures:
         """Return metrics over all ranks, for plots. Collective."""
         return {}
 
-    def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the rank-local tensors beyond ``split``, for saving and for loading in place."""
         return {}
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Complete background work, so that parameters and states may be read. Collective."""
 
     def conclude(self) -> None:

@@ -28,29 +28,29 @@ class Allocator:
         self._libc = libc
         self._handle: Any = None
         self._updates = 0
-        self._settled = libc is None
+        self._raised = libc is None
 
     def start(self) -> None:
         """Use mmap for large allocations until the optimizer has made its first updates."""
-        if self._settled or self._handle is not None:
+        if self._raised or self._handle is not None:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._set(LOW)
         self._handle = register_optimizer_step_post_hook(self._count)
 
-    def settle(self) -> None:
+    def raise_threshold(self) -> None:
         """Allocate from the shared heap from now on; return its free memory to the system."""
-        if self._settled:
+        if self._raised:
             return
-        self._settled = True
+        self._raised = True
         self._set(HIGH)
         self._libc.malloc_trim(0)
 
     def _count(self, *_: Any) -> None:
         self._updates += 1  # torch is iterating over its hooks, so this hook cannot be removed here
         if self._updates == UPDATES:
-            self.settle()
+            self.raise_threshold()
 
     def _set(self, threshold: int) -> None:
         self._libc.mallopt(_M_MMAP_THRESHOLD, threshold)

@@ -45,7 +45,7 @@ class _Seen:
 class StragglerDetector:
     """Periodic check of the ranks of a node; the lowest rank that is not a straggler itself logs the warning.
 
-    ``step_of`` returns a rank's step. ``met`` returns the number of synchronizations of this rank.
+    ``step_of`` returns a rank's step. ``sync_count`` returns the number of synchronizations of this rank.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class StragglerDetector:
         rank: int,
         node: Sequence[int],
         step_of: Callable[[int], int],
-        met: Callable[[], int],
+        sync_count: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._others = rank, [other for other in node if other != rank]
-        self._step_of, self._met, self._clock = step_of, met, clock
+        self._step_of, self._sync_count, self._clock = step_of, sync_count, clock
         self._limit = PART * timeout_seconds()
         self._pause = min(PAUSE, self._limit / 4)
-        self._meetings, self._next = met(), 0.0
+        self._meetings, self._next = sync_count(), 0.0
         self._seen: dict[int, _Seen] = {}
         self._said: dict[int, float] = {}  # stragglers, and when each was first seen at its step
 
@@ -70,8 +70,8 @@ class StragglerDetector:
         if now < self._next:
             return
         self._next = now + self._pause
-        if self._met() != self._meetings:
-            self._meetings = self._met()
+        if self._sync_count() != self._meetings:
+            self._meetings = self._sync_count()
             self._seen.clear()
         still = [rank for rank in self._others if self._stands_still(rank, step, now)]
         if all(rank in still for rank in self._others if rank < self._rank):
@@ -125,8 +125,8 @@ def exchange_for(comm: Communicator, strategy: Strategy) -> AsyncExchange | Step
     The synchronous exchange uses a separate communicator: a rank that leaves the loop in the middle
     of a step must not match a gradient reduction of the other ranks.
     """
-    if strategy.loose:
-        return AsyncExchange(comm, works=strategy.works, met=lambda: strategy.met)
+    if strategy.asynchronous:
+        return AsyncExchange(comm, computes=strategy.computes, sync_count=lambda: strategy.sync_count)
     return StepExchange(comm.twin())
 
 
@@ -139,8 +139,8 @@ def meet(comm: Communicator, strategies: Iterable[Strategy], place: str) -> None
     """
     try:
         for strategy in strategies:
-            if strategy.loose:
-                strategy.settle()
+            if strategy.asynchronous:
+                strategy.drain()
     except DeadlineError as error:
         raise DeadlineError(f"{place}: {error}") from error
     places = comm.all_gather_object(place)
@@ -159,7 +159,7 @@ def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) 
     if comm.size == 1:
         return
     with waiting(call):
-        if any(strategy.loose for strategy in strategies):
+        if any(strategy.asynchronous for strategy in strategies):
             meet(comm, strategies, call)
         else:
             StepExchange(comm.twin())({}, Wishes(), 0, Standing(updated=False, call=call))
@@ -168,19 +168,19 @@ def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) 
 class AsyncExchange:
     """Average of the latest values logged on this node, and agreement on the step after which all stop or save.
 
-    ``met`` returns the number of synchronizations of this rank.
+    ``sync_count`` returns the number of synchronizations of this rank.
     """
 
-    def __init__(self, comm: Communicator, *, works: bool = True, met: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, comm: Communicator, *, computes: bool = True, sync_count: Callable[[], int] = lambda: 0) -> None:
         self._comm = comm
-        self._works = works  # values logged by a rank that computes nothing are ignored
+        self._computes = computes  # values logged by a rank that computes nothing are ignored
         self._board = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
         self._decided = 0  # number of pauses that this rank has seen
         self._until, self._flags = 0, 0  # of the decision that has not been carried out
         self._told: set[int] = set()
         self._written = [0] * comm.size  # on rank 0: the last decision written to each rank
         near = [rank for rank in range(comm.size) if self._board.view(rank) is not None]
-        self._stalls = StragglerDetector(comm.rank, near, lambda rank: self._board.fetch_add(rank, _CLOCK), met)
+        self._stalls = StragglerDetector(comm.rank, near, lambda rank: self._board.fetch_add(rank, _CLOCK), sync_count)
 
     def start(self, step: int) -> None:
         """Publish the first step that this rank is about to make. Collective."""
@@ -198,7 +198,7 @@ class AsyncExchange:
             self._conduct(step)
         self._set_clock(step + 1)
         self._look()
-        if self._works:  # a rank that computes nothing is ahead of all others and waits
+        if self._computes:  # a rank that computes nothing is ahead of all others and waits
             self._stalls.look(step + 1)
         due = bool(self._flags) and step >= self._until
         asked = [due and bool(self._flags & flag) for flag in (_STOP, _SAVE, _FINAL)]
@@ -216,7 +216,7 @@ class AsyncExchange:
     def _averages(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Return the means over the ranks of this node that have logged the same names."""
         names = sorted(logged)
-        row = torch.tensor([_mark(names) * self._works, *(logged[name] for name in names)], dtype=torch.float64)
+        row = torch.tensor([_mark(names) * self._computes, *(logged[name] for name in names)], dtype=torch.float64)
         self._board.put(self._comm.rank, row)
         views = [self._board.view(rank) for rank in range(self._comm.size)]
         rows = [one[: row.numel()].clone() for one in views if one is not None]

@@ -120,7 +120,9 @@ class _Sums:
                 count = count + (here if counts else 0.0)
                 if number == 0 or last:
                     everywhere, ranks = count.clone(), 1
-                    if not self._strategies[0].loose:  # asynchronous: an update has the gradient of one rank's targets
+                    if not self._strategies[
+                        0
+                    ].asynchronous:  # asynchronous: an update has the gradient of one rank's targets
                         ranks = data.size
                         data.all_reduce(everywhere)
                     exact = float(everywhere) / ranks
@@ -294,9 +296,7 @@ class _Pipelined:
         return torch.tensor(total / count if count else float("nan"))
 
 
-def _check_cut(
-    before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]], samples: int
-) -> None:
+def _check_cut(before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]], samples: int) -> None:
     """Raise ``UsageError`` if ``compute`` calls the model with other shapes for a microbatch than the pipeline did."""
     for name, shape in now.items():
         cut = (samples, *before[name][1:]) if before.get(name) else before.get(name, shape)
@@ -375,7 +375,7 @@ def _device(loss: Any) -> torch.device:
 
 def _averaged(strategy: Strategy, loss: Tensor) -> Tensor:
     """Return the mean over the data ranks."""
-    if strategy.loose or strategy.data.size == 1:
+    if strategy.asynchronous or strategy.data.size == 1:
         return loss
     found = loss.detach().to("cpu", torch.float64)
     strategy.data.all_reduce(found, "average")

@@ -105,7 +105,7 @@ class Saves:
     @as_parts
     def now(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
         """Write the checkpoint of the current step and return when it is complete. Raises ``CheckpointError``."""
-        self.settle()
+        self.drain()
         while True:
             try:
                 path = self._begin(config, provenance)
@@ -117,7 +117,7 @@ class Saves:
     @as_parts
     def due(self, config: str | None, provenance: Mapping[str, Any]) -> None:
         """Write a periodic checkpoint; in the background, return as soon as the state is copied."""
-        self.settle()
+        self.drain()
         self._again = False
         while True:
             try:
@@ -140,7 +140,7 @@ class Saves:
         if self._again:
             self.due(*self._told)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for a pending checkpoint."""
         if self._pending is not None:
             self._try(self._wait)
@@ -151,7 +151,7 @@ class Saves:
 
         ``moved`` means that the data position has changed although the step has not.
         """
-        self.settle()
+        self.drain()
         if self._state.step > self.committed or moved:
             self.now(config, provenance)
 

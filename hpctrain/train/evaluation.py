@@ -54,7 +54,7 @@ class Evaluation:
                 "evaluate(loader, compute)",
                 everywhere=True,
             )
-        ALLOCATOR.settle()  # memory of passes is short-lived; a program that only evaluates makes no update
+        ALLOCATOR.raise_threshold()  # memory of passes is short-lived; a program that only evaluates makes no update
         totals: dict[str, list[float]] = {}
         uneven: list[str] = []
         with self._outer.untouched() if self._outer.inside else nullcontext(), _measuring(strategies):
@@ -111,8 +111,8 @@ def _measuring(strategies: list[Strategy]) -> Iterator[None]:
     with ExitStack() as stack:
         for strategy in strategies:
             modes |= {module: module.training for module in strategy.model.modules()}
-            stack.enter_context(strategy.meeting())
-            if not strategy.loose and strategy.data.size > 1:
+            stack.enter_context(strategy.consensus_view())
+            if not strategy.asynchronous and strategy.data.size > 1:
                 broadcast_buffers(strategy.model, strategy.data)
             strategy.model.eval()
         stack.enter_context(torch.no_grad())

@@ -92,7 +92,7 @@ class FirstStepChecks:
         self._weighted = 0
         self.compiled = False  # whether a model was passed as returned by torch.compile
         # Asynchronous ranks must not wait for each other, and each has its own parameters.
-        self._compares = not any(strategy.loose for strategy in strategies.values())
+        self._compares = not any(strategy.asynchronous for strategy in strategies.values())
 
     # Before the loop --------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class Around:
     """Callbacks with which the loop reports its progress and asks whether to save or stop."""
 
     record: Callable[[dict[str, Any]], None]  # write a row of metrics
-    figures: Callable[[], Mapping[str, Any]]  # metrics of the strategies for a row; collective
+    metrics: Callable[[], Mapping[str, Any]]  # metrics of the strategies for a row; collective
     save: Callable[[], object]  # write a checkpoint now
     save_due: Callable[[], object]  # write a periodic checkpoint that is due
     advance: Callable[[], object]  # advance a checkpoint that is being written

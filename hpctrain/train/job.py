@@ -246,7 +246,7 @@ class Job:
         Changes made in the block are discarded unless ``write`` is set. With ``write``, those of
         rank 0 are kept.
         """
-        return self.strategy(model).summon(write=write)
+        return self.strategy(model).unshard(write=write)
 
     @as_parts
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class Job:
         """
         strategy = self.strategy(model)
         check_call(self.comm, self.strategies.values(), "job.state_dict")
-        with strategy.meeting(), strategy.summon():
+        with strategy.consensus_view(), strategy.unshard():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in strategy.model.state_dict().items()}
 
     @as_parts

@@ -67,7 +67,7 @@ class Loop:
         self._fetched_ahead = False  # whether run.last has fetched the next batch
         self._exhausted = self._ended_ahead = False  # whether the pass has ended
         self._left_epochs = False
-        self._loose = any(strategy.loose for strategy in strategies.values())
+        self._asynchronous = any(strategy.asynchronous for strategy in strategies.values())
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -199,13 +199,13 @@ class Loop:
         return True
 
     def _one_pass(self) -> Iterator[tuple[int, Any]]:
-        if self._loose and self.feed.splits:  # a splitting loader synchronizes the generators of all ranks
+        if self._asynchronous and self.feed.splits:  # a splitting loader synchronizes the generators of all ranks
             self._around.meet(f"the start of pass {self.feed.epoch} over the loader")
         self.feed.begin_pass()
         self._exhausted = False
         began, steps = self.feed.batches, self.state.step
         self._ahead = self._fetch()
-        if self._ahead is None and not began and not self._loose:
+        if self._ahead is None and not began and not self._asynchronous:
             raise UsageError("the loader has no batches; give one that is not empty", everywhere=True)
         while self._ahead is not None:
             item, self._ahead = self._ahead, None
@@ -265,7 +265,7 @@ class Loop:
             return
         self.streams.leave_step()
         self._now = None
-        if not self._loose:
+        if not self._asynchronous:
             await_others(self.comm.twin(), self.state.step + 1)
 
     def _end(self, *, left: bool) -> None:
@@ -347,7 +347,7 @@ class Loop:
         if wanted or due or last:
             end = "the end of the run, after" if last else "the checkpoint of"
             self._around.meet(f"{end} step {self.state.step}")
-            figures = self._around.figures()
+            figures = self._around.metrics()
             row = None if row is None else {**row, **{name: figures[name] for name in figures if name not in row}}
         if row is not None:
             self._record(row)
@@ -387,7 +387,7 @@ class Loop:
     def _take_tail(self) -> None:
         """Add the values logged after the loop to the row of the last step. Collective."""
         averages: Mapping[str, float] = self.log.averaged
-        if not self._loose:
+        if not self._asynchronous:
             standing = Standing(updated=False, left=self._left_epochs, saves=self._wanted)
             averages, _ = self.exchange(averages, Wishes(), self.state.step, standing)
         if self._held is not None:
@@ -396,7 +396,7 @@ class Loop:
 
     def _end_tail(self) -> None:
         """Run the exchange after the loop of an epoch: the ranks agree on whether the run continues."""
-        if self._loose:
+        if self._asynchronous:
             self._held = None if self._held is None else {**self._held, **self.log.averaged, **self.log.same}
             self.log.clear()
             self._flush()
@@ -425,7 +425,7 @@ class Loop:
 
     def _settle_stop(self) -> None:
         """Share with all ranks the reason why the run ends for good."""
-        if self._loose:
+        if self._asynchronous:
             self._around.meet(f"the end by run.stop after step {self.state.step + 1}")
         reasons = self.comm.all_gather_object(self._asked)
         self.state.stopped = next(reason for reason in reasons if reason is not None)

@@ -57,7 +57,7 @@ def evaluate(
             mean = strategy.measure(part.inputs, part.targets, objective)
             sums += torch.tensor([float(mean) * part.samples, part.samples], dtype=torch.float64)
         else:
-            strategy.contribute_nothing(backward=False)
+            strategy.join_empty(backward=False)
     model.train(training)
     data.all_reduce(sums)
     return float(sums[0] / sums[1])
@@ -93,7 +93,7 @@ class Stepper:
                         piece.inputs, piece.targets, self.objective, weight=piece.weight
                     )
             elif syncs:
-                self.strategy.contribute_nothing()
+                self.strategy.join_empty()
         return total
 
 
@@ -161,11 +161,11 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 if not settings.data.has_tokens:
                     run.log(same={SAMPLES: number * settings.train.batch})
                 if is_due(number, settings):
-                    run.log(same={"validation_loss": validate(settings, step, corpus), **strategy.figures()})
+                    run.log(same={"validation_loss": validate(settings, step, corpus), **strategy.metrics()})
 
         # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
         multiple = shape.tensor if settings.parallel.sequence else 1
-        with strategy.meeting():
+        with strategy.consensus_view():
             text = sample_text(model, settings.train.prompt, job.device, multiple)
         if job.rank == 0:
             done_before = resumed_at >= settings.train.steps
@@ -260,7 +260,7 @@ def is_due(number: int, settings: Settings) -> bool:
 
 def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
     """Return the loss on the validation split, computed in float32."""
-    with step.strategy.meeting():
+    with step.strategy.consensus_view():
         return evaluate(
             step.strategy,
             replace(step.objective, dtype=None),

@@ -87,7 +87,7 @@ class Run:
         self._updates = OptimizerHooks(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
         check_owned(self.optimizers, self.models)
         strategy = next(iter(self.strategies.values()))
-        self.loose = any(each.loose for each in self.strategies.values())
+        self.asynchronous = any(each.asynchronous for each in self.strategies.values())
         self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
         self.feed = feed_for(loader, self.streams, job.comm, strategy.data, options.split)
         self._feed_part = FeedPart(self.feed)
@@ -98,7 +98,7 @@ class Run:
             self.models, self.optimizers, parts, job.comm, self.folder / "checkpoints", options.kept, self.strategies
         )
         self.state.capture = lambda: self.feed.generators
-        if self.loose and options.background:
+        if self.asynchronous and options.background:
             raise UsageError("checkpoint.background: not possible with asynchronous workers", everywhere=True)
         self.stop_request = install()
         self._stops = StopSaveFlags(
@@ -128,7 +128,7 @@ class Run:
         strategy = next(iter(self.strategies.values()))
         around = Around(
             record=self._record,
-            figures=self._figures,
+            metrics=self._figures,
             save=self._save,
             save_due=self._save_due,
             advance=self._saves.advance,
@@ -354,7 +354,7 @@ class Run:
 
     def _meet(self, place: str) -> None:
         """Wait at a named place until all asynchronous ranks have reached it. Collective."""
-        if self.loose:
+        if self.asynchronous:
             meet(self.job.comm, self.strategies.values(), place)
 
     def _check_call(self, call: str) -> None:
@@ -365,7 +365,7 @@ class Run:
         """Return the strategies' metrics since the last call, such as the staleness of updates. Collective."""
         found: dict[str, Any] = {}
         for key, strategy in self.strategies.items():
-            figures = dict(strategy.figures())
+            figures = dict(strategy.metrics())
             if figures.get("staleness_histogram") == []:  # no update since the last call
                 figures = {name: value for name, value in figures.items() if not name.startswith("staleness")}
             if figures.get("communication") == 0.0:  # no step since the last call
@@ -392,7 +392,7 @@ class Run:
         """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
         for health in self._updates.healths.values():
             health.wants_rollback = False
-        self._saves.settle()
+        self._saves.drain()
         found = self.state.find(strict=self.options.strict)
         if found is None:
             raise NonFiniteError("there is no checkpoint to roll back to yet", everywhere=True)
@@ -412,7 +412,7 @@ class Run:
             if error is None:
                 self._loop.close()
                 for strategy in self.strategies.values():
-                    strategy.settle()
+                    strategy.drain()
                 moved = self._loop.in_epochs and self._feed_part.has_moved
                 self._find_late_schedulers()
                 self._saves.finish(self.config, self.provenance, moved=moved)

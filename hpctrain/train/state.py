@@ -138,7 +138,7 @@ class TrainState:
             train |= {files.KEEP_BEST: self.keeper.keep.best, files.BEST: self.keeper.keep.which}
         with ExitStack() as meetings:
             for strategy in self.strategies.values():
-                meetings.enter_context(strategy.meeting())
+                meetings.enter_context(strategy.consensus_view())
             saver.save(
                 path,
                 model=self.models,
@@ -255,9 +255,9 @@ class TrainState:
         """Return the rank-local state of this rank; if there are several models, names begin with the model's key."""
         found: dict[str, torch.Tensor] = {}
         for key, strategy in self.strategies.items():
-            if type(strategy).own_state is Strategy.own_state:
+            if type(strategy).rank_local_state is Strategy.rank_local_state:
                 continue
-            own = strategy.own_state(self._optimizer_of(key))
+            own = strategy.rank_local_state(self._optimizer_of(key))
             found |= {f"{key}/{name}" if key else name: tensor for name, tensor in own.items()}
         return found
 

@@ -27,7 +27,7 @@ ROLLBACKS = 3
 
 def check_policy(strategy: Strategy, policy: Policy) -> None:
     """Raise ``SettingsError`` for a policy that needs all ranks together if the ranks are asynchronous."""
-    if strategy.loose and policy == "rollback":
+    if strategy.asynchronous and policy == "rollback":
         raise SettingsError(
             'setting train.on_nonfinite = "rollback": asynchronous workers cannot roll back together; allowed are '
             "abort, skip",
@@ -47,7 +47,7 @@ class Health:
         self.model = model
         self.strategy = strategy
         # Asynchronous ranks decide alone.
-        self.comm = Communicator(SingleTransport()) if strategy.loose else comm
+        self.comm = Communicator(SingleTransport()) if strategy.asynchronous else comm
         self.policy = policy
         self.norm: Tensor | None = None
         self.skipped = 0  # consecutive
@@ -59,7 +59,7 @@ class Health:
     @property
     def _together(self) -> bool:
         """Return whether all ranks make the same decision."""
-        return not self.strategy.loose
+        return not self.strategy.asynchronous
 
     def begin_step(self) -> None:
         """Clear the last norm; save buffers that a forward pass with NaN would corrupt beyond its own step."""

@@ -147,7 +147,7 @@ def test_contrastive_loss_trains_as_in_one_process(comm: Any, counts: Any, data:
             optimizer.zero_grad()
         mean = comm.all_reduce(loss.detach().reshape(1) * weight, "average")
         torch.testing.assert_close(mean.item(), wanted.item(), rtol=1e-6, atol=0)
-    with strategy.summon():
+    with strategy.unshard():
         found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, tensor in single.state_dict().items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8)

@@ -39,7 +39,7 @@ def test_a_model_that_would_have_to_be_replaced_is_refused(comm: Any) -> None:
 def test_a_dropped_model_is_freed(comm: Any, settings: str) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     strategy = attach(model, comm, ParallelSettings(data=settings))
-    if not strategy.loose:
+    if not strategy.asynchronous:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()

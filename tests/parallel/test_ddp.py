@@ -121,7 +121,7 @@ def test_uneven_batches_with_ranks_without_samples_are_supported(comm: Any) -> N
             batch = inputs[start : start + count], targets[start : start + count]
             backward(model, batch, count * comm.size / total)
         else:
-            strategy.contribute_nothing()
+            strategy.join_empty()
         backward(alone, (inputs, targets))
         assert_same(gradients(model), gradients(alone))
         for optimizer in optimizers:
@@ -137,7 +137,7 @@ def test_a_rank_may_end_an_accumulation_without_a_sample(comm: Any) -> None:
     with strategy.no_sync():
         backward(model, part(comm, comm.rank), 0.5)
     if comm.rank:
-        strategy.contribute_nothing()
+        strategy.join_empty()
     else:
         backward(model, part(comm, 0, step=1), 0.5)
     backward(alone, vectors(), 0.5)
@@ -172,7 +172,7 @@ def test_batch_norm_statistics_are_those_of_rank_0(comm: Any, broadcast: bool) -
         model.zero_grad()
         backward(first, part(comm, 0, step))
     if comm.rank == comm.size - 1:
-        strategy.contribute_nothing()
+        strategy.join_empty()
     else:
         backward(model, part(comm, comm.rank, 3))
     # The last rank has no sample in the last step, so its statistics are those broadcast before that step.
@@ -212,7 +212,7 @@ def test_a_detached_model_is_a_plain_one(comm: Any) -> None:
     with comm.recording() as recorder:
         for each in (model, alone):
             backward(each, part(comm, comm.rank))
-        strategy.contribute_nothing()
+        strategy.join_empty()
     assert not recorder.calls
     assert_same(gradients(model), gradients(alone), rtol=0, atol=0)
 
@@ -224,7 +224,7 @@ def test_one_rank_gets_no_hooks(comm: Any) -> None:
     with strategy.no_sync():
         backward(model, vectors())
     backward(model, vectors(1))
-    strategy.contribute_nothing()
+    strategy.join_empty()
     for step in range(2):
         backward(alone, vectors(step))
     assert_same(gradients(model), gradients(alone), rtol=0, atol=0)

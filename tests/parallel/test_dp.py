@@ -134,7 +134,7 @@ def test_recomputing_is_supported(calls: list[Call]) -> None:
 def test_other_methods_behave_as_on_one_rank(calls: list[Call]) -> None:
     model, plain = make_mlp(), make_mlp()
     strategy = ThreadedDataParallel(model, ALONE)
-    strategy.contribute_nothing()
+    strategy.join_empty()
     with strategy.no_sync():
         for each in (model, plain):
             each(vectors()[0]).square().sum().backward()

@@ -131,7 +131,7 @@ def test_ranks_without_samples_take_part(own: Any) -> None:
         if trained.strategy.data.rank == 0:
             trained.strategy.forward_backward(inputs, targets, Objective(cross_entropy), weight=2.0)
         else:
-            trained.strategy.contribute_nothing()
+            trained.strategy.join_empty()
         model = small_gpt()
         cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

@@ -137,7 +137,7 @@ def compare(
     with attached(comm, name, make) as (model, strategy, own):
         found = train(model, steps, strategy=strategy, data=strategy.data, ranks=comm.size, local=local, **options)
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=0)
-        with strategy.summon():
+        with strategy.unshard():
             state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
         assert_same(state, single.state_dict(), rtol=1e-6, atol=1e-9)
         assert_same_on_all_ranks(own, state)

@@ -243,4 +243,4 @@ def test_data_parallelism_averages_its_parameters_like_all_others(comm: Any) -> 
 def test_a_rank_without_a_sample_is_refused(comm: Any) -> None:
     strategy = DataParallel(convert(nn.Sequential(nn.BatchNorm1d(FEATURES)), comm), comm)
     with pytest.raises(UsageError, match=f"^rank {comm.rank} has no sample in this step, but synchronised batch norm"):
-        strategy.contribute_nothing()
+        strategy.join_empty()

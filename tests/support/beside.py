@@ -119,7 +119,7 @@ class Bench:
                 assert torch.equal(ours.grad.flatten(), theirs.grad.flatten())
 
     def check_weights(self) -> None:
-        with self.strategy.summon():
+        with self.strategy.unshard():
             self.compute()
             for name, tensor in self.plain.state_dict().items():
                 assert torch.equal(self.model.state_dict()[name], tensor), name

@@ -194,7 +194,7 @@ class Case:
 
     def whole(self) -> Stored:
         """Return the whole parameters and buffers, as a forward pass would see them. Collective."""
-        with self.strategy.summon():
+        with self.strategy.unshard():
             found = {f"model/{name}": tensor.clone().view(-1) for name, tensor in self.model.state_dict().items()}
         self.comm.barrier()  # the next write may go to memory that other ranks read here
         return found

@@ -144,7 +144,7 @@ def outcome(
     strategy: Strategy, optimizer: torch.optim.Optimizer, losses: list[float], norms: list[float]
 ) -> Outcome:
     """Return the results of a training."""
-    strategy.settle()
+    strategy.drain()
     weights = {name: parameter.detach().clone() for name, parameter in strategy.model.named_parameters()}
     states = {
         f"{name}/{key}": value.clone()

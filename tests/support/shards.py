@@ -98,7 +98,7 @@ def whole_gradients(comm: Any, model: nn.Module, strategy: ShardedDataParallel) 
 
 def whole_weights(model: nn.Module, strategy: ShardedDataParallel) -> dict[str, Tensor]:
     """Return the whole state of a model."""
-    with strategy.summon():
+    with strategy.unshard():
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

@@ -42,16 +42,16 @@ def train(comm: Any, mode: str, device: torch.device, *, tables: bool = False, s
             optimizer.step()
         else:
             for rank in range(comm.size):
-                strategy.settle()
+                strategy.drain()
                 if rank == comm.rank:
                     optimizer.step()
-            strategy.settle()
+            strategy.drain()
         optimizer.zero_grad()
-    strategy.settle()
-    with strategy.meeting():
+    strategy.drain()
+    with strategy.consensus_view():
         found = values_of(model).cpu()
-        strategy.figures()
-        strategy.settle()
+        strategy.metrics()
+        strategy.drain()
     strategy.detach()
     return found
 

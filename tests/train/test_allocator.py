@@ -72,7 +72,7 @@ def test_settings_of_the_user_are_respected(environ: dict[str, str], left_alone:
 def test_without_a_library_the_allocator_does_nothing() -> None:
     allocator = Allocator(None)
     allocator.start()
-    allocator.settle()  # no call of a library
+    allocator.raise_threshold()  # no call of a library
 
 
 @GLIBC

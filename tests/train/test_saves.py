@@ -31,7 +31,7 @@ def test_a_run_with_background_saves_resumes_bit_for_bit(job: Any, shared_tmp_pa
 
     def stop(step: int, batch: torch.Tensor) -> None:
         if step == 7:
-            first.run._saves.settle()
+            first.run._saves.drain()
             raise Stop
 
     first = Training(job, halting, make_batches(STEPS), steps=STEPS, every=2, background=True)

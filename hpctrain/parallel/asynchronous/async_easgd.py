@@ -29,7 +29,7 @@ _TURN = WORDS  # the counter of rank 0 after those of its lock
 class AsyncElasticAveraging(Replica):
     """EASGD strategy in which a worker exchanges with the centre when it is ready, or when it has its turn."""
 
-    loose = True
+    asynchronous = True
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
         super().__init__(model, comm, settings)
@@ -102,13 +102,13 @@ class AsyncElasticAveraging(Replica):
         self._centre.barrier()  # no rank changes the centre before all have read it
         return whole
 
-    def figures(self) -> Figures:
+    def metrics(self) -> Figures:
         """Return the metrics of ``Replica``, and the number of others' exchanges between two own ones. Collective."""
-        return {**super().figures(), **self._stale.figures(self.comm)}
+        return {**super().metrics(), **self._stale.metrics(self.comm)}
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all ranks, and serve their accesses meanwhile. Collective."""
-        super().settle()
+        super().drain()
         self._centre.barrier()
 
     def move_centre(self, values: Tensor) -> None:

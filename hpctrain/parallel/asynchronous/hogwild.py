@@ -35,7 +35,7 @@ from hpctrain.shard import Split
 class Hogwild(Strategy):
     """Hogwild strategy of one worker, whose parameters are shared by all workers of its node."""
 
-    loose = True
+    asynchronous = True
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
         self.model, self.comm, self.settings = model, comm, settings
@@ -129,16 +129,16 @@ class Hogwild(Strategy):
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
         return clip_whole_gradients(self.model, max_norm)
 
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Do nothing: every worker makes its own passes."""
 
     # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def consensus_view(self) -> Iterator[None]:
         """Put the first node's copy into every model and copy, for the ``with`` block and after it. Collective."""
         self._exchanging.pause()
-        self.met += 1
+        self.sync_count += 1
         self._memory.barrier()
         self._seen -= int(self._far)
         first = torch.empty(self._copy.shape, dtype=self._copy.dtype)
@@ -155,24 +155,24 @@ class Hogwild(Strategy):
         self._memory.barrier()  # no rank continues while another still reads
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[None]:
+    def unshard(self, *, write: bool = False) -> Iterator[None]:
         """Let all ranks write the same values if ``write`` is set, because they share memory. Collective."""
         if not write:
             yield
             return
-        with self.meeting():
+        with self.consensus_view():
             yield
             broadcast_model(self.model, self.comm)
             self.refresh()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all ranks, and serve their accesses meanwhile. Collective."""
         self._exchanging.pause()
         self._memory.barrier()
 
     def conclude(self) -> None:
         """Leave the copy of the first node, and rank 0's buffers, in the model of every rank. Collective."""
-        with self.meeting():
+        with self.consensus_view():
             broadcast_buffers(self.model, self.comm)
 
     def refresh(self) -> None:
@@ -182,18 +182,18 @@ class Hogwild(Strategy):
             self._copy.copy_(self._flat.values)
         self._memory.barrier()
 
-    def figures(self) -> Figures:
+    def metrics(self) -> Figures:
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
         self._memory.barrier()  # ranks that still update may need this rank's progress
-        return {**self._stale.figures(self.comm), **self._exchanging.figures(self.comm)}
+        return {**self._stale.metrics(self.comm), **self._exchanging.metrics(self.comm)}
 
     @property
     def split(self) -> Split | None:
         """Return the split in which rank 0 writes what all workers hold alike, and their optimizer states."""
         return FirstRank(self.comm.rank)
 
-    def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this worker's buffers and optimizer states, to be saved and filled in place."""
         return own_states(self.model, optimizer)
 

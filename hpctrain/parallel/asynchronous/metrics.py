@@ -22,7 +22,7 @@ class Histogram:
         """Count an update."""
         self.counts[staleness] += 1
 
-    def figures(self, comm: Communicator) -> Figures:
+    def metrics(self, comm: Communicator) -> Figures:
         """Return mean, maximum and histogram of all workers' updates, and reset them. Collective."""
         total: Counter[int] = Counter()
         for one in comm.all_gather_object(dict(self.counts)):
@@ -89,10 +89,10 @@ class CommunicationTime:
     ) -> None:
         self._spent += _monotonic() - self._entered
 
-    def figures(self, comm: Communicator, *, works: bool = True) -> Figures:
+    def metrics(self, comm: Communicator, *, computes: bool = True) -> Figures:
         """Return the fraction, from 0 to 1, as the mean of all workers, and reset it. Collective."""
         self.pause()
-        own = self._spent / self._passed if works and self._passed else None
+        own = self._spent / self._passed if computes and self._passed else None
         self._spent = self._passed = 0.0
         shares = [share for share in comm.all_gather_object(own) if share is not None]
         return {"communication": min(sum(shares) / len(shares), 1.0) if shares else 0.0}

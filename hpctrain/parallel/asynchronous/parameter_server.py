@@ -42,13 +42,13 @@ class ParameterServer(Strategy):
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
         self.model, self.comm, self.settings = model, comm, settings
-        self.loose = settings.mode != "synchronous"
+        self.asynchronous = settings.mode != "synchronous"
         self.workers = comm.size - settings.ranks
-        self.works = comm.rank < self.workers
+        self.computes = comm.rank < self.workers
         check_bound(settings.max_staleness, self.workers)
         check_same_model(model, comm)
         broadcast_model(model, comm)
-        self._data = comm.split(int(not self.works)) if settings.ranks else comm
+        self._data = comm.split(int(not self.computes)) if settings.ranks else comm
         self._board = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
         self._bound = Bound(self._board, 0, self.workers, settings.max_staleness)
         self._stale, self._exchanging = Histogram(), CommunicationTime()
@@ -84,7 +84,7 @@ class ParameterServer(Strategy):
 
     def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
         """Accumulate gradients in the parameters, if this rank is a worker; return the loss."""
-        if not self.works:
+        if not self.computes:
             return torch.zeros((), device=CallArguments.of(inputs).device)
         return super().forward_backward(inputs, targets, objective, weight=weight)
 
@@ -117,7 +117,7 @@ class ParameterServer(Strategy):
             return self._store.read_rows(table, rows)
 
     def _gradient_came(self) -> None:
-        if self.loose:
+        if self.asynchronous:
             with self._exchanging:
                 self._board.progress()
         elif self._syncing and not self._averages:
@@ -149,11 +149,11 @@ class ParameterServer(Strategy):
 
     def _push(self) -> None:
         """Make the update of the served parameters, unless the gradients were dropped."""
-        if self._pushes and not self.loose:
+        if self._pushes and not self.asynchronous:
             self._bound.leave()
             self._store.update_own()
             self._board.barrier()
-        elif self._pushes and self.works:
+        elif self._pushes and self.computes:
             self._bound.admit()
             self._store.update(self._order, locked=self.settings.lock)
             self._stale.note(self._bound.count())
@@ -172,20 +172,20 @@ class ParameterServer(Strategy):
             return self._vector.norm()
         return clip_whole_gradients(self.model, max_norm)
 
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Take no part in a pass of the others; contribute zeros if gradients are averaged."""
-        if backward and not self.loose:
+        if backward and not self.asynchronous:
             self._begin()
             self._average()
 
     # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def consensus_view(self) -> Iterator[None]:
         """Put served parameters into the model, and their states into the optimizer, for the block. Collective."""
         assert self._hooks.optimizer is not None
         self._exchanging.pause()
-        self.met += 1
+        self.sync_count += 1
         self._writes.check()
         self._board.barrier()
         self._read(tables=True)
@@ -197,17 +197,17 @@ class ParameterServer(Strategy):
             self._hooks.optimizer.state.clear()
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[None]:
+    def unshard(self, *, write: bool = False) -> Iterator[None]:
         """Let all ranks write if ``write`` is set; rank 0's values are served from then on. Collective."""
         if not write or self._hooks.optimizer is None:
             yield
             return
-        with self.meeting(), self._writes.counting():
+        with self.consensus_view(), self._writes.counting():
             yield
             broadcast_model(self.model, self.comm)
             self.refresh()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for all ranks, and serve their accesses meanwhile. Collective."""
         self._exchanging.pause()
         self._board.barrier()
@@ -215,7 +215,7 @@ class ParameterServer(Strategy):
     def conclude(self) -> None:
         """Leave the served parameters, and rank 0's buffers, in the model of every rank. Collective."""
         if self._hooks.optimizer is not None:
-            with self.meeting():
+            with self.consensus_view():
                 broadcast_buffers(self.model, self.comm)
 
     def refresh(self) -> None:
@@ -230,11 +230,11 @@ class ParameterServer(Strategy):
         self._writes.note()
         self._board.barrier()
 
-    def figures(self) -> Figures:
+    def metrics(self) -> Figures:
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
         self._board.barrier()  # ranks that still update may need this rank's progress
-        return {**self._stale.figures(self.comm), **self._exchanging.figures(self.comm, works=self.works)}
+        return {**self._stale.metrics(self.comm), **self._exchanging.metrics(self.comm, computes=self.computes)}
 
     @property
     def split(self) -> Split | None:

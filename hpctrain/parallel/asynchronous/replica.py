@@ -192,19 +192,19 @@ class Replica(Strategy):
             raise UsageError("server.rho needs a single learning rate, and the optimizer has several", everywhere=True)
         return moving_rate(self.settings.rho, rates.pop(), self.comm.size)
 
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Do nothing: every worker makes its own passes."""
 
     # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def consensus_view(self) -> Iterator[None]:
         """Put the centre, and rank 0's buffers, into the model for the ``with`` block. Collective."""
         if self._aside is not None:
             yield  # the model already holds the centre
             return
         self._exchanging.pause()
-        self.met += 1
+        self.sync_count += 1
         values, centre = self._flat.values, self.centre()
         self._aside, buffers = values.clone(), {name: one.clone() for name, one in buffers_of(self.model).items()}
         values.copy_(centre)
@@ -218,12 +218,12 @@ class Replica(Strategy):
                 one.copy_(buffers[name])
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[None]:
+    def unshard(self, *, write: bool = False) -> Iterator[None]:
         """Let all ranks write if ``write`` is set; centre and workers continue from rank 0's values. Collective."""
         if not write:
             yield
             return
-        with self.meeting(), self._writes.counting():
+        with self.consensus_view(), self._writes.counting():
             yield
             broadcast_model(self.model, self.comm)
             self._end_exchange()
@@ -234,7 +234,7 @@ class Replica(Strategy):
         for name, one in buffers_of(self.model).items():  # the meeting has restored this worker's own buffers
             one.copy_(buffers[name])
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Exclude the time until the next step from the measured time."""
         self._exchanging.pause()
 
@@ -246,25 +246,25 @@ class Replica(Strategy):
         """
         if self._aside is not None:
             return  # the model already holds the centre
-        self.settle()
+        self.drain()
         self._end_exchange()
         self._began = False
         self._flat.values.copy_(self.centre())
         broadcast_buffers(self.model, self.comm)
 
-    def figures(self) -> Figures:
+    def metrics(self) -> Figures:
         """Return the mean distance from the centre, and the mean fraction of time for exchanges. Collective."""
         self._exchanging.pause()
         self._distance[0] = torch.dist(self._flat.host(), self.centre())
         self.comm.all_reduce(self._distance, "average")
-        return {"centre_distance": float(self._distance[0]), **self._exchanging.figures(self.comm)}
+        return {"centre_distance": float(self._distance[0]), **self._exchanging.metrics(self.comm)}
 
     @property
     def split(self) -> Split | None:
         """Return the split in which rank 0 writes what all workers hold alike, and their optimizer states."""
         return FirstRank(self.comm.rank)
 
-    def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the tensors in which this worker differs from the others, to be saved and filled in place."""
         values = self._flat.values if self._aside is None else self._aside
         return {"parameters": values, "steps": self._steps, **own_states(self.model, optimizer)}

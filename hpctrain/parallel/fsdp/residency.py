@@ -37,16 +37,16 @@ class Residency(Protocol):
     def end_backward(self) -> None:
         """End the backward pass."""
 
-    def settle(self, world: Communicator) -> None:
+    def drain(self, world: Communicator) -> None:
         """Make the ranks agree on the order of collectives that a pass has recorded."""
 
-    def stand_in(self, *, backward: bool) -> None:
+    def join_pass(self, *, backward: bool) -> None:
         """Take part in the collectives of a pass without computing."""
 
-    def summon(self) -> None:
+    def unshard(self) -> None:
         """Unshard all parameters."""
 
-    def dismiss(self) -> None:
+    def reshard(self) -> None:
         """Reshard all parameters."""
 
 
@@ -108,19 +108,19 @@ class KeepUnsharded:
         """Register the shards again."""
         self._show(whole=False)
 
-    def settle(self, world: Communicator) -> None:
+    def drain(self, world: Communicator) -> None:
         """Do nothing: no order has to be agreed on."""
 
-    def summon(self) -> None:
+    def unshard(self) -> None:
         """Bring all unsharded parameters up to date, and register them in the modules. Collective."""
         self._gather()
         self._show(whole=True)
 
-    def dismiss(self) -> None:
+    def reshard(self) -> None:
         """Register the shards again."""
         self._show(whole=False)
 
-    def stand_in(self, *, backward: bool) -> None:
+    def join_pass(self, *, backward: bool) -> None:
         """Take part in the collectives of a pass without computing."""
         self._gather()
 

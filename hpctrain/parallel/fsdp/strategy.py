@@ -95,7 +95,7 @@ class ShardedDataParallel(Strategy):
         self._reduction.sample_weight = self._sample_weight
 
     @as_parts
-    def contribute_nothing(self, *, backward: bool = True) -> None:
+    def join_empty(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the other ranks without a sample.
 
         Raises ``UsageError`` if the collectives of the pass are unknown: before the first step of
@@ -110,12 +110,12 @@ class ShardedDataParallel(Strategy):
         if backward:
             self._check_local()
             self._broadcast_buffers()
-        self._form.stand_in(backward=backward)
+        self._form.join_pass(backward=backward)
         if backward:
             self._finish()
 
     @contextmanager
-    def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
+    def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
         """Unshard all parameters for the ``with`` block, as in ZeRO 2; gradients stay unsharded until its end."""
         if reduces:
             self._check_local()
@@ -165,7 +165,7 @@ class ShardedDataParallel(Strategy):
     @property
     def split(self) -> FlatSplit:
         """Return the boxes of the parameters that this rank holds; complete an overlapped update first."""
-        self.settle()
+        self.drain()
         return self._split
 
     def whole_shape(self, name: str) -> tuple[int, ...] | None:
@@ -179,7 +179,7 @@ class ShardedDataParallel(Strategy):
         return self.settings.reduces_early
 
     @contextmanager
-    def summon(self, *, write: bool = False) -> Iterator[None]:
+    def unshard(self, *, write: bool = False) -> Iterator[None]:
         """Unshard the parameters of the model for the ``with`` block, for inspection. Collective.
 
         They take the memory of the whole model. Change them only with ``write``: then the values
@@ -191,7 +191,7 @@ class ShardedDataParallel(Strategy):
                 "write into a checkpoint and load that",
                 everywhere=True,
             )
-        self.settle()
+        self.drain()
         self._summon()
         try:
             if write and self.comm.rank:
@@ -212,13 +212,13 @@ class ShardedDataParallel(Strategy):
     @as_parts
     def _summon(self) -> None:
         self._take_writes()
-        self._form.summon()
+        self._form.unshard()
         self._summoned = True
 
     @as_parts
     def _dismiss(self) -> None:
         self._summoned = False
-        self._form.dismiss()
+        self._form.reshard()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` unless an optimizer holds shards and updates element by element."""
@@ -236,9 +236,9 @@ class ShardedDataParallel(Strategy):
         self._form.mark(frozen=True)
 
     @as_parts
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Complete an update that overlaps with the steps, and mark the parameters as changed. Collective."""
-        if self._engine is not None and self._engine.settle():
+        if self._engine is not None and self._engine.drain():
             self._form.mark()
 
     @as_parts
@@ -393,7 +393,7 @@ class ShardedDataParallel(Strategy):
         self._form.end_backward()
         if self._syncing:
             self._finish()
-            self._form.settle(self.comm)
+            self._form.drain(self.comm)
         if self._engine is not None and self._engine.finder is not None:
             self._engine.finder.end()
 

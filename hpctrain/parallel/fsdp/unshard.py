@@ -214,13 +214,13 @@ class UnshardOnDemand:
             unit.end()
         self._going_back = False
 
-    def settle(self, world: Communicator) -> None:
+    def drain(self, world: Communicator) -> None:
         """Make all ranks use the order that rank 0 has recorded. Collective, at the end of a pass."""
         if self._plan is None and (plan := world.broadcast_object(self._record)) is not None:
             self._plan = PassPlan(plan.forward, hastened(plan.backward, self._depth))
         self._record = None
 
-    def stand_in(self, *, backward: bool) -> None:
+    def join_pass(self, *, backward: bool) -> None:
         """Take part in the collectives of a pass without computing."""
         if self._plan is None:
             raise UsageError(
@@ -233,14 +233,14 @@ class UnshardOnDemand:
             self._walk = PlanCursor(self._plan.backward)
             self._do_the_rest()
 
-    def summon(self) -> None:
+    def unshard(self) -> None:
         """Unshard all units at once. Collective."""
         self._walk = self._record = None
         for station in self._stations:
             self.need(station)
         self.idle = True
 
-    def dismiss(self) -> None:
+    def reshard(self) -> None:
         """Reshard all units."""
         self.idle = False
         for station in self._stations:

@@ -110,13 +110,13 @@ class HostOptimizer:
 
     def refresh(self) -> None:
         """Mark masters, and possibly optimizer states, as changed by other code."""
-        self.settle()
+        self.drain()
         for courier in self._couriers:
             courier.mark()
 
     def close(self) -> None:
         """Complete work in progress, and stop the worker thread."""
-        self.settle()
+        self.drain()
         self._worker.close()
 
     # Gradients --------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class HostOptimizer:
             if any(member.shard.grad is not None for member in kept.piece.members):
                 kept.courier.mark()  # a closure has computed gradients, and torch has made the update
         one_pass, aside = self._updates.pass_of(optimizer), self.gradients.taken()
-        self.settle()
+        self.drain()
         if self.settings.delayed:
             self._delay(one_pass, aside)
             return
@@ -260,7 +260,7 @@ class HostOptimizer:
             kept.flow.turn()
         self.gradients.forget_taken()
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         """Complete an update that overlaps with the step, and transfer its results; return whether there was one."""
         if self._pending is None:
             return False

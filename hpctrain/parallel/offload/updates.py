@@ -44,13 +44,13 @@ class PlacedStates:
 
         def loaded(_: torch.optim.Optimizer) -> None:
             if (states := own()) is not None:
-                states.settle()
+                states.drain()
 
         handle = optimizer.register_load_state_dict_post_hook(loaded)
         weakref.finalize(self, handle.remove)
-        self.settle()
+        self.drain()
 
-    def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def drain(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Move states that were created or replaced since the last call, of all parameters or of some."""
         for parameter in self._parameters if parameters is None else parameters:
             for name, value in _shaped_like(self._optimizer, parameter):
@@ -155,7 +155,7 @@ class HostUpdates:
             return
         if id(optimizer) not in self._states:
             self._states[id(optimizer)] = PlacedStates(optimizer, [], self._disk)
-        self._states[id(optimizer)].settle(member.shard for kept in batch for member in kept.piece.members)
+        self._states[id(optimizer)].drain(member.shard for kept in batch for member in kept.piece.members)
 
 
 def _mirrored(kept: HostGroup, member: ShardedParam) -> Tensor | None:

@@ -144,7 +144,7 @@ class FirstStep:
         self._compared: WholeModel | None = None
         self._trail = Trail(self._model, chosen, sequence=sequence) if pipeline is not None else None
         if whole is not None:
-            self._compared = WholeModel(self._model, whole, tensor, chosen, inner.summon, rounds=rounds)
+            self._compared = WholeModel(self._model, whole, tensor, chosen, inner.unshard, rounds=rounds)
         if pipeline is not None:
             self._watch_stages(pipeline, {change.module: change.kind for change in chosen})
         else:
@@ -157,10 +157,10 @@ class FirstStep:
         if self._update_hooks is not None:
             self._update_hooks.remove()
 
-    def stand_in(self) -> None:
+    def join_pass(self) -> None:
         """Join the first training pass of the other data ranks, without a sample."""
         if self._compared is not None and not self._compared.done:
-            self._compared.stand_in(lambda: self._inner.contribute_nothing(backward=False))
+            self._compared.join_pass(lambda: self._inner.join_empty(backward=False))
 
     @contextmanager
     def _raising(self) -> Iterator[None]:

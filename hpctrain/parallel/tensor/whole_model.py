@@ -90,7 +90,7 @@ class WholeModel:
 
     A context manager argument unshards the parameters that the data axis shards. All ranks of the
     data axis make the passes that call ``before`` and ``after``; a rank without samples calls
-    ``stand_in``.
+    ``join_pass``.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class WholeModel:
         """Free the memory of the whole model."""
         self._whole = nn.Module()
 
-    def stand_in(self, contribute: Callable[[], None]) -> None:
+    def join_pass(self, contribute: Callable[[], None]) -> None:
         """Take part in the comparison on a rank without samples; ``contribute`` does so in a forward pass."""
         self.done = True
         with self._summon():

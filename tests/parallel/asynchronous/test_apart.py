@@ -48,7 +48,7 @@ def simulate(orders: list[list[int]], alpha: float) -> tuple[list[Any], Any]:
 def check(strategy: Any, orders: list[list[int]], alpha: float) -> None:
     values, centre = simulate(orders, alpha)
     np.testing.assert_allclose(flat(strategy.model), values[strategy.comm.rank], rtol=1e-4, atol=1e-5)
-    with strategy.meeting():
+    with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), centre, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(flat(strategy.model), values[strategy.comm.rank], rtol=1e-4, atol=1e-5)
     strategy.detach()
@@ -64,7 +64,7 @@ def test_a_scripted_order_of_arrivals_follows_the_equations(own: Any) -> None:
         for rank in order:
             if rank == own.rank:
                 optimizer.step()
-            strategy.settle()
+            strategy.drain()
         optimizer.zero_grad()
     check(strategy, orders, RATE * 1.5)
 
@@ -89,7 +89,7 @@ def test_no_pull_is_lost_in_any_order(own: Any) -> None:
         for parameter in strategy.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    strategy.settle()  # a rank that waits elsewhere does not serve others
+    strategy.drain()  # a rank that waits elsewhere does not serve others
     mine = flat(strategy.model).astype(np.float64)
     total = sum(own.all_gather_object(mine)) + strategy.centre().numpy()
     start = flat(make_model()) + sum(range(1, own.size + 1))
@@ -106,7 +106,7 @@ def test_a_turn_that_never_comes_is_reported(own: Any, monkeypatch: pytest.Monke
         with pytest.raises(DeadlineError, match="rank 1 waited 0.2 s .* for its turn: it is rank 0's"):
             optimizer.step()
         monkeypatch.delenv("HPCTRAIN_TIMEOUT")
-    strategy.settle()
+    strategy.drain()
     strategy.detach()
 
 

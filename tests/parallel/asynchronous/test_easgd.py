@@ -61,13 +61,13 @@ def test_workers_and_centre_follow_the_equations(own: Any, rho: float, period: i
     expected, centre = simulate(own.size, 7, alpha=alpha, period=period, momentum=momentum)
     for step, mine in enumerate(seen):
         np.testing.assert_allclose(mine, expected[step][own.rank], rtol=1e-4, atol=1e-5)
-    with strategy.meeting():
+    with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), centre, rtol=1e-4, atol=1e-5)
         everyone = own.all_gather_object(flat(strategy.model).tobytes())
         assert len(set(everyone)) == 1
     np.testing.assert_array_equal(flat(strategy.model), seen[-1])
     distance = np.mean([np.linalg.norm(each - centre) for each in expected[-1]])
-    assert strategy.figures()["centre_distance"] == pytest.approx(distance, rel=1e-3)
+    assert strategy.metrics()["centre_distance"] == pytest.approx(distance, rel=1e-3)
     strategy.detach()
     np.testing.assert_allclose(flat(strategy.model), centre, rtol=1e-4, atol=1e-5)
 
@@ -81,7 +81,7 @@ def test_local_sgd_averages_every_period_of_steps(own: Any) -> None:
         if step % 2:
             values = [sum(values) / own.size] * own.size
         np.testing.assert_allclose(seen[step], values[own.rank], rtol=1e-4, atol=1e-5)
-    with strategy.meeting():
+    with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), sum(values) / own.size, rtol=1e-4, atol=1e-5)
     strategy.detach()
 

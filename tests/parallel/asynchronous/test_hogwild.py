@@ -34,15 +34,15 @@ def test_a_scripted_order_of_updates_equals_that_of_one_process(own: Any) -> Non
     chance = np.random.default_rng(7)
     for step in range(5):
         passes(strategy, step)
-        strategy.settle()
+        strategy.drain()
         read = values.copy()
         for rank in chance.permutation(own.size).tolist():
             if rank == own.rank:
                 optimizer.step()
             values = values - RATE * gradient(read, rank, step)
-            strategy.settle()
+            strategy.drain()
         optimizer.zero_grad()
-    with strategy.meeting():
+    with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), values, rtol=1e-4, atol=1e-5)
     strategy.detach()
     np.testing.assert_allclose(flat(strategy.model), values, rtol=1e-4, atol=1e-5)
@@ -56,10 +56,10 @@ def test_of_simultaneous_updates_at_least_one_remains(own: Any) -> None:
     for _ in range(50):
         for parameter in strategy.model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        strategy.settle()
+        strategy.drain()
         optimizer.step()
-        strategy.settle()
-    with strategy.meeting():
+        strategy.drain()
+    with strategy.consensus_view():
         moved = before - flat(strategy.model)
     assert moved.max() <= 50 * own.size + 0.01 and moved.min() >= 50 - 0.01
     strategy.detach()

@@ -68,16 +68,16 @@ def test_a_scripted_order_of_arrivals_equals_that_of_one_process(own: Any, kind:
     orders = [chance.permutation(own.size).tolist() for _ in range(5)]
     for step, order in enumerate(orders):
         passes(strategy.model, own.rank, step)
-        strategy.settle()
+        strategy.drain()
         for rank in order:
             if rank == own.rank:
                 optimizer.step()
-            strategy.settle()
+            strategy.drain()
     expected = plain(kind, orders)
-    with strategy.meeting():
+    with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), flat(expected), rtol=1e-5, atol=1e-6)
         assert len(optimizer.state) == (0 if kind == "sgd" else 2)
-    assert strategy.figures()["staleness_most"] == own.size - 1
+    assert strategy.metrics()["staleness_most"] == own.size - 1
     strategy.detach()
     np.testing.assert_allclose(flat(strategy.model), flat(expected), rtol=1e-5, atol=1e-6)
 
@@ -98,7 +98,7 @@ def test_synchronous_mode_makes_one_update_with_the_mean_gradient(own: Any, kind
             parameter.grad /= own.size
         alone.step()
         alone.zero_grad()
-    with strategy.meeting():
+    with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), flat(model), rtol=1e-5, atol=1e-6)
     strategy.detach()
 
@@ -113,11 +113,11 @@ def moved_by_ones(own: Any, *, together: bool, lock: bool) -> np.ndarray[Any, An
         for parameter in strategy.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         if together:
-            strategy.settle()
+            strategy.drain()
         optimizer.step()
         if together:
-            strategy.settle()
-    with strategy.meeting():
+            strategy.drain()
+    with strategy.consensus_view():
         moved = before - flat(strategy.model)
     strategy.detach()
     return moved
@@ -141,7 +141,7 @@ def test_no_update_is_staler_than_the_bound(own: Any) -> None:
     for step in range(20):
         passes(strategy.model, own.rank, step)
         optimizer.step()
-    strategy.settle()
+    strategy.drain()
     counts = strategy._stale.counts
     assert max(counts) <= max(own.size - 1, 1) and sum(counts.values()) == 20
     strategy.detach()
@@ -150,13 +150,13 @@ def test_no_update_is_staler_than_the_bound(own: Any) -> None:
 @pytest.mark.ranks(2, 3, 4)
 def test_ranks_may_only_hold_parameters(own: Any) -> None:
     strategy, optimizer = make(own, "adamw", ranks=1)
-    assert strategy.works is (own.rank < own.size - 1)
-    if strategy.works:
+    assert strategy.computes is (own.rank < own.size - 1)
+    if strategy.computes:
         assert strategy.data.size == own.size - 1 and strategy._store.exposed.lengths[own.rank] == 0
         for step in range(3):
             passes(strategy.model, own.rank, step)
             optimizer.step()
-    with strategy.meeting():
+    with strategy.consensus_view():
         everyone = own.all_gather_object(flat(strategy.model).tobytes())
         assert len(set(everyone)) == 1 and not np.array_equal(flat(strategy.model), flat(make_model()))
     strategy.detach()

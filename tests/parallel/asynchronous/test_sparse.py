@@ -28,11 +28,11 @@ def play(strategy: Any, optimizer: torch.optim.Optimizer, orders: list[list[int]
     own = strategy.comm
     for step, order in enumerate(orders, first):
         passes(strategy.model, own.rank, step)
-        strategy.settle()
+        strategy.drain()
         for rank in order:
             if rank == own.rank:
                 optimizer.step()
-            strategy.settle()
+            strategy.drain()
 
 
 def same(own: Any, ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool = True) -> None:
@@ -52,7 +52,7 @@ def test_a_scripted_order_of_updates_by_rows_equals_that_of_one_process(own: Any
     orders = [chance.permutation(own.size).tolist() for _ in range(5)]
     play(strategy, optimizer, orders)
     expected, theirs = plain(kind, orders)
-    with strategy.meeting():
+    with strategy.consensus_view():
         same(own, values_of(strategy.model), values_of(expected))
         for (name, ours), other in zip(strategy.model.named_parameters(), expected.parameters()):
             assert optimizer.state[ours].keys() == theirs.state[other].keys(), name
@@ -77,7 +77,7 @@ def test_synchronous_mode_makes_one_update_with_the_mean_of_rows(own: Any, kind:
                 strategy.model(*batch(own.rank, step)).backward()
             strategy.model(*batch(own.rank, step + 50)).backward()
         else:
-            strategy.contribute_nothing()
+            strategy.join_empty()
         assert float(strategy.clip_grad_norm(1e9)) > 0
         optimizer.step()
         for rank in range(share):
@@ -88,7 +88,7 @@ def test_synchronous_mode_makes_one_update_with_the_mean_of_rows(own: Any, kind:
             parameter.grad = parameter.grad / own.size
         alone.step()
         alone.zero_grad()
-    with strategy.meeting():
+    with strategy.consensus_view():
         same(own, values_of(strategy.model), values_of(model), exact=False)
         assert len(set(own.all_gather_object(values_of(strategy.model).numpy().tobytes()))) == 1
         if kind == "sparse_adam":
@@ -129,8 +129,8 @@ def test_untouched_rows_keep_their_bits_and_are_not_communicated(own: Any, monke
                 assert recorder.bytes["get_rows"] == rows * (1 + 3) * 16  # for the lookup, then with both moments
                 assert recorder.bytes["add_rows"] == rows * 3 * 16
                 assert not recorder.bytes["get"] and not recorder.bytes["add"]
-        strategy.settle()
-    with strategy.meeting():
+        strategy.drain()
+    with strategy.consensus_view():
         after = strategy.model.state_dict()
         for name, kept in (("word.weight", [2, 11]), ("bag.weight", [0])):
             others = [row for row in range(len(after[name])) if row not in kept]
@@ -148,21 +148,21 @@ def test_passes_read_the_current_values_of_a_row_once_per_step(own: Any) -> None
     weight = strategy.model.word.weight
     strategy.model(words, bags).backward()
     optimizer.step()
-    strategy.settle()
+    strategy.drain()
     stale = weight[4].tolist()
     loss = strategy.model(words, bags)
-    strategy.settle()
+    strategy.drain()
     assert weight[4].tolist() != stale
     assert len({tuple(row) for row in own.all_gather_object(weight[4].tolist())}) == 1
     seen = weight[4].tolist()
     if own.rank == 0:
         loss.backward()
         optimizer.step()
-    strategy.settle()
+    strategy.drain()
     strategy.model(words, bags)
     assert (weight[4].tolist() == seen) == (own.rank > 0), "within a step a row stays what it was"
     optimizer.zero_grad()
-    strategy.settle()
+    strategy.drain()
     strategy.detach()
 
 
@@ -176,7 +176,7 @@ def test_with_the_lock_no_update_of_a_row_is_lost(own: Any) -> None:
         rows = torch.tensor([[1, 12]])
         strategy.model.word.weight.grad = torch.sparse_coo_tensor(rows, torch.ones(2, 4), (ROWS, 4))
         optimizer.step()
-    with strategy.meeting():
+    with strategy.consensus_view():
         moved = before - strategy.model.word.weight[[1, 12]]
         torch.testing.assert_close(moved, torch.full_like(moved, 40.0 * own.size))
     strategy.detach()
@@ -188,11 +188,11 @@ def test_a_checkpoint_resumes_bit_for_bit_under_a_server_and_under_ddp(comm: Any
     straight, optimizer = make(comm, kind)
     play(straight, optimizer, [[0]] * 3)
     path = tmp_path / "served.h5"
-    with straight.meeting():
+    with straight.consensus_view():
         save(path, model=straight.model, optimizer=optimizer, train={"step": 3}, comm=comm, split=straight.split)
     play(straight, optimizer, [[0]] * 3, 3)
     expected = values_of(plain(kind, [[0]] * 6)[0])
-    with straight.meeting():
+    with straight.consensus_view():
         assert torch.equal(values_of(straight.model), expected)
     straight.detach()
     for server in (True, False):
@@ -206,7 +206,7 @@ def test_a_checkpoint_resumes_bit_for_bit_under_a_server_and_under_ddp(comm: Any
             strategy.clip_grad_norm(float("inf"))  # sums up the gradients of the same row
             resumed.step()
             resumed.zero_grad()
-        with strategy.meeting():
+        with strategy.consensus_view():
             assert torch.equal(values_of(model), expected), server
         strategy.detach()
 

@@ -37,15 +37,15 @@ def test_a_scripted_order_of_updates_equals_that_of_one_process(world: Any) -> N
     orders = [chance.permutation(world.size).tolist() for _ in range(4)]
     for step, order in enumerate(orders):
         passes(strategy.model, world.rank, step)
-        strategy.settle()
+        strategy.drain()
         for rank in order:
             if rank == world.rank:
                 assert float(strategy.clip_grad_norm(1e9)) > 0  # also sums up the gradients of the same row
                 optimizer.step()
                 optimizer.zero_grad()
-            strategy.settle()
+            strategy.drain()
     expected = values_of(plain("sgd", orders)[0])
-    with strategy.meeting():
+    with strategy.consensus_view():
         torch.testing.assert_close(values_of(strategy.model), expected, rtol=1e-4, atol=1e-5)
     strategy.detach()
     torch.testing.assert_close(values_of(strategy.model), expected, rtol=1e-4, atol=1e-5)
@@ -72,12 +72,12 @@ def test_between_nodes_only_rows_looked_up_are_read_and_added(comm: Any, monkeyp
     strategy.model(torch.tensor([[2, 2, 9]]), torch.tensor([[5]])).backward()
     assert strategy.model.word.weight[1].eq(7).all() and strategy.model.word.weight[2].ne(7).all()
     for rank in range(own.size):  # one after the other: a waiting rank serves others, which is also counted
-        strategy.settle()
+        strategy.drain()
         if rank == own.rank:
             added.clear()
             optimizer.step()
             assert sorted(added) == sorted([4, 8] * own.nodes + [0] + [1] * (own.nodes - 1))
-    strategy.settle()
+    strategy.drain()
     strategy.detach()
     own.free()
 

@@ -95,7 +95,7 @@ def test_groups_are_checked_separately() -> None:
             one(*batch(0, step)).backward()
             mover.step()
             mover.zero_grad()
-    with strategy.meeting():
+    with strategy.consensus_view():
         assert {key for each in optimizer.state.values() for key in each} == {"momentum_buffer"}
         assert len(optimizer.state) == 2
         for ours, theirs in zip(model.parameters(), plain.parameters()):

@@ -76,14 +76,14 @@ def test_every_update_is_recorded_with_its_staleness(own: Any, member: str) -> N
                 optimizer.step()
                 optimizer.zero_grad()
             read = not read
-        strategy.settle()
+        strategy.drain()
     expected = counted(script, reads=data != "easgd")
-    figures = strategy.figures()
+    figures = strategy.metrics()
     assert figures["staleness_histogram"] == [expected[one] for one in range(max(expected) + 1)]
     assert figures["staleness_most"] == max(expected) and (max(expected) > 1 or own.size == 1)
     mean = sum(one * count for one, count in expected.items()) / sum(expected.values())
     assert figures["staleness"] == pytest.approx(mean)
-    assert strategy.figures()["staleness_histogram"] == []  # each update is reported once
+    assert strategy.metrics()["staleness_histogram"] == []  # each update is reported once
     strategy.detach()
 
 
@@ -95,7 +95,7 @@ def test_round_robin_has_one_update_of_each_other_worker_in_between(own: Any) ->
         optimizer.step()
     found = [1] * own.size  # before the first exchange of each
     found[own.size - 1] += 2 * own.size
-    assert strategy.figures()["staleness_histogram"] == found
+    assert strategy.metrics()["staleness_histogram"] == found
     strategy.detach()
 
 
@@ -106,8 +106,8 @@ def test_a_step_without_gradients_is_not_an_update(own: Any) -> None:
         passes(strategy)
         strategy.drop_gradients()
         optimizer.step()
-        strategy.settle()
-        figures = strategy.figures()
+        strategy.drain()
+        figures = strategy.metrics()
         assert (figures["staleness_histogram"], figures["staleness_most"]) == ([], 0)
         strategy.detach()
 
@@ -118,7 +118,7 @@ def test_a_timeout_at_the_staleness_bound_names_the_slow_rank(own: Any, monkeypa
     strategy, optimizer = make(own, "server", max_staleness=own.size - 1)
     if own.rank == 0:
         passes(strategy)
-    strategy.settle()
+    strategy.drain()
     if own.rank == 1:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.3")
         match = rf"at the staleness bound \({own.size - 1} updates\): rank 0 has read and made no update within 0.3"
@@ -128,7 +128,7 @@ def test_a_timeout_at_the_staleness_bound_names_the_slow_rank(own: Any, monkeypa
                 optimizer.step()
         monkeypatch.delenv("HPCTRAIN_TIMEOUT")
         strategy._bound.leave()
-    strategy.settle()
+    strategy.drain()
     strategy.detach()
 
 
@@ -140,14 +140,14 @@ def test_the_holder_of_a_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch
     passes(strategy)
     passes(free)
     with strategy._store.lock.of(0) if own.rank == 0 else torch.no_grad():
-        strategy.settle()
+        strategy.drain()
         if own.rank == 1:
             monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.3")
             other.step()
             with pytest.raises(DeadlineError, match="the lock of rank 0's memory: timed out after .* held by rank 0"):
                 optimizer.step()
             monkeypatch.delenv("HPCTRAIN_TIMEOUT")
-        strategy.settle()
+        strategy.drain()
     free.detach()
     strategy.detach()
 
@@ -200,29 +200,29 @@ def test_the_share_counts_communication_within_steps(
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
-            strategy.settle()
-            strategy.figures()  # some calls occur once per run
+            strategy.drain()
+            strategy.metrics()  # some calls occur once per run
             started = clock[0]
         elif step == 2:
-            with strategy.meeting():
+            with strategy.consensus_view():
                 clock[0] += 1000
             started += 1000 + 2 * (member == "server" or member == "local sgd")  # a meeting also reads
     passed = clock[0] - started
-    assert strategy.figures()["communication"] == pytest.approx((passed - 15) / passed) and passed > 15
+    assert strategy.metrics()["communication"] == pytest.approx((passed - 15) / passed) and passed > 15
     strategy.detach()
 
 
 @pytest.mark.ranks(2, 3, 4)
 def test_ranks_that_only_hold_parameters_have_no_share(own: Any, clock: list[float]) -> None:
     strategy, optimizer = make(own, "server", ranks=1)
-    if strategy.works:
+    if strategy.computes:
         passes(strategy)
         with strategy._exchanging:
             clock[0] += 3
         clock[0] += 1
         optimizer.step()
-    strategy.settle()
-    assert strategy.figures()["communication"] == 0.75
+    strategy.drain()
+    assert strategy.metrics()["communication"] == 0.75
     strategy.detach()
 
 
@@ -237,14 +237,14 @@ def test_the_last_bar_counts_all_larger_staleness(comm: Any, monkeypatch: pytest
         record = Histogram()
         for staleness in (0, 900, 0):
             record.note(staleness)
-        assert record.figures(comm) == {
+        assert record.metrics(comm) == {
             "staleness": 300.0, "staleness_most": 900.0, "staleness_histogram": [2, 0, 1],
         }
 
 
 def test_time_between_steps_counts_and_pauses_do_not(comm: Any, clock: list[float]) -> None:
     exchanging = CommunicationTime()
-    assert exchanging.figures(comm) == {"communication": 0.0}
+    assert exchanging.metrics(comm) == {"communication": 0.0}
     for _ in range(2):
         exchanging.begin_step()
         with exchanging:
@@ -254,8 +254,8 @@ def test_time_between_steps_counts_and_pauses_do_not(comm: Any, clock: list[floa
     clock[0] += 100
     exchanging.begin_step()
     clock[0] += 2
-    assert exchanging.figures(comm) == {"communication": 0.2}
+    assert exchanging.metrics(comm) == {"communication": 0.2}
     clock[0] += 100
     exchanging.begin_step()
     clock[0] += 2
-    assert exchanging.figures(comm) == {"communication": 0.0}
+    assert exchanging.metrics(comm) == {"communication": 0.0}

@@ -123,7 +123,7 @@ def test_uneven_batches_with_ranks_without_samples_are_supported(place: Any) -> 
             batch = inputs[start : start + count], targets[start : start + count]
             backward(model, batch, count * comm.size / total)
         else:
-            strategy.contribute_nothing()
+            strategy.join_empty()
         backward(alone, (inputs, targets))
         assert_same(whole_gradients(comm, model, strategy), gradients(alone))
         for optimizer in optimizers:
@@ -137,10 +137,10 @@ def test_a_first_step_without_samples_is_refused_if_units_are_gathered(comm: Any
     model = make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
     if form.placing is not lonely:
-        strategy.contribute_nothing()
+        strategy.join_empty()
     else:
         with pytest.raises(UsageError, match=f"rank {comm.rank} has no sample, but the first step needs some"):
-            strategy.contribute_nothing()
+            strategy.join_empty()
 
 
 def test_evaluation_is_possible_between_steps(some_place: Any) -> None:
@@ -158,7 +158,7 @@ def test_evaluation_is_possible_between_steps(some_place: Any) -> None:
             if comm.rank or not step:
                 torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
             else:
-                strategy.contribute_nothing(backward=False)
+                strategy.join_empty(backward=False)
         # Ranks end it at different times: none may update while another still reads.
         with torch.no_grad():
             for _ in range(1 if form.placing is lonely else 1 + 3 * comm.rank):
@@ -297,4 +297,4 @@ def test_synchronised_batch_norm_equals_that_of_the_whole_batch(some_place: Any)
         model.zero_grad()
         alone.zero_grad()
     with pytest.raises(UsageError, match="synchronised batch norm needs some of every rank"):
-        strategy.contribute_nothing()
+        strategy.join_empty()

@@ -121,7 +121,7 @@ def test_mixed_precision_equals_that_of_torch(some_place: Any, kind: str, proces
     fully_sharded(theirs, kind, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     strategy = shard(ours, comm, form, units=UNITS[kind], mixed_precision="bfloat16")
     assert all(parameter.dtype is torch.float32 for parameter in ours.parameters())
-    with strategy.summon():
+    with strategy.unshard():
         assert all(parameter.dtype is torch.bfloat16 for parameter in ours.parameters())
 
     def widened(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ def test_values_are_those_of_the_plain_model_before_and_after_training(place: An
     comm, form = place
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
-    with strategy.summon():
+    with strategy.unshard():
         assert_same(weights(model), weights(plain), rtol=0, atol=0)
     train(model, comm)
     train(plain)
-    with strategy.summon():
+    with strategy.unshard():
         assert_same(weights(model), weights(plain), rtol=1e-5, atol=1e-6)
         assert_same_on_all_ranks(comm, weights(model))
         assert model.head.weight is model.embedding.token.weight
@@ -55,11 +55,11 @@ def test_shards_are_restored_afterwards_and_training_continues(place: Any) -> No
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        with strategy.summon():
+        with strategy.unshard():
             whole = list(model.parameters())
         assert all(one is two for one, two in zip(before, model.parameters()))
         assert not any(one is two for one, two in zip(before, whole))
-    with strategy.summon():
+    with strategy.unshard():
         assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
 
 
@@ -68,7 +68,7 @@ def test_a_forward_pass_inside_sees_the_whole_model(place: Any) -> None:
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
     for _ in range(2):
-        with strategy.summon(), torch.no_grad():
+        with strategy.unshard(), torch.no_grad():
             # A call on one rank alone: no further gather is needed.
             if comm.rank == 0:
                 torch.testing.assert_close(model(tokens()[0]), plain(tokens()[0]))
@@ -84,7 +84,7 @@ def test_state_dict_inside_loads_into_a_plain_model(some_place: Any) -> None:
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
     train(model, comm)
-    with strategy.summon():
+    with strategy.unshard():
         plain.load_state_dict(model.state_dict())
         expected = model(tokens()[0]).detach()
     torch.testing.assert_close(plain(tokens()[0]), expected, rtol=0, atol=0)
@@ -101,17 +101,17 @@ def test_values_written_by_rank_0_take_effect(place: Any) -> None:
         tensor.normal_()
     other["head.weight"] = other["embedding.token.weight"]
     comm.barrier()
-    with strategy.summon(write=True), torch.no_grad():
+    with strategy.unshard(write=True), torch.no_grad():
         if comm.rank == 0 or not comm.shares_memory:
             model.load_state_dict(other)  # each rank's own if it has separate memory
     theirs = comm.broadcast_object(other)
-    with strategy.summon():
+    with strategy.unshard():
         assert_same(weights(model), theirs, rtol=0, atol=0)
     plain = make_gpt()
     plain.load_state_dict(theirs)
     train(plain, steps=1)
     train(model, comm, 1)
-    with strategy.summon():
+    with strategy.unshard():
         assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
 
 
@@ -119,10 +119,10 @@ def test_all_ranks_may_write_the_same_values(place: Any) -> None:
     comm, form = place
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
-    with strategy.summon(write=True), torch.no_grad():
+    with strategy.unshard(write=True), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
-    with strategy.summon():
+    with strategy.unshard():
         for ours, theirs in zip(model.parameters(), plain.parameters()):
             assert torch.equal(ours, 2 * theirs)
 
@@ -133,7 +133,7 @@ def test_frozen_parameters_are_also_written(place: Any) -> None:
     model.blocks[0].requires_grad_(False)
     strategy = shard(model, comm, form, **BLOCKS)
     train(model, comm, 1)
-    with strategy.summon(write=True), torch.no_grad():
+    with strategy.unshard(write=True), torch.no_grad():
         if comm.rank == 0:
             model.blocks[0].mlp.fc.weight.fill_(3)
     inside: list[float] = []
@@ -148,11 +148,11 @@ def test_without_write_later_reads_are_unchanged(some_place: Any) -> None:
         pytest.skip("in node memory whole parameters and shards are the same memory")
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
-    with strategy.summon(), torch.no_grad():
+    with strategy.unshard(), torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     strategy.refresh()
-    with strategy.summon():
+    with strategy.unshard():
         assert_same(weights(model), weights(plain), rtol=0, atol=0)
 
 
@@ -162,7 +162,7 @@ def test_after_an_error_inside_shards_are_restored_and_unchanged(place: Any) -> 
     strategy = shard(model, comm, form, **BLOCKS)
     before = list(model.parameters())
     for write in (False, True):
-        with pytest.raises(ValueError, match="inside"), strategy.summon(write=write):
+        with pytest.raises(ValueError, match="inside"), strategy.unshard(write=write):
             raise ValueError("inside")
         assert all(one is two for one, two in zip(before, model.parameters()))
     train(model, comm, 1)
@@ -173,9 +173,9 @@ def test_mixed_precision_refuses_writes_and_shows_the_computed_precision(some_pl
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS, mixed_precision="bfloat16")
     with pytest.raises(UsageError, match="would round the parameters to bfloat16") as error:
-        with strategy.summon(write=True):
+        with strategy.unshard(write=True):
             raise AssertionError("came inside")
     assert error.value.everywhere
-    with strategy.summon():
+    with strategy.unshard():
         rounded = {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}
         assert_same(weights(model), rounded, rtol=0, atol=0)

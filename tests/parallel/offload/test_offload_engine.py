@@ -225,11 +225,11 @@ def test_dropped_gradients_make_no_update(comm: Any) -> None:
 def test_summon_shows_the_values_of_the_host_and_accepts_writes(comm: Any) -> None:
     strategy = attached(comm, DELAYED, data="fsdp")
     Loop(steps=3).run(strategy)
-    with strategy.summon(write=True):
+    with strategy.unshard(write=True):
         with torch.no_grad():
             strategy.model.head.bias.add_(1.0)
         wanted = strategy.model.head.bias.clone()
-    with strategy.summon():
+    with strategy.unshard():
         assert torch.equal(strategy.model.head.bias, wanted)
 
 

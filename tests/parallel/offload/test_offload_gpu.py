@@ -58,7 +58,7 @@ def run(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    strategy.settle()
+    strategy.drain()
     strategy.detach()
     return [float(loss) for loss in losses], (torch.cuda.max_memory_allocated() - before) // MIB
 

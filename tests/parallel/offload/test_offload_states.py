@@ -70,9 +70,9 @@ def test_states_stay_in_their_memory_when_others_are_loaded() -> None:
     states = PlacedStates(optimizer, parameters, shelf)
     assert not shelf.given
     step(parameters, optimizer, 0)
-    states.settle(parameters[:1])
+    states.drain(parameters[:1])
     assert len(shelf.given) == 2
-    states.settle()
+    states.drain()
     assert len(shelf.given) == 6
     _, plain = trained(3)
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
