@@ -50,13 +50,13 @@ def take_turns(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[
     workers = {name: enter(BY_NAME[name], task, job, data) for name in (SILENT, *names)}
     for worker in workers.values():
         worker.train(task.turn)  # includes the exchange of the very first step, whatever the period
-        worker.figures()
+        worker.metrics()
     found = {name: Turns() for name in workers}
     draw = random.Random(task.seed)
     for _ in range(rounds):
         for name in draw.sample(list(workers), len(workers)):
             own = workers[name].train(task.turn) / task.turn
-            counted = workers[name].figures().get("communication")
+            counted = workers[name].metrics().get("communication")
             found[name].seconds.append(max(job.comm.all_gather_object(own)))
             if isinstance(counted, float):
                 found[name].counted.append(counted)

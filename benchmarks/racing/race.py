@@ -86,7 +86,7 @@ def _look(worker: Worker, lane: Lane, held_out: FileDataset, samples: int, own: 
     before = lane.points[-1] if lane.points else Point(0, 0.0, 0.0, 0.0)
     lane.points.append(Point(before.samples + samples, before.seconds + seconds, found.accuracy, found.loss))
     lane.digests.append(found.digest)
-    lane.staleness.update(_staleness(worker.figures()))
+    lane.staleness.update(_staleness(worker.metrics()))
 
 
 def _staleness(figures: Mapping[str, object]) -> dict[int, int]:

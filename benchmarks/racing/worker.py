@@ -60,7 +60,7 @@ class Worker:
             seconds = time.perf_counter() - started
         finally:
             gc.enable()
-        self.strategy.settle()  # serve slower workers on other nodes, as a barrier does not
+        self.strategy.drain()  # serve slower workers on other nodes, as a barrier does not
         return seconds
 
     def _step(self) -> None:
@@ -75,13 +75,13 @@ class Worker:
 
     def evaluate(self, dataset: FileDataset) -> Evaluation:
         """Evaluate the centre, or the served parameters. Collective."""
-        with self.strategy.meeting():
+        with self.strategy.consensus_view():
             found = evaluate(self.model, self.strategy.comm, dataset, self.task.validation)
             return Evaluation(*found, digest(self.model))
 
-    def figures(self) -> Mapping[str, Any]:
+    def metrics(self) -> Mapping[str, Any]:
         """Return the strategy's metrics since the last call. Collective."""
-        return self.strategy.figures()
+        return self.strategy.metrics()
 
     def close(self) -> None:
         """Release the strategy's resources. Collective."""
