@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pbs_needs
+from support.pace import Deadline
 
 FOLDER = Path(tempfile.gettempdir()) / "hpctrain-pbs"
 USER = "pbsuser"
@@ -104,9 +105,9 @@ class PbsCluster:
 
     def until(self, condition: Callable[[], object], what: str, seconds: float) -> None:
         """Wait for a condition; raises ``TimeoutError`` after a timeout."""
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         while not condition():
-            if time.monotonic() > deadline:
+            if deadline.is_over:
                 raise TimeoutError(f"waiting for {what}: not after {seconds:g} s\n{self.log()}")
             time.sleep(_PAUSE)
 
