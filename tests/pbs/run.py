@@ -20,6 +20,7 @@ from pathlib import Path
 import pbs_needs
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))  # where the package support is
 WORKERS = 2  # jobs mostly wait; more workers would share three nodes of two cores
 
 

@@ -24,7 +24,7 @@ GPU = MachineRates(
     flops={1: 1e12},
     bandwidth={1: 1e11},
     call=0.0,
-    consensus_view=0.0,
+    meeting=0.0,
     turn=0.0,
     inside=LinkModel(1e-6, 1e10),
     between=LinkModel(1e-5, 1e9),
@@ -37,7 +37,7 @@ CPU = replace(
     cores=4,
     flops={1: 1e10, 4: 3e10},
     bandwidth={1: 1e9, 4: 2e9},
-    consensus_view=1e-5,
+    meeting=1e-5,
     turn=1e-3,
     peak=0.0,
 )

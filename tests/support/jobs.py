@@ -110,7 +110,7 @@ class JobStarter:
             except subprocess.TimeoutExpired:
                 returncode = None
             seconds, ended = time.monotonic() - start, time.time()
-            survivors = _end(mark, drain=0.0 if returncode is None else _SETTLE)
+            survivors = _end(mark, settle=0.0 if returncode is None else _SETTLE)
             process.wait()
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
         if returncode is None:
