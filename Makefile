@@ -189,8 +189,9 @@ lint: env ## check style: flake8 and isort
 types: env ## check types: mypy --strict
 	$(BIN)/mypy
 
-layers: env ## check that imports go only from upper to lower layers: import-linter
+layers: env ## check that imports go from upper to lower layers, without cycles: import-linter
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports --config packaging/import_cycles.cfg
 
 floors: layers
 
