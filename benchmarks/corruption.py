@@ -29,8 +29,8 @@ import numpy as np
 from damage import Mutation, Patient, at_random, every_bit
 from harness import provenance, table, write
 
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader
-from hpctrain.checkpoint.format.source import Source
 from hpctrain.checkpoint.format.writer import write_file
 
 LARGER = (64 << 10, 1 << 20, 4 << 20)  # bytes of tensors of the larger files

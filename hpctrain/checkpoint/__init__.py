@@ -1,8 +1,8 @@
 """Checkpoints: the state of a training run in one HDF5 file that is independent of the number of ranks.
 
-``save`` and ``load`` need torch, which is imported at first use. ``file`` reads and writes one
-file, ``together`` writes one file from many ranks, ``look`` contains the operations for a login
-node. ``file`` and ``look`` need h5py and NumPy only.
+``save`` and ``load`` need torch, which is imported at first use. ``format`` reads and writes one
+file, ``saver`` and ``collective_save`` write one file from many ranks, ``tools`` contains the
+operations for a login node. ``format`` and ``tools`` need h5py and NumPy only.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.folder import keep_last as keep_last
     from hpctrain.checkpoint.folder import list_checkpoints as list_checkpoints
     from hpctrain.checkpoint.folder import newest_valid as newest_valid
+    from hpctrain.checkpoint.restore import Loaded as Loaded
+    from hpctrain.checkpoint.restore import load as load
     from hpctrain.checkpoint.rng import capture_rng as capture_rng
     from hpctrain.checkpoint.rng import restore_rng as restore_rng
     from hpctrain.checkpoint.saver import Saver as Saver
     from hpctrain.checkpoint.saver import Storage as Storage
-    from hpctrain.checkpoint.state import Loaded as Loaded
-    from hpctrain.checkpoint.state import load as load
-    from hpctrain.checkpoint.state import save as save
+    from hpctrain.checkpoint.saver import save as save
     from hpctrain.checkpoint.tools.inspect import best as best
 
 _HOMES = {
-    "Loaded": "state",
+    "Loaded": "restore",
     "Saver": "saver",
     "Storage": "saver",
     "best": "tools.inspect",
     "capture_rng": "rng",
     "keep_last": "folder",
     "list_checkpoints": "folder",
-    "load": "state",
+    "load": "restore",
     "newest_valid": "folder",
     "restore_rng": "rng",
-    "save": "state",
+    "save": "saver",
 }
 __all__ = [
     "Loaded",

@@ -23,22 +23,22 @@ import numpy as np
 import torch
 
 from hpctrain import errors
-from hpctrain.checkpoint.file_writer import Places, Target, WriteRequest, WriteShare
+from hpctrain.checkpoint.collective_save import WriteShare
 from hpctrain.checkpoint.format.integrity import Written
 from hpctrain.checkpoint.format.layout import Array
-from hpctrain.checkpoint.format.plan import BoxPart
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import BoxPart, Source
+from hpctrain.checkpoint.format.writer import Offsets, Target, WriteRequest
 from hpctrain.checkpoint.states import copy_flat
-from hpctrain.checkpoint.writer_process import LEAVE
+from hpctrain.checkpoint.writer_process import EXIT
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.child import python
 
-_BORDER = 64  # bytes: alignment of each part, sufficient for any element type
+_ALIGNMENT = 64  # bytes: alignment of each part, sufficient for any element type
 
 
-class Copied(NamedTuple):
+class SnapshotRange(NamedTuple):
     """A byte range of a dataset in the snapshot: offset in the dataset, offset in the memory, length."""
 
     name: str
@@ -54,24 +54,24 @@ class Snapshot:
         self.handle = os.memfd_create("hpctrain-checkpoint")
         self._memory: mmap.mmap | None = None
         self._bytes: Array = np.empty(0, dtype=np.uint8)
-        self._pinned = self._may_pin = False
+        self._pinned = self._try_to_pin = False
 
     @property
     def nbytes(self) -> int:
         """Return the size of the memory in bytes."""
         return self._bytes.nbytes
 
-    def take(self, sources: Sequence[Source], parts: Sequence[BoxPart]) -> list[Copied]:
+    def copy(self, sources: Sequence[Source], parts: Sequence[BoxPart]) -> list[SnapshotRange]:
         """Copy parts of sources; return the location of each of their byte ranges."""
         sizes = [(part.end - part.begin) * sources[part.box].itemsize for part in parts]
-        self._reserve(sum(-(-size // _BORDER) * _BORDER for size in sizes), sources)
+        self._reserve(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), sources)
         found, at = [], 0
         for part, size in zip(parts, sizes):
             source = sources[part.box]
             _copy(source, part, self._bytes[at : at + size])
-            for to, offset, nbytes in source.stretches(part.begin, part.end):
-                found.append(Copied(source.path, to, at + offset, nbytes))
-            at += -(-size // _BORDER) * _BORDER
+            for to, offset, nbytes in source.byte_ranges(part.begin, part.end):
+                found.append(SnapshotRange(source.path, to, at + offset, nbytes))
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
         return found
 
     def close(self) -> None:
@@ -91,14 +91,14 @@ class Snapshot:
                 raise CheckpointError(f"cannot get {nbytes} bytes of memory for a checkpoint: {error}") from error
             with suppress(AttributeError, OSError):  # no huge pages on this system
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
-            self._may_pin = True
+            self._try_to_pin = True
             self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        if self._may_pin and any(getattr(source.box.tensor, "is_cuda", False) for source in sources):
+        if self._try_to_pin and any(getattr(source.box.tensor, "is_cuda", False) for source in sources):
             self._pin()
 
     def _pin(self) -> None:
         """Pin the memory for direct copies from the GPU; without pinning, copies are slower and equally correct."""
-        self._may_pin = False
+        self._try_to_pin = False
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         outcome = int(runtime.cudaHostRegister(self._bytes.ctypes.data, self.nbytes, 0))
         self._pinned = outcome == 0
@@ -128,8 +128,8 @@ def _copy(source: Source, part: BoxPart, out: Array) -> None:
 # Background writer: a separate process writes checkpoints while the rank continues to train ---------------------------
 
 
-_FOR_RANKS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
-_FAREWELL = 5.0  # seconds that an idle process gets to exit
+_SIGNALS_FOR_RANKS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+_EXIT_TIMEOUT = 5.0  # seconds that an idle process gets to exit
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -139,33 +139,33 @@ main(*{arguments!r})
 
 
 class BackgroundWriter:
-    """Background writer: the worker that passes its calls to a writer process; see ``worker.Worker``."""
+    """Background writer: the share writer that passes its calls to a writer process; see ``ShareWriter``."""
 
     def __init__(self) -> None:
         self._snapshot = Snapshot()
-        self._copied: Sequence[Copied] = ()
-        self._place: Target | None = None  # of the file that this rank must remove
+        self._copied: Sequence[SnapshotRange] = ()
+        self._target: Target | None = None  # of the file that this rank must remove
         self._start()
 
-    def take(self, share: WriteShare) -> None:
+    def stage(self, share: WriteShare) -> None:
         """Copy the data to write."""
         if self._process.poll() is not None:
             self._start()
-        self._copied = self._snapshot.take(share.sources, share.parts)
+        self._copied = self._snapshot.copy(share.sources, share.parts)
 
-    def lay_out(self, order: WriteRequest) -> None:
+    def lay_out(self, request: WriteRequest) -> None:
         """Start to make the layout."""
-        self._place = order.place
-        self._send("lay_out", order)
+        self._target = request.target
+        self._send("lay_out", request)
 
-    def write(self, place: Target, places: Places) -> None:
+    def write(self, target: Target, offsets: Offsets) -> None:
         """Start to write the copied data."""
-        rows = [((places[each.name] or 0) + each.to, each.at, each.nbytes, each.name) for each in self._copied]
-        self._send("write", place, rows)
+        rows = [((offsets[each.name] or 0) + each.to, each.at, each.nbytes, each.name) for each in self._copied]
+        self._send("write", target, rows)
 
-    def write_as_laid_out(self, place: Target) -> None:
+    def write_as_laid_out(self, target: Target) -> None:
         """Start to write the copied data to the offsets of the layout that the process has made."""
-        self._send("write_as_laid_out", place, [tuple(each) for each in self._copied])
+        self._send("write_as_laid_out", target, [tuple(each) for each in self._copied])
 
     def finish(self, written: Written) -> None:
         """Start to complete the file."""
@@ -174,17 +174,17 @@ class BackgroundWriter:
     @property
     def busy(self) -> bool:
         """Return whether the process has not answered all requests."""
-        while not self._gone and self._answers.poll():
+        while not self._ended and self._answers.poll():
             self._receive()
-        return not self._gone and len(self._received) < self._under_way
+        return not self._ended and len(self._received) < self._pending
 
     def result(self) -> Any:
         """Wait for the earliest answer; return its result, or raise its error."""
-        if not self._received and not self._gone:
+        if not self._received and not self._ended:
             self._receive()
         if not self._received:
-            raise CheckpointError(f"the process that writes checkpoints has ended: {self._fate()}")
-        self._under_way -= 1
+            raise CheckpointError(f"the process that writes checkpoints has ended: {self._exit_reason()}")
+        self._pending -= 1
         error, result = self._received.popleft()
         if error is None:
             return result
@@ -192,77 +192,77 @@ class BackgroundWriter:
         known = isinstance(kind, type) and issubclass(kind, HpctrainError)
         raise kind(result) if known and kind is not None else CheckpointError(f"{error}: {result}")
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Drop pending work and remove the private file.
 
         A busy process cannot be stopped in the middle of a request: it is killed, and replaced at
         the next save.
         """
-        self._end(0 if self._under_way else _FAREWELL)
-        if self._place is not None:
-            atomic.discard(self._place.private)
-        self._place = None
+        self._end_process(0 if self._pending else _EXIT_TIMEOUT)
+        if self._target is not None:
+            atomic.discard(self._target.private)
+        self._target = None
 
     def close(self) -> None:
         """End the process."""
-        self.give_up()
+        self.abort()
         self._snapshot.close()
 
     def _start(self) -> None:
         self._received: deque[tuple[str | None, Any]] = deque()
-        self._under_way, self._gone = 0, False  # answers not taken yet; whether the process is gone
-        inbox, self._orders = Pipe(duplex=False)
-        self._answers, outbox = Pipe(duplex=False)
+        self._pending, self._ended = 0, False  # answers not taken yet; whether the process is gone
+        request_end, self._requests = Pipe(duplex=False)
+        self._answers, answer_end = Pipe(duplex=False)
         try:
-            self._process = _launch(self._snapshot.handle, inbox.fileno(), outbox.fileno())
+            self._process = _launch(self._snapshot.handle, request_end.fileno(), answer_end.fileno())
         except OSError as error:
-            self._orders.close()
+            self._requests.close()
             self._answers.close()
             raise CheckpointError(f"cannot start a process that writes checkpoints: {error.strerror}") from error
         finally:
-            inbox.close()
-            outbox.close()
+            request_end.close()
+            answer_end.close()
         # A pipe buffers little, and the process may be blocked on sending an answer: only this
         # thread blocks on the pipe.
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
-        self._sender = threading.Thread(target=_send_all, args=(self._orders, self._outgoing), daemon=True)
+        self._sender = threading.Thread(target=_send_all, args=(self._requests, self._outgoing), daemon=True)
         self._sender.start()
 
     def _send(self, name: str, *arguments: Any) -> None:
-        self._under_way += 1
+        self._pending += 1
         self._outgoing.put((name, arguments))
 
     def _receive(self) -> None:
         try:
             self._received.append(self._answers.recv())
         except (EOFError, OSError):
-            self._gone = True
+            self._ended = True
 
-    def _fate(self) -> str:
+    def _exit_reason(self) -> str:
         code = self._process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
-    def _end(self, patience: float) -> None:
+    def _end_process(self, timeout: float) -> None:
         """End the process: an idle one exits on request, a busy one is killed."""
         if self._process.poll() is None:
-            self._outgoing.put((LEAVE, ()))
+            self._outgoing.put((EXIT, ()))
             try:
-                self._process.wait(patience)
+                self._process.wait(timeout)
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
         self._outgoing.put(None)
         self._sender.join()
-        self._orders.close()
+        self._requests.close()
         self._answers.close()
         self._received.clear()
-        self._under_way, self._gone = 0, True
+        self._pending, self._ended = 0, True
 
 
 def _launch(*descriptors: int) -> subprocess.Popen[bytes]:
     """Start the process with the job's signals blocked: those are for the ranks. It never unblocks them."""
     program = _PROGRAM.format(path=sys.path, arguments=(os.getpid(), *descriptors))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_FOR_RANKS)
     try:
         return subprocess.Popen(
             python("-c", program),
@@ -274,9 +274,9 @@ def _launch(*descriptors: int) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _send_all(orders: Any, outgoing: SimpleQueue[Any]) -> None:
-    while (order := outgoing.get()) is not None:
+def _send_all(requests: Any, outgoing: SimpleQueue[Any]) -> None:
+    while (request := outgoing.get()) is not None:
         try:
-            orders.send(order)
+            requests.send(request)
         except OSError:
             return  # the process is gone; ``result`` raises the error

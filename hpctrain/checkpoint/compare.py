@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from hpctrain.util.text import columns
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -47,8 +49,7 @@ def table(differences: Sequence[Difference]) -> str:
     """Return the differences as aligned columns under a heading."""
     rows = [("name", "problem", "in the file", "in the program")]
     rows += [(each.name, each.problem, each.in_file, each.in_program) for each in differences]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join("  " + line for line in columns(rows))
 
 
 def is_skipped(name: str, patterns: Sequence[str]) -> bool:

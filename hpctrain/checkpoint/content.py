@@ -1,13 +1,14 @@
-"""Mapping of a training run to a checkpoint file: datasets, and groups with their attributes."""
+"""Request to save a training run, and its mapping to the datasets, groups and attributes of a checkpoint file."""
 
 from __future__ import annotations
 
 import getpass
 import platform
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isnan
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -16,12 +17,10 @@ import torch
 
 from hpctrain._version import __version__
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.attributes import Value, pack
-from hpctrain.checkpoint.format.layout import Array, group_of, key_groups
-from hpctrain.checkpoint.format.source import Source
-from hpctrain.checkpoint.names import Models
-from hpctrain.checkpoint.optimizer import OptimizerState
-from hpctrain.checkpoint.states import flat, pack_states, to_numpy
+from hpctrain.checkpoint.format.layout import Array, Value, group_of, key_groups, pack
+from hpctrain.checkpoint.format.plan import Source
+from hpctrain.checkpoint.local_state import Models, OptimizerState
+from hpctrain.checkpoint.states import pack_states, shard_source, to_numpy
 from hpctrain.errors import UsageError
 from hpctrain.shard import Shard
 
@@ -33,15 +32,23 @@ STATES = "states"  # key of ``train`` whose entries may contain tensors
 _PLOT = ("NX_class", "signal", "axes")
 
 
-def shard_sources(shards: Iterable[Shard]) -> list[Source]:
-    """Return the sources of tensors; the name of each shard is its path in the file."""
-    return [_shard_source(shard) for shard in shards]
+@dataclass(frozen=True)
+class SaveRequest:
+    """Contents of one checkpoint as this rank has them, and the path of the file.
 
+    A run makes one per save and hands it to ``Saver.start``; ``Saver.save`` and
+    ``hpctrain.checkpoint.save`` make one of their arguments, whose meaning is explained there.
+    ``rank_local`` are tensors of this rank alone, which ``load_rank_local`` loads again.
+    """
 
-def _shard_source(shard: Shard) -> Source:
-    tensor = shard.tensor
-    layout.storage_of(shard.dtype, shard.name)
-    return Source(shard, lambda begin, end: flat(tensor, begin, end))
+    path: Path
+    models: Models
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    train: Mapping[str, Any] = field(default_factory=dict)
+    rng: Mapping[str, Any] | None = None
+    config: str | None = None
+    provenance: Mapping[str, Any] | None = None
+    rank_local: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,33 +60,32 @@ class Content:
 
 
 def rest(
-    train: Mapping[str, Any],
-    states: Sequence[Mapping[str, Any] | None],
-    config: str | None,
-    provenance: Mapping[str, Any] | None,
+    request: SaveRequest,
+    rng_states: Sequence[Mapping[str, Any] | None],
+    optimizers: Mapping[str, OptimizerState],
     world_size: int,
 ) -> Content:
-    """Return everything in a checkpoint except model and optimizer; ``states`` are the RNG states of all ranks."""
-    step = train.get("step", 0)
+    """Return everything in a checkpoint except the tensors of models and optimizers.
+
+    ``rng_states`` and ``optimizers`` are those of all ranks.
+    """
+    step = request.train.get("step", 0)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UsageError(f"step in train is {step!r}: expected a whole number from 0")
     root: dict[str, Value] = {"step": step, "NX_class": "NXroot", "default": layout.TRAIN.strip("/")}
     found = Content([], {"/": {**root, "world_size": world_size}, layout.MODEL: {}})
-    for sources, groups in (train_content(train), rng_content(states)):
+    for sources, groups in (train_content(request.train), rng_content(rng_states)):
         found.sources.extend(sources)
         found.groups.update(groups)
-    if config is not None:
-        found.groups[layout.CONFIG] = {"toml": config}
-    found.groups.update(provenance_group(provenance, world_size))
+    if request.config is not None:
+        found.groups[layout.CONFIG] = {"toml": request.config}
+    found.groups.update(provenance_group(request.provenance, world_size))
+    found.groups.update({group: dict(attributes) for group, attributes in request.models.groups().items()})
+    found.groups.update(_optimizer_groups(optimizers))
     return found
 
 
-def model_groups(models: Models) -> Groups:
-    """Return the groups of several models with their attributes; empty for a single model."""
-    return {group: dict(attributes) for group, attributes in models.groups().items()}
-
-
-def optimizer_groups(states: Mapping[str, OptimizerState]) -> Groups:
+def _optimizer_groups(states: Mapping[str, OptimizerState]) -> Groups:
     """Return the attributes that store the numbers and hyperparameters of the optimizers, by key."""
     groups: Groups = {group: dict(attributes) for group, attributes in key_groups(layout.OPTIMIZER, [*states]).items()}
     for key, state in states.items():
@@ -122,7 +128,7 @@ def _signal(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
 
 
 def _state_source(path: str, leaf: torch.Tensor | Array) -> Source:
-    return _shard_source(Shard.whole(path, leaf)) if isinstance(leaf, torch.Tensor) else Source.of(path, leaf)
+    return shard_source(Shard.whole(path, leaf)) if isinstance(leaf, torch.Tensor) else Source.of(path, leaf)
 
 
 def without_plot(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,26 +1,234 @@
-"""Local state of a rank for a checkpoint, and the exchange of its description with the other ranks."""
+"""Models and optimizers of a checkpoint as one rank has them: names in the file, shards, exchange with other ranks.
+
+A single model has no key: its tensors are ``/model/NAME``. With several models they are
+``/model/KEY/NAME``. Names relative to ``/model`` (``NAME`` or ``KEY/NAME``) also identify
+parameters in the state of an optimizer.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hpctrain.checkpoint import content
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.source import Source, described
-from hpctrain.checkpoint.names import Models
-from hpctrain.checkpoint.optimizer import OptimizerState, capture
-from hpctrain.checkpoint.states import is_finite
-from hpctrain.errors import CheckpointError, NonFiniteError
-from hpctrain.shard import Shard
+from hpctrain.checkpoint.format.layout import group_of, key_groups
+from hpctrain.checkpoint.format.plan import Source, described
+from hpctrain.checkpoint.states import check_storable, is_finite, shard_source
+from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+from hpctrain.shard import Shard, Split
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+
+T = TypeVar("T")
+
+
+def by_key(given: T | Mapping[str, T] | None, what: str) -> dict[str, T]:
+    """Return a mapping of keys to models or optimizers; a single one has the key ``""``.
+
+    Raises ``UsageError`` for an empty mapping, and for a key that cannot name a group of the file.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        return {"": given}
+    if not given:
+        raise UsageError(f"no {what}: the mapping is empty; give at least one", everywhere=True)
+    if list(given) != [""]:
+        for key in given:
+            _check_key(key, what)
+    return dict(given)
+
+
+def _check_key(key: object, what: str) -> None:
+    if not isinstance(key, str):
+        raise UsageError(f"the key {key!r} of a {what} is of type {type(key).__name__}: give text", everywhere=True)
+    try:
+        layout.check_name(key, f"of a {what}")
+    except CheckpointError as error:
+        raise UsageError(str(error), everywhere=True) from None
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter with its key and name; ``relative`` is its name below ``/model``."""
+
+    tensor: torch.nn.Parameter
+    key: str
+    name: str
+    relative: str
+    split: Split | None
+
+    def shards(self, path: str, value: torch.Tensor) -> list[Shard]:
+        """Return this rank's boxes of a tensor with the parameter's shape, named ``path``."""
+        if self.split is None:
+            return [Shard.whole(path, value)]
+        return [replace(shard, name=path) for shard in self.split.shards(self.name, value)]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models by key, and how each is split over the ranks; a model without an entry in ``splits`` is replicated."""
+
+    modules: Mapping[str, torch.nn.Module]
+    splits: Mapping[str, Split | None]
+
+    @classmethod
+    def of(
+        cls,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module] | None,
+        split: Split | Mapping[str, Split | None] | None = None,
+    ) -> Models:
+        """Return the models that a caller names. Raises ``UsageError`` if ``split`` has a key that ``model`` lacks."""
+        modules = by_key(model, "model")
+        splits = split if isinstance(split, Mapping) else {key: split for key in modules}
+        unknown = sorted(set(splits) - set(modules))
+        if unknown:
+            raise UsageError(f"split names no model: {', '.join(unknown)}; the models are {', '.join(modules)}")
+        return cls(modules, splits)
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether any model is split over the ranks."""
+        return any(split is not None for split in self.splits.values())
+
+    def shards(self) -> list[Shard]:
+        """Return this rank's shards of parameters and buffers; a shard's name is its path in the file."""
+        found: list[Shard] = []
+        for key, module in self.modules.items():
+            split, group = self.splits.get(key), group_of(layout.MODEL, key)
+            for name, value in module.state_dict().items():
+                path = layout.child(group, name)
+                if not isinstance(value, torch.Tensor):
+                    kind, shown = type(value).__name__, path.removeprefix(f"{layout.MODEL}/")
+                    raise UsageError(f"{shown} of the model's state is of type {kind}: a checkpoint holds tensors")
+                check_storable(value, path.removeprefix(f"{layout.MODEL}/"))
+                boxes = [Shard.whole(path, value)] if split is None else split.shards(name, value)
+                found += [replace(box, name=path) for box in boxes]
+        return found
+
+    def parameter_paths(self) -> Iterator[str]:
+        """Yield the paths of the parameters; all other tensors are buffers."""
+        for key, module in self.modules.items():
+            group = group_of(layout.MODEL, key)
+            for name, _ in module.named_parameters(remove_duplicate=False):
+                yield layout.child(group, name)
+
+    def parameters(self) -> dict[int, NamedParameter]:
+        """Return the parameters by their ``id``; a shared parameter has the first of its names."""
+        found: dict[int, NamedParameter] = {}
+        for key, module in self.modules.items():
+            for name, tensor in module.named_parameters():
+                relative = layout.child(group_of(layout.MODEL, key), name).removeprefix(f"{layout.MODEL}/")
+                found.setdefault(id(tensor), NamedParameter(tensor, key, name, relative, self.splits.get(key)))
+        return found
+
+    def groups(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Return the groups of the file with their attributes; empty for a single model."""
+        return key_groups(layout.MODEL, list(self.modules))
+
+
+# Optimizer state by parameter name, independent of parameter order, number of ranks and strategy ----------------------
+#
+# A state tensor is named ``<parameter name>/<key>``. The name of a parameter is its name below
+# ``/model``. With several models it begins with the model's key: an optimizer may contain parameters
+# of any of them. Numbers in the state (some optimizers count steps with an int) are stored as
+# attributes. Hyperparameters of the groups are stored as JSON, with the names of their parameters.
+
+
+LIST_KEY = "list of tensors"  # the key of a plain value that represents a list with tensors
+
+ParamGroups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State of an optimizer by name: tensors, numbers per parameter, hyperparameters per group."""
+
+    kind: str
+    shards: list[Shard]
+    values: dict[str, dict[str, Any]]
+    groups: ParamGroups
+
+
+def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return this rank's state of an optimizer of the models; the tensors are not copied."""
+    shards: list[Shard] = []
+    values: dict[str, dict[str, Any]] = {}
+    known = models.parameters()
+    root = group_of(layout.OPTIMIZER, key)
+    for parameter in parameters_of(known, optimizer):
+        state, name = optimizer.state.get(parameter.tensor), parameter.relative
+        if not state:
+            continue
+        plain, tensors = _flat(state)
+        values[name] = plain
+        for key, value in tensors.items():
+            check_storable(value, f"the optimizer's {key} of {name}")
+            shards += state_shards(layout.child(f"{root}/{name}", key), value, parameter)
+    return OptimizerState(type(optimizer).__name__, shards, values, _groups(known, optimizer))
+
+
+def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the plain values of a state, and its tensors by key; the items of a list have the keys ``key.0``, ...
+
+    LBFGS keeps lists of tensors. The plain value of such a list is a table with its length and its
+    other items.
+    """
+    plain: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        elif isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
+            items = {f"{key}.{number}": item for number, item in enumerate(value) if isinstance(item, torch.Tensor)}
+            tensors |= items
+            plain[key] = {LIST_KEY: [None if isinstance(item, torch.Tensor) else item for item in value]}
+        else:
+            plain[key] = value
+    return plain, tensors
+
+
+def state_shards(path: str, value: torch.Tensor, parameter: NamedParameter) -> list[Shard]:
+    """Return the boxes of a state tensor: those of its parameter if the shapes are equal, else the whole tensor."""
+    if value.shape != parameter.tensor.shape:
+        return [Shard.whole(path, value)]
+    return parameter.shards(path, value)
+
+
+def _groups(known: Mapping[int, NamedParameter], optimizer: torch.optim.Optimizer) -> ParamGroups:
+    return [
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [known[id(parameter)].relative for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a hyperparameter with its one-element tensors as numbers (learning rates on a GPU)."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def parameters_of(known: Mapping[int, NamedParameter], optimizer: torch.optim.Optimizer) -> Iterator[NamedParameter]:
+    """Yield the optimizer's parameters with their names; a shared parameter has the first of its names."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise UsageError(
+                    f"the optimizer's parameter {position} of group {number}, shape {tuple(parameter.shape)}, "
+                    "is not a parameter of the model: it has no name to be stored under"
+                )
+            yield known[id(parameter)]
+
+
+# Local state of a rank, and the exchange of its description with the other ranks -------------------------------------
 
 
 @dataclass(frozen=True)
@@ -32,7 +240,7 @@ class StateDescription:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class LocalState:
     """Local state of this rank: sources of the model, then of the optimizers, then of its rank-local tensors."""
 
     sources: list[Source]
@@ -44,16 +252,16 @@ class Holdings:
         cls,
         models: Models,
         optimizers: Mapping[str, torch.optim.Optimizer],
-        own: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        rank_local: Mapping[str, torch.Tensor] = MappingProxyType({}),
         rank: int = 0,
-    ) -> Holdings:
-        """Return the local state of this rank; ``own`` are rank-local tensors. No tensor is copied."""
+    ) -> LocalState:
+        """Return the local state of this rank; ``rank_local`` are tensors of this rank alone. No tensor is copied."""
         shards = models.shards()
         states = {key: capture(models, key, optimizer) for key, optimizer in optimizers.items()}
         for state in states.values():
             shards += state.shards
-        shards += [Shard.whole(own_path(rank, name), one) for name, one in own.items()]
-        return cls(content.shard_sources(shards), states, frozenset(models.parameter_paths()))
+        shards += [Shard.whole(rank_local_path(rank, name), one) for name, one in rank_local.items()]
+        return cls([shard_source(shard) for shard in shards], states, frozenset(models.parameter_paths()))
 
     def check_finite(self) -> None:
         """Refuse NaN and infinity. Only infinity in a buffer may be intended (an attention mask), NaN never is.
@@ -74,30 +282,30 @@ class Holdings:
 
     def description(self) -> StateDescription:
         """Return the description that other ranks need."""
-        told = {key: OptimizerState(one.kind, [], one.values, one.groups) for key, one in self.optimizers.items()}
-        return StateDescription([described(source) for source in self.sources], told)
+        states = {key: OptimizerState(one.kind, [], one.values, one.groups) for key, one in self.optimizers.items()}
+        return StateDescription([described(source) for source in self.sources], states)
 
 
-def worker_group(rank: int) -> str:
+def rank_local_group(rank: int) -> str:
     """Return the group of a rank's rank-local tensors."""
     return f"{layout.WORKERS}/{rank}"
 
 
-def own_path(rank: int, name: str) -> str:
+def rank_local_path(rank: int, name: str) -> str:
     """Return the path of a rank-local tensor. With several models, its name begins with the key of the model."""
-    path = worker_group(rank)
+    path = rank_local_group(rank)
     for part in name.split("/", 1):
         path = layout.child(path, part)
     return path
 
 
-def exchange(comm: Communicator, own: StateDescription, *more: Any) -> tuple[bytes, list[StateDescription]]:
+def exchange(comm: Communicator, local: StateDescription, *more: Any) -> tuple[bytes, list[StateDescription]]:
     """Return a digest of the boxes of all ranks, and all descriptions. Collective.
 
     If all ranks describe the same state, which is the rule, only digests are sent. ``more`` must be
     equal on all ranks.
     """
-    boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (own.boxes, own.optimizers))
+    boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (local.boxes, local.optimizers))
     digests = comm.all_gather_object((boxes, state, more))
     for rank, (_, _, other) in enumerate(digests):
         if other != digests[0][2]:
@@ -108,8 +316,8 @@ def exchange(comm: Communicator, own: StateDescription, *more: Any) -> tuple[byt
             )
     whole = hashlib.sha256(b"".join(each[0] for each in digests)).digest()
     if all(each == digests[0] for each in digests):
-        return whole, [own] * comm.size
-    return whole, comm.all_gather_object(own)
+        return whole, [local] * comm.size
+    return whole, comm.all_gather_object(local)
 
 
 def joined(everyone: Sequence[StateDescription]) -> dict[str, OptimizerState]:

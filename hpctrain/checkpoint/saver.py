@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from hpctrain.checkpoint import content
-from hpctrain.checkpoint.collective_save import CollectiveSave, RankSave
-from hpctrain.checkpoint.file_writer import InlineWriter, Places, ShareWriter, Target, WriteRequest, WriteShare
+from hpctrain.checkpoint.collective_save import CollectiveSave, InlineWriter, ShareWriter, WriteShare
+from hpctrain.checkpoint.content import SaveRequest
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.plan import BoxPart, WritePlan, plan
-from hpctrain.checkpoint.format.source import described, nbytes_of
-from hpctrain.checkpoint.local_state import Holdings, StateDescription, exchange, joined
-from hpctrain.checkpoint.names import Models, by_key
+from hpctrain.checkpoint.format.plan import BoxPart, WritePlan, described, plan
+from hpctrain.checkpoint.format.writer import Offsets, Target, WriteRequest
+from hpctrain.checkpoint.local_state import LocalState, Models, StateDescription, by_key, exchange, joined
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Split
-from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 
 if TYPE_CHECKING:
@@ -33,8 +31,8 @@ IO = Literal["posix", "mpiio"]
 SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not divided over ranks, however wide the filesystem's stripes are
 BURDEN = 128 << 10  # bytes that rank 0 could write in the time in which it makes the layout of one dataset
 
-_KNOWN = 8
-PLACES: dict[bytes, dict[str, int | None]] = {}  # by digest of the written state: offsets of the tensors in such a file
+_CACHED = 8
+OFFSETS: dict[bytes, dict[str, int | None]] = {}  # by digest of the written state: its tensors' offsets in the file
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,13 @@ class Saver:
     def __init__(
         self, comm: Communicator | None = None, how: Storage | None = None, *, background: bool = False
     ) -> None:
-        self._comm = comm if comm is not None else _alone()
-        self._how = how or Storage()
-        self._worker = _worker(self._comm, self._how, background)
+        self._comm = comm if comm is not None else _single_communicator()
+        self._storage = how or Storage()
+        self._writer = _writer(self._comm, self._storage, background)
         self._background = background
         self._saving: CollectiveSave | None = None
-        self._planned: tuple[bytes, WritePlan] | None = None
-        self._written: tuple[bytes, list[str]] = (b"", [])
+        self._plan_cache: tuple[bytes, WritePlan] | None = None
+        self._written: tuple[bytes, list[str]] = (b"", [])  # digest and datasets of the save in progress
         self.claim: Claim | None = None  # on the folder, held by rank 0: it is checked before a file is written
 
     def __enter__(self) -> Saver:
@@ -108,36 +106,40 @@ class Saver:
     ) -> None:
         """Write a complete checkpoint or none; see ``hpctrain.checkpoint.save``. Collective.
 
-        ``own`` are rank-local tensors, which ``load_own`` loads again. With several models, their
+        ``own`` are rank-local tensors, which ``load_rank_local`` loads again. With several models, their
         names begin with the key of the model and ``/``.
         """
         self.wait()
+        models = agreed(self._comm, lambda: Models.of(model, split))
+        optimizers = agreed(self._comm, lambda: by_key(optimizer, "optimizer"))
+        self.start(SaveRequest(Path(path), models, optimizers, train or {}, rng, config, provenance, own))
+
+    @as_parts
+    def start(self, request: SaveRequest) -> None:
+        """Start to write a checkpoint; in the foreground, return when it is complete. Collective."""
+        self.wait()
         comm = self._comm
-        models = agreed(comm, lambda: Models.of(model, split))
-        optimizers = agreed(comm, lambda: by_key(optimizer, "optimizer"))
-        held = agreed(comm, lambda: Holdings.of(models, optimizers, own, comm.rank))
-        digest, descriptions, deal = self._plan(held.description(), str(Path(path).absolute()))
-        parts = deal.parts[comm.rank]
-        agreed(comm, lambda: held.check_finite())
-        plain = agreed(comm, lambda: content.plain_rng(rng))
-        told = comm.all_gather_object((plain, digest in PLACES))
-        states = [each for each, _ in told]
+        local = agreed(comm, lambda: LocalState.of(request.models, request.optimizers, request.rank_local, comm.rank))
+        digest, descriptions, plan = self._plan(local.description(), str(request.path.absolute()))
+        agreed(comm, lambda: local.check_finite())
+        rng = agreed(comm, lambda: content.plain_rng(request.rng))
+        gathered = comm.all_gather_object((rng, digest in OFFSETS))
+        rng_states = [state for state, _ in gathered]
         # MPI-IO calls are collective: they cannot be made while rank 0 makes the layout, and rank
         # 0 may not reach them.
-        known = all(knows for _, knows in told) and self._how.io == "posix"
-        expected = PLACES[digest] if known else None
+        known = all(knows for _, knows in gathered) and self._storage.io == "posix"
 
-        def job() -> RankSave:
+        def prepare() -> tuple[WriteShare, WriteRequest | None]:
             if comm.rank:
-                return RankSave(WriteShare(held.sources, parts), None, expected)
+                return WriteShare(local.sources, plan.parts[comm.rank]), None
             if self.claim is not None:
                 self.claim.check()
-            rest = content.rest(train or {}, states, config, provenance, comm.size)
-            rest.groups.update(content.model_groups(models))
-            return replace(self._order(Path(path), held, descriptions, deal, rest), expected=expected)
+            rest = content.rest(request, rng_states, joined(descriptions), comm.size)
+            return self._whole_file(request.path, local, plan, rest)
 
-        self._saving = CollectiveSave(comm, self._worker, agreed(comm, job))
-        self._written = digest, [dataset.name for dataset in deal.datasets]
+        share, file = agreed(comm, prepare)
+        self._saving = CollectiveSave(comm, self._writer, share, file, OFFSETS[digest] if known else None)
+        self._written = digest, [dataset.name for dataset in plan.datasets]
         if not self._background:
             self.wait()
 
@@ -157,7 +159,7 @@ class Saver:
             return
         try:
             self._saving.advance()
-            _remember(self._written, self._saving.places)
+            _cache_offsets(self._written, self._saving.offsets)
         finally:
             if self._saving.done:
                 self._saving = None
@@ -170,61 +172,105 @@ class Saver:
     def close(self) -> None:
         """Drop a pending checkpoint, without the other ranks, and end the writer process."""
         self._saving = None
-        self._worker.close()
+        self._writer.close()
 
-    def _plan(self, own: StateDescription, target: str) -> tuple[bytes, list[StateDescription], WritePlan]:
+    def _plan(self, local: StateDescription, target: str) -> tuple[bytes, list[StateDescription], WritePlan]:
         """Return the digest and descriptions of all ranks' state, and the write plan; it is cached per digest."""
-        digest, descriptions = exchange(self._comm, own, target)
-        alignment = self._how.alignment
-        if self._planned is None or self._planned[0] != digest:
+        digest, descriptions = exchange(self._comm, local, target)
+        alignment = self._storage.alignment
+        if self._plan_cache is None or self._plan_cache[0] != digest:
             boxes = [each.boxes for each in descriptions]
-            self._planned = digest, agreed(self._comm, lambda: plan(boxes, min(alignment, SMALL), BURDEN))
-        return digest + bytes(str(alignment), "ascii"), descriptions, self._planned[1]
+            self._plan_cache = digest, agreed(self._comm, lambda: plan(boxes, min(alignment, SMALL), BURDEN))
+        return digest + bytes(str(alignment), "ascii"), descriptions, self._plan_cache[1]
 
-    def _order(
-        self,
-        path: Path,
-        held: Holdings,
-        descriptions: Sequence[StateDescription],
-        deal: WritePlan,
-        rest: content.Content,
-    ) -> RankSave:
-        """Return rank 0's job: its share, and everything that is not a tensor of a model or optimizer."""
-        sources = [*held.sources, *rest.sources]
-        parts = [*deal.parts[0]]
-        for number, source in enumerate(rest.sources, len(held.sources)):
+    def _whole_file(
+        self, path: Path, local: LocalState, plan: WritePlan, rest: content.Content
+    ) -> tuple[WriteShare, WriteRequest]:
+        """Return rank 0's share, with everything that is not a tensor of a model or optimizer, and the whole file."""
+        sources = [*local.sources, *rest.sources]
+        parts = [*plan.parts[0]]
+        for number, source in enumerate(rest.sources, len(local.sources)):
             if 0 not in source.box.extent:
                 parts.append(BoxPart(number, 0, math.prod(source.box.extent)))
-        datasets = [*deal.datasets, *(described(source) for source in rest.sources)]
-        groups = {**rest.groups, **content.optimizer_groups(joined(descriptions))}
-        nbytes = sum(map(nbytes_of, datasets))
-        attributes = {source.path: source.attributes for source in rest.sources}
-        place, create = Target(path, atomic.private_name(path), nbytes), self._how.io != "mpiio"
-        order = WriteRequest(place, datasets, groups, attributes, self._how.alignment, create, self.claim)
-        return RankSave(WriteShare(sources, parts), order)
+        datasets = [*plan.datasets, *(described(source) for source in rest.sources)]
+        file = WriteRequest(
+            Target.of(path, datasets),
+            datasets,
+            groups=rest.groups,
+            attributes={source.path: source.attributes for source in rest.sources},
+            alignment=self._storage.alignment,
+            create=self._storage.io != "mpiio",
+            claim=self.claim,
+        )
+        return WriteShare(sources, parts), file
 
 
-def _remember(written: tuple[bytes, list[str]], places: Places | None) -> None:
+def save(
+    path: str | Path,
+    *,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
+    train: Mapping[str, Any] | None = None,
+    rng: Mapping[str, Any] | None = None,
+    config: str | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    comm: Communicator | None = None,
+    split: Split | Mapping[str, Split | None] | None = None,
+    how: Storage | None = None,
+) -> None:
+    """Write a complete checkpoint or none.
+
+    Several models and optimizers are passed as mappings:
+    ``model={"generator": g, "discriminator": d}``; their keys name groups of the file. An optimizer
+    may contain parameters of any of the models. ``split`` is then a mapping with the keys of the
+    models.
+
+    ``train`` contains numbers, text, lists and tables under names that the caller chooses. Its
+    ``step`` is the step of the file. Its ``curves`` (name to list of numbers) become arrays to
+    plot. Its ``states`` (name to state) may contain tensors and NumPy arrays in dicts, lists and
+    tuples; those of rank 0 are stored. ``rng`` is the state of this rank, from ``capture_rng()``.
+    ``config`` is TOML text. ``provenance`` is added to the facts that are always recorded. With
+    ``comm`` the call is collective: every rank writes its share, and all ranks succeed or raise the
+    same error. ``split`` describes how the model is split over the ranks, ``how`` the way of
+    writing.
+
+    Raises ``NonFiniteError`` for a parameter that is NaN or infinite, ``CheckpointError`` if the
+    file cannot be written. A file that existed before is then unchanged.
+    """
+    with Saver(comm, how) as saver:
+        saver.save(
+            path,
+            model=model,
+            optimizer=optimizer,
+            train=train,
+            rng=rng,
+            config=config,
+            provenance=provenance,
+            split=split,
+        )
+
+
+def _cache_offsets(written: tuple[bytes, list[str]], offsets: Offsets | None) -> None:
     """Cache the offsets of the tensors for the next file with the same state."""
-    if places is None:
+    if offsets is None:
         return
     digest, names = written
-    PLACES.pop(digest, None)
-    PLACES[digest] = {name: places[name] for name in names}
-    if len(PLACES) > _KNOWN:
-        PLACES.pop(next(iter(PLACES)))
+    OFFSETS.pop(digest, None)
+    OFFSETS[digest] = {name: offsets[name] for name in names}
+    if len(OFFSETS) > _CACHED:
+        OFFSETS.pop(next(iter(OFFSETS)))
 
 
-def _alone() -> Communicator:
+def _single_communicator() -> Communicator:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.transport.single import SingleTransport
 
     return Communicator(SingleTransport())
 
 
-def _worker(comm: Communicator, how: Storage, background: bool) -> ShareWriter:
-    if how.io == "mpiio":
-        return _collective(comm, how, background)
+def _writer(comm: Communicator, storage: Storage, background: bool) -> ShareWriter:
+    if storage.io == "mpiio":
+        return _mpi_io_writer(comm, storage, background)
     if not background:
         return InlineWriter()
     from hpctrain.checkpoint.background import BackgroundWriter
@@ -232,7 +278,7 @@ def _worker(comm: Communicator, how: Storage, background: bool) -> ShareWriter:
     return BackgroundWriter()
 
 
-def _collective(comm: Communicator, how: Storage, background: bool) -> ShareWriter:
+def _mpi_io_writer(comm: Communicator, storage: Storage, background: bool) -> ShareWriter:
     if background:
         raise UsageError(
             "io = 'mpiio' writes by calls of all ranks, which a process beside each cannot make: "
@@ -241,8 +287,8 @@ def _collective(comm: Communicator, how: Storage, background: bool) -> ShareWrit
         )
     if comm.transport.name != "mpi":
         raise UsageError("io = 'mpiio' needs ranks that MPI has started: use io = 'posix'", everywhere=True)
-    from hpctrain.checkpoint.collective_save import Collective
+    from hpctrain.checkpoint.collective_save import MpiIoWriter
     from hpctrain.comm.transport.mpi import MpiTransport
 
     assert isinstance(comm.transport, MpiTransport)
-    return Collective(comm.transport, how.hints)
+    return MpiIoWriter(comm.transport, storage.hints)

@@ -12,6 +12,7 @@ import torch
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import STORAGE, Array, storage_of
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.shard import Shard
@@ -74,6 +75,13 @@ def copy_flat(tensor: torch.Tensor, begin: int, end: int, out: Array) -> None:
     """Copy a range of elements, in C order, to host memory; the tensor may be on a GPU."""
     target = torch.from_numpy(out.view(np.uint8)).view(tensor.dtype)
     target.copy_(tensor.detach().contiguous().view(-1)[begin:end])
+
+
+def shard_source(shard: Shard) -> Source:
+    """Return the source of a tensor; the name of the shard is its path in the file."""
+    tensor = shard.tensor
+    storage_of(shard.dtype, shard.name)
+    return Source(shard, lambda begin, end: flat(tensor, begin, end))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.findings import Finding, counts, exit_code, summary, table
 from hpctrain.errors import UsageError
 from hpctrain.util import atomic
+from hpctrain.util.plotting import check_suffix, save_figure
 from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
@@ -34,7 +35,6 @@ examples:
 Exit code 1: an error was found (with --strict, an error or a warning).
 """
 _WIDEST = 140  # maximum columns of text on a wider terminal
-KINDS = (".png", ".svg", ".pdf")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -86,8 +86,8 @@ def _check(args: argparse.Namespace) -> None:
         given = [name for name in ("seconds", "folder", "device", "picture") if getattr(args, name) is not None]
         if given:
             raise UsageError(f"--{given[0]} needs --preflight", everywhere=True)
-    if args.picture and args.picture.suffix not in KINDS:
-        raise UsageError(f"cannot draw {args.picture}: its name must end in {', '.join(KINDS)}", everywhere=True)
+    if args.picture:
+        check_suffix(args.picture)
     for path in (args.output, args.picture):
         if path and not path.parent.is_dir():
             raise UsageError(f"cannot write {path}: no such folder: {path.parent}", everywhere=True)
@@ -173,8 +173,5 @@ def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> Non
     lines = [*text.lines(report), "", *table(findings, _width()), "", took]
     _print(args, found, [*lines, *([f"--exclude={leave}"] if leave and detect().scheduler != "pbs" else [])])
     if args.picture:
-        from hpctrain.checkpoint.tools.output import put_in_place
-        from hpctrain.doctor.preflight.picture import figure
-
-        drawn = figure(report, f"preflight of {len(report.seats)} ranks on {len(report.hosts)} nodes")
-        put_in_place(args.picture, lambda out: drawn.savefig(out, format=args.picture.suffix[1:], dpi=150))
+        title = f"preflight of {len(report.seats)} ranks on {len(report.hosts)} nodes"
+        save_figure(text.figure(report, title), args.picture)

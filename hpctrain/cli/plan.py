@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
 from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
-from hpctrain.util.text import printable_lines
+from hpctrain.util.format import counted
+from hpctrain.util.plotting import check_suffix, save_figure
+from hpctrain.util.text import columns, printable_lines
 
 _EPILOG = """\
 examples:
@@ -110,9 +113,12 @@ def run(args: argparse.Namespace) -> int:
         return 0  # rank 0 prints for all ranks
     _check(args)
     if args.config:
+        from hpctrain.log import early_warnings
         from hpctrain.train.config import load
 
         settings = load(args.config, args.assignments or ())  # a mistake in them is told before torch is imported
+        for text in early_warnings():
+            print(f"warning: {text}", file=sys.stderr)
         from hpctrain.cli.plan_run import plan
 
         return plan(args, settings)
@@ -158,11 +164,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _check_pictures(args: argparse.Namespace) -> None:
-    from hpctrain.parallel.pipeline.render import KINDS
-
     for path in (args.output, args.scaling):
-        if path and path.suffix not in KINDS:
-            raise UsageError(f"cannot draw {path}: its name must end in {', '.join(KINDS)}")
+        if path:
+            check_suffix(path)
 
 
 # A schedule -----------------------------------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ def _ideal(args: argparse.Namespace) -> int:
     chunks = args.chunks if args.chunks is not None else 2 if args.schedule == "interleaved" else 1
     schedule = make(args.schedule, args.pipe, args.microbatches, chunks)
     timeline = simulate(schedule, equal_costs(schedule.chunks, **_costs(args, chunks)))
-    words = f"{args.schedule}, {_count(args.pipe, 'stage')}, {_count(args.microbatches, 'microbatch')}"
+    words = f"{args.schedule}, {counted(args.pipe, 'stage')}, {counted(args.microbatches, 'microbatch')}"
     title = words + (f", {chunks} chunks per stage" if chunks > 1 else "")
     if args.output:
         _draw(args.output, timeline, title)
@@ -218,16 +222,13 @@ def _measured(args: argparse.Namespace) -> int:
 
 
 def _draw(output: Path, timeline: Timeline, title: str, *, names: Sequence[str] = (), unit: str = "") -> None:
-    from hpctrain.checkpoint.tools.output import put_in_place
     from hpctrain.parallel.pipeline.render import figure
 
-    drawn = figure(timeline, title, names=names, unit=unit)
-    put_in_place(output, lambda out: drawn.savefig(out, format=output.suffix[1:], dpi=150))
+    save_figure(figure(timeline, title, names=names, unit=unit), output)
 
 
 def _print_text(title: str, timeline: Timeline, live: dict[str, int], output: Path | None, *, measured: bool) -> None:
     """Print a table, and the timeline unless it was drawn; ``live`` has the name and live microbatches of each row."""
-    from hpctrain.cli.checkpoint.text import columns
     from hpctrain.parallel.pipeline.render import fitted, lines
 
     whole = timeline.makespan
@@ -256,8 +257,3 @@ def _print_json(facts: dict[str, Any], timeline: Timeline) -> None:
         for rank, row in enumerate(timeline.rows)
     ]
     print(json.dumps({**facts, "makespan": whole, "bubble": timeline.bubble, "ranks": rows}, indent=2))
-
-
-def _count(number: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
-    return f"{number} {what if number == 1 else plural}"

@@ -8,17 +8,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cli.checkpoint.text import columns
 from hpctrain.errors import EXIT_FAILURE, SettingsError, UsageError
 from hpctrain.forecast import text
 from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
 from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.machine import preset
 from hpctrain.forecast.run import Device, PlannedRun
-from hpctrain.forecast.sizes import parse, tell
 from hpctrain.settings import check_code
 from hpctrain.train.config import LOSSES, Settings
-from hpctrain.util.text import printable_lines
+from hpctrain.util.format import format_bytes, parse_bytes
+from hpctrain.util.text import columns, printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.forecast.advice import TimeReport
@@ -85,7 +84,7 @@ def device_of(settings: Settings, limits: MemoryLimits, machine: str | None = No
 
 def _bytes(word: str | None, option: str) -> int | None:
     try:
-        return None if word is None else parse(word)
+        return None if word is None else parse_bytes(word)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
 
@@ -101,11 +100,10 @@ def _positive(number: int, option: str) -> int:
 
 def _draw(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Configuration], times: TimeReport) -> None:
     if args.output:
-        from hpctrain.checkpoint.tools.output import put_in_place
         from hpctrain.forecast.plots import memory_figure
+        from hpctrain.util.plotting import save_figure
 
-        drawn = memory_figure(text.heading(planned), found)
-        put_in_place(args.output, lambda out: drawn.savefig(out, format=args.output.suffix[1:], dpi=150))
+        save_figure(memory_figure(text.heading(planned), found), args.output)
     if args.scaling:
         times.draw(args.scaling)
 
@@ -150,4 +148,5 @@ def _sentence(found: Sequence[Configuration]) -> str:
     if fitting:
         return f"{chosen.name} does not fit: {text.verdict(chosen)}; {fitting[0]} fits"
     nearest = min(found, key=lambda one: sum(one.excess))
-    return f"nothing fits: {chosen.name} has {text.verdict(chosen)}, {nearest.name} {tell(sum(nearest.excess))}"
+    missing = format_bytes(sum(nearest.excess), 2)
+    return f"nothing fits: {chosen.name} has {text.verdict(chosen)}, {nearest.name} {missing}"

@@ -13,8 +13,8 @@ from torch import nn
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.checkpoint.compare import is_skipped
-from hpctrain.checkpoint.names import by_key
-from hpctrain.checkpoint.state import load
+from hpctrain.checkpoint.local_state import by_key
+from hpctrain.checkpoint.restore import load
 from hpctrain.checkpoint.tools.inspect import newest_of
 from hpctrain.comm.agreement import on_first_rank
 from hpctrain.data.random_streams import draw_alike

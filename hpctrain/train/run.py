@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.checkpoint.names import by_key
+from hpctrain.checkpoint.local_state import by_key
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import NonFiniteError, UsageError

@@ -21,10 +21,10 @@ from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.integrity import crc32
 from hpctrain.checkpoint.format.layout import group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader
-from hpctrain.checkpoint.names import Models, by_key
+from hpctrain.checkpoint.local_state import Models, by_key
 from hpctrain.checkpoint.retention import RetentionPolicy
 from hpctrain.checkpoint.saver import Saver
-from hpctrain.checkpoint.state import Loaded, load, load_own
+from hpctrain.checkpoint.restore import Loaded, load, load_rank_local
 from hpctrain.checkpoint.states import Leaf, pack_states, to_numpy
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
@@ -276,7 +276,7 @@ class TrainState:
     def _restore_own(self, path: Path) -> None:
         """Restore the rank-local states if the same number of ranks has saved them."""
         own = self._own()
-        if own and not load_own(path, own, comm=self.comm) and self.comm.rank == 0:
+        if own and not load_rank_local(path, own, comm=self.comm) and self.comm.rank == 0:
             logger.warning("%s has no state of these workers: all start from the center", path)
 
     @as_parts

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.checkpoint.folder import keep_last, list_checkpoints, newest_valid, remove_leftovers
 from hpctrain.checkpoint.format.layout import step_file
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli.main import main
 from hpctrain.errors import CheckpointError, UsageError

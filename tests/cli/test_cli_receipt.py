@@ -76,8 +76,8 @@ def test_a_plot_is_written(kind: str, capsys: pytest.CaptureFixture[str]) -> Non
     [
         (["gone"], "gone holds no run.json that can be read: there is no such folder"),
         (["."], None),
-        (["a", "-o", "a.gif"], "cannot draw a.gif: a picture's name ends in .png, .svg, .pdf"),
-        (["a", "-o", "gone/a.svg"], "cannot draw gone/a.svg: No such file or directory"),
+        (["a", "-o", "a.gif"], "cannot draw a.gif: its name must end in .png, .svg, .pdf"),
+        (["a", "-o", "gone/a.svg"], "cannot write gone/a.svg: No such file or directory"),
         ([], "RUN"),
     ],
 )

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from support.checksums import repair
 
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 
 VERSIONS = ("v110", "v110")  # as hpctrain writes them: older versions are refused for their age alone

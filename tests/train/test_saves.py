@@ -85,7 +85,7 @@ def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path,
 
     def kill(step: int, batch: torch.Tensor) -> None:
         where.append(step)
-        worker = training.run._saves._saver._worker
+        worker = training.run._saves._saver._writer
         assert isinstance(worker, BackgroundWriter)
         if step == 3 and job.rank == job.size - 1:
             worker._process.kill()

@@ -21,9 +21,8 @@ import numpy as np
 
 from hpctrain._version import __version__
 from hpctrain.checkpoint.format import integrity, layout
-from hpctrain.checkpoint.format.attributes import Value, to_array
 from hpctrain.checkpoint.format.integrity import LENGTH, Written, digest, manifest, outside, seal
-from hpctrain.checkpoint.format.layout import Array, Record
+from hpctrain.checkpoint.format.layout import Array, Record, Value, to_array
 from hpctrain.shard import Shard
 
 _BLOCK = 4096
@@ -38,10 +37,10 @@ class Image(io.RawIOBase):
         self._position = 0
         self.size = 0
 
-    def parts(self, stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+    def parts(self, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
         """Yield offset and bytes of the written blocks within ranges (offset and length); the rest are holes."""
         numbers = sorted(self._blocks)
-        for offset, count in stretches:
+        for offset, count in ranges:
             end = min(offset + count, self.size)
             for number in islice(numbers, bisect_left(numbers, offset // _BLOCK), None):
                 start = number * _BLOCK
@@ -117,7 +116,7 @@ class Image(io.RawIOBase):
             done += length
 
 
-# Layout of a checkpoint in memory: HDF5 assigns all offsets before any byte of a tensor is written --------------------
+# Draft of a file ------------------------------------------------------------------------------------------------------
 #
 # Every dataset is contiguous, allocated at once and never filled by HDF5. The offsets of the tensors
 # are known as soon as the draft is made. Their checksums are known when the bytes are written, and
@@ -130,7 +129,7 @@ Groups = Mapping[str, Mapping[str, Value]]
 class Draft:
     """Structure of a file that is being written.
 
-    ``places`` contains the offset of each dataset, in the given order; ``None`` for a dataset
+    ``offsets`` contains the offset of each dataset, in the given order; ``None`` for a dataset
     without bytes.
     """
 
@@ -158,11 +157,11 @@ class Draft:
             alignment_interval=alignment,
             track_order=True,
         )
-        self._made = {"": self._file.id}
+        self._groups_made = {"": self._file.id}
         datasets_made = [_dataset(self._group(record.path.rpartition("/")[0]), record) for record in self.records]
         for path, values in self._groups.items():
             _set_attributes(self._group(path.rstrip("/")), values)
-        self.places: list[int | None] = [dataset.get_offset() for dataset in datasets_made]
+        self.offsets: list[int | None] = [dataset.get_offset() for dataset in datasets_made]
         self._crcs = [h5py.h5a.open(dataset, layout.CRC32.encode()) for dataset in datasets_made]
         self._text = self._make_text(layout.MANIFEST, len(self._manifest().encode()))
         self._seal = self._make_text(layout.SEAL, LENGTH)
@@ -171,10 +170,10 @@ class Draft:
 
     def _group(self, path: str) -> h5py.h5g.GroupID:
         """Return a group; create it and its parents if it does not exist yet."""
-        if path not in self._made:
+        if path not in self._groups_made:
             above, _, name = path.rpartition("/")
-            self._made[path] = h5py.h5g.create(self._group(above), name.encode(), *_group_lists())
-        return self._made[path]
+            self._groups_made[path] = h5py.h5g.create(self._group(above), name.encode(), *_group_lists())
+        return self._groups_made[path]
 
     def close(self) -> None:
         """Discard a draft that will not be completed."""
@@ -191,25 +190,25 @@ class Draft:
 
         Raises ``CheckpointError`` unless each byte of all tensors was written exactly once.
         """
-        places = [(place, record.nbytes) for place, record in zip(self.places, self.records) if place is not None]
-        table = integrity.table_of(places, written)
-        self._set_checksums(table, len(places))
+        tensors = [(offset, record.nbytes) for offset, record in zip(self.offsets, self.records) if offset is not None]
+        table = integrity.table_of(tensors, written)
+        self._set_checksums(table, len(tensors))
         text = self._manifest()
-        kept = to_array(digest(text))
-        h5py.h5a.open(self._file.id, layout.DIGEST.encode()).write(kept, mtype=_string_type(kept.dtype.itemsize))
+        stored = to_array(digest(text))
+        h5py.h5a.open(self._file.id, layout.DIGEST.encode()).write(stored, mtype=_string_type(stored.dtype.itemsize))
         self._file.close()
         if self._text is not None:
             self._put(self._text, text.encode())
         if self._table is not None:
             self._put(self._table, table.tobytes())
         assert self._text is not None and self._seal is not None
-        apart = [*places, (self._text, len(text.encode())), (self._seal, LENGTH)]
-        self._put(self._seal, seal(self._image.size, apart, self._read).encode())
-        return self._image.parts(outside(self._image.size, places))
+        checked = [*tensors, (self._text, len(text.encode())), (self._seal, LENGTH)]
+        self._put(self._seal, seal(self._image.size, checked, self._read).encode())
+        return self._image.parts(outside(self._image.size, tensors))
 
     def _set_checksums(self, table: integrity.Table, count: int) -> None:
         order = sorted(
-            (place, number) for number, place in enumerate(self.places) if place is not None
+            (offset, number) for number, offset in enumerate(self.offsets) if offset is not None
         )
         for (_, number), found in zip(order, integrity.by_tensor(table, count), strict=True):
             crc = integrity.crc_of(found)
@@ -233,8 +232,8 @@ class Draft:
         dataset = _create(self._file.id, layout.EXTENTS, h5py.h5t.STD_I64LE, space)
         return None if not rows else int(dataset.get_offset())
 
-    def _put(self, place: int, data: bytes) -> None:
-        self._image.seek(place)
+    def _put(self, offset: int, data: bytes) -> None:
+        self._image.seek(offset)
         self._image.write(data)
 
     def _read(self, offset: int, count: int) -> bytes:

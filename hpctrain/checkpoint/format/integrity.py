@@ -65,26 +65,26 @@ def rows_of(nbytes: int) -> int:
     return -(-nbytes // layout.EXTENT)
 
 
-def table_of(places: Sequence[tuple[int, int]], written: Written) -> Table:
-    """Return the table of the tensors at ``places`` (offset and bytes), from the written ranges.
+def table_of(tensors: Sequence[tuple[int, int]], written: Written) -> Table:
+    """Return the table of ``tensors`` (offset and bytes of each), from the written ranges.
 
     Raises ``CheckpointError`` unless the ranges cover each byte of the tensors exactly once.
     """
-    pieces = written[np.argsort(written[:, 0], kind="stable")].tolist() if len(written) else []
+    rows_written = written[np.argsort(written[:, 0], kind="stable")].tolist() if len(written) else []
     rows: list[tuple[int, int, int, int]] = []
     at = 0
-    for number, (offset, nbytes) in enumerate(sorted(places)):
+    for number, (offset, nbytes) in enumerate(sorted(tensors)):
         for start in range(offset, offset + nbytes, layout.EXTENT):
             end, parts, reached = min(start + layout.EXTENT, offset + nbytes), [], start
-            while at < len(pieces) and reached < end and pieces[at][0] == reached:
-                parts.append((pieces[at][2], pieces[at][1]))
-                reached += pieces[at][1]
+            while at < len(rows_written) and reached < end and rows_written[at][0] == reached:
+                parts.append((rows_written[at][2], rows_written[at][1]))
+                reached += rows_written[at][1]
                 at += 1
             if reached != end:
                 raise CheckpointError(f"the bytes from {reached} to {end} of the file were not written, or not once")
             rows.append((number, start, end - start, combined(parts)))
-    if at != len(pieces):
-        raise CheckpointError(f"bytes at {pieces[at][0]} of the file were written that belong to no tensor")
+    if at != len(rows_written):
+        raise CheckpointError(f"bytes at {rows_written[at][0]} of the file were written that belong to no tensor")
     return np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
 
 
@@ -151,11 +151,11 @@ def digest(text: str) -> str:
 def differences(promised: str, found: str) -> list[str]:
     """Return which objects are missing from a file, were added or are altered, one entry per object."""
     before, after = promised.splitlines(), found.splitlines()
-    missing = _things(set(before) - set(after))
-    extra = _things(set(after) - set(before))
-    said = [f"{thing} is altered" for thing in sorted(missing & extra)]
-    said += [f"{thing} is missing" for thing in sorted(missing - extra)]
-    return said + [f"{thing} was added" for thing in sorted(extra - missing)]
+    missing = _objects(set(before) - set(after))
+    extra = _objects(set(after) - set(before))
+    lines = [f"{item} is altered" for item in sorted(missing & extra)]
+    lines += [f"{item} is missing" for item in sorted(missing - extra)]
+    return lines + [f"{item} was added" for item in sorted(extra - missing)]
 
 
 def _attribute_lines(path: str, attributes: Attributes) -> list[str]:
@@ -170,7 +170,7 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _things(lines: set[str]) -> set[str]:
+def _objects(lines: set[str]) -> set[str]:
     """Return the objects of the lines; attributes of an object that is listed itself are left out."""
     fields = [line.split("\t") for line in lines]
     objects = {path for kind, path, *_ in fields if kind != "attribute"}
@@ -193,26 +193,26 @@ _MOST = 1 << 17  # pieces
 _ZEROS = bytes(4096)
 _AT = struct.Struct("<Q")
 
-Stretch = tuple[int, int]  # offset and number of bytes
+Range = tuple[int, int]  # offset and number of bytes
 
 
 def seal(
     size: int,
-    apart: Iterable[Stretch],
+    checked: Iterable[Range],
     read: Callable[[int, int], bytes],
     next_data: Callable[[int], int] = lambda at: at,
 ) -> str:
-    """Return the seal of a file of ``size`` bytes, without the ranges ``apart``, which have other checksums.
+    """Return the seal of a file of ``size`` bytes, without the ranges ``checked``, which have other checksums.
 
     ``read`` returns the bytes at an offset; it may omit zeros at their end. Each range between
-    those in ``apart`` is divided into pieces of 1 MiB from its start. A piece contributes its
+    those in ``checked`` is divided into pieces of 1 MiB from its start. A piece contributes its
     offset and its bytes up to the last one that is not zero. ``next_data`` returns an offset up to
     which the file has only zeros, so that holes cost nothing.
 
     Raises ``CheckpointError`` if there is more to read than the structure of any checkpoint has.
     """
     digest, read_so_far = hashlib.sha256(_AT.pack(size)), 0
-    for start, count in outside(size, apart):
+    for start, count in outside(size, checked):
         at, end = start, start + count
         while (at := at + max(next_data(at) - at, 0) // _PIECE * _PIECE) < end:
             rest = _stripped(read(at, min(_PIECE, end - at)))
@@ -233,20 +233,20 @@ def _stripped(data: bytes) -> bytes:
     return data[:end].rstrip(b"\0")
 
 
-def overlap(stretches: Iterable[Stretch]) -> Stretch | None:
+def overlap(ranges: Iterable[Range]) -> Range | None:
     """Return a range that overlaps with a preceding one; ``None`` if no ranges overlap."""
     end = 0
-    for start, count in sorted(stretches):
+    for start, count in sorted(ranges):
         if start < end:
             return start, count
         end = start + count
     return None
 
 
-def outside(size: int, apart: Iterable[Stretch]) -> Iterator[Stretch]:
-    """Yield the ranges between those in ``apart``, in order. The ranges in ``apart`` must not overlap."""
+def outside(size: int, checked: Iterable[Range]) -> Iterator[Range]:
+    """Yield the ranges between those in ``checked``, in order. The ranges in ``checked`` must not overlap."""
     done = 0
-    for start, count in sorted(apart):
+    for start, count in sorted(checked):
         if start > done:
             yield done, start - done
         done = start + count

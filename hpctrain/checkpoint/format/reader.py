@@ -18,9 +18,8 @@ import h5py
 import numpy as np
 
 from hpctrain.checkpoint.format import integrity, layout
-from hpctrain.checkpoint.format.attributes import unpack
 from hpctrain.checkpoint.format.integrity import Extent, crc32, differences, digest, manifest, seal
-from hpctrain.checkpoint.format.layout import Array, Record
+from hpctrain.checkpoint.format.layout import Array, Record, unpack
 from hpctrain.checkpoint.format.structure import Structure, read_attribute, refusing, walk
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
@@ -30,7 +29,7 @@ from hpctrain.util.reading import open_regular
 # lengths, flags, base address, address of the extension, address of the end of the file.
 _SUPERBLOCK = struct.Struct("<8s4B3Q")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_NOWHERE = (1 << 64) - 1
+_UNDEFINED_ADDRESS = (1 << 64) - 1
 _MOSTLY_HOLES = 1 << 50  # bytes: a larger file must not consist mostly of holes, because reading them would never end
 _STEP = 1 << 20  # bytes read at a time: the CRC finds them in the cache
 _SHOWN = 5  # differences named in an error; the others are counted
@@ -118,9 +117,9 @@ class Reader:
         if out.shape != extent or out.dtype != record.storage or not out.flags.c_contiguous:
             raise CheckpointError(f"{path} needs a contiguous array of {record.storage} {extent} to be read into")
         data, size = out.reshape(-1).view(np.uint8).data, record.storage.itemsize
-        place = self._offsets.get(path, 0)
+        offset = self._offsets.get(path, 0)
         box = Shard(path, record.shape, record.dtype, start, extent, None)
-        runs = [(place + to * size, at * size, count * size) for to, at, count in box.runs()]
+        runs = [(offset + to * size, at * size, count * size) for to, at, count in box.runs()]
         self._read_runs(record, runs, data)
 
     def _read_runs(self, record: Record, runs: Sequence[tuple[int, int, int]], data: memoryview) -> None:
@@ -217,20 +216,20 @@ class Reader:
     def _check_manifest(self, promised: str | None) -> None:
         """Compare the stored manifest with the contents; no part of the file is trusted before."""
         found = manifest(self.groups, self.records.values())
-        kept = self.groups["/"].get(layout.DIGEST)
-        if promised is None or kept is None or digest(promised).encode() != kept.tobytes():
+        stored = self.groups["/"].get(layout.DIGEST)
+        if promised is None or stored is None or digest(promised).encode() != stored.tobytes():
             raise CheckpointError(f"{self.path}: {layout.MANIFEST} is damaged: it does not have the digest of the root")
         if promised == found:
             return
-        said = differences(promised, found)
-        more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
-        raise CheckpointError(f"{self.path} is not as it was written: {', '.join(said[:_SHOWN])}{more}")
+        changes = differences(promised, found)
+        more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        raise CheckpointError(f"{self.path} is not as it was written: {', '.join(changes[:_SHOWN])}{more}")
 
     def _check_seal(self, found: Structure, version: tuple[int, int]) -> None:
         """Compare the seal with the bytes that it covers; files before version 1.1 have no seal."""
         if found.seal is None and version < layout.SEALED_SINCE:
             return
-        if found.seal != seal(self.size, found.apart, self._read_at, self._next_data):
+        if found.seal != seal(self.size, found.checked, self._read_at, self._next_data):
             raise CheckpointError(
                 f"{self.path}: its structure or {layout.SEAL} is damaged: the bytes outside the tensors do not have "
                 "the digest that was written"
@@ -275,7 +274,7 @@ def _check_superblock(path: Path) -> int:
     if len(head) < _SUPERBLOCK.size:
         raise CheckpointError(f"{path} is truncated: it has {status.st_size} bytes")
     _, version, offsets, lengths, _, base, extension, end = _SUPERBLOCK.unpack(head)
-    if (version, offsets, lengths, base, extension) != (3, 8, 8, 0, _NOWHERE):
+    if (version, offsets, lengths, base, extension) != (3, 8, 8, 0, _UNDEFINED_ADDRESS):
         raise CheckpointError(f"{path} is an HDF5 file, but not one that hpctrain wrote (superblock version {version})")
     if status.st_size != end:
         what = "is truncated" if status.st_size < end else "has grown"

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 
 from hpctrain.checkpoint.format import integrity, layout
-from hpctrain.checkpoint.format.integrity import Stretch, overlap
+from hpctrain.checkpoint.format.integrity import Range, overlap
 from hpctrain.checkpoint.format.layout import Array, Record
 from hpctrain.errors import CheckpointError
 
@@ -39,18 +39,18 @@ _LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.V
 class Structure:
     """Structure of a file: attributes per group, a record and an offset per tensor, and the checksums.
 
-    ``apart`` are the ranges of the file that the seal leaves out: tensors, manifest and the seal
+    ``checked`` are the ranges of the file that the seal leaves out: tensors, manifest and the seal
     itself.
     """
 
     groups: dict[str, dict[str, Array]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)  # no entry for a tensor without elements
-    apart: list[Stretch] = field(default_factory=list)
+    checked: list[Range] = field(default_factory=list)
     manifest: str | None = None
     seal: str | None = None
     table: integrity.Table | None = None
-    table_at: list[Stretch] = field(default_factory=list)
+    table_range: list[Range] = field(default_factory=list)
 
 
 def walk(file: h5py.File, name: str, size: int) -> Structure:
@@ -58,7 +58,7 @@ def walk(file: h5py.File, name: str, size: int) -> Structure:
     walker = _Walker(name, size)
     walker.seen.add(h5py.h5o.get_info(file.id).addr)
     walker.group(file.id, "/", 0)
-    shared = overlap([*walker.found.apart, *walker.found.table_at])
+    shared = overlap([*walker.found.checked, *walker.found.table_range])
     if shared:
         raise CheckpointError(f"{name}: two datasets share the bytes at {shared[0]}: not what hpctrain writes, refused")
     return walker.found
@@ -84,7 +84,7 @@ class _Walker:
     """Traversal with its limits: each object once, bytes up to the size of the file, a bounded structure."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.name, self.size, self.left, self.room = name, size, size, _MOST
+        self.name, self.size, self.left, self.memory_left = name, size, size, _MOST
         self.seen: set[int] = set()
         self.found = Structure()
 
@@ -102,7 +102,7 @@ class _Walker:
         if link.type != h5py.h5l.TYPE_HARD:
             word = {h5py.h5l.TYPE_SOFT: "a soft link", h5py.h5l.TYPE_EXTERNAL: "an external link"}
             raise self._refusal(path, f"is {word.get(link.type, 'a link of unknown kind')}")
-        self._once(link.u, path)
+        self._check_unseen(link.u, path)
         with refusing(f"{self.name}: {path}"):
             member = h5py.h5o.open(group, name.encode())
         if isinstance(member, h5py.h5g.GroupID):
@@ -128,12 +128,12 @@ class _Walker:
         if math.prod(map(float, filter(None, shape))) * dtype.itemsize >= _ELEMENTS:
             raise self._refusal(path, f"claims the shape {shape}")
         self.left -= nbytes
-        stretch = [(offset, nbytes)] if nbytes and offset is not None else []
+        byte_range = [(offset, nbytes)] if nbytes and offset is not None else []
         attributes = self._attributes(dataset, path)
         if path == layout.EXTENTS:
-            self.found.table, self.found.table_at = self._table(dataset, dtype, shape, attributes), stretch
+            self.found.table, self.found.table_range = self._table(dataset, dtype, shape, attributes), byte_range
             return
-        self.found.apart += stretch
+        self.found.checked += byte_range
         if path in (layout.MANIFEST, layout.SEAL):
             text = self._text(dataset, path, dtype, shape, attributes)
             setattr(self.found, path.strip("/"), text)
@@ -165,7 +165,7 @@ class _Walker:
         """Return the text of the manifest or the seal."""
         if dtype.kind != "S" or shape or attributes:
             raise self._refusal(path, "is not one text without attributes")
-        self._take(path, dtype.itemsize)
+        self._count_memory(path, dtype.itemsize)
         array = np.empty((), dtype=dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, array, mtype=dataset.get_type())
         return array.tobytes().rstrip(b"\0").decode()
@@ -182,7 +182,7 @@ class _Walker:
             raise self._refusal(
                 layout.EXTENTS, f"is not a table of {len(integrity.COLUMNS)} columns without attributes"
             )
-        self._take(layout.EXTENTS, math.prod(shape) * dtype.itemsize)
+        self._count_memory(layout.EXTENTS, math.prod(shape) * dtype.itemsize)
         table: integrity.Table = np.empty(shape, dtype=np.int64)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, table, mtype=dataset.get_type())
         return table
@@ -207,22 +207,22 @@ class _Walker:
             for number in range(h5py.h5a.get_num_attrs(target)):
                 attribute = h5py.h5a.open(target, index=number)
                 key = _checked_name(attribute.name, f"of {where}")
-                found[key] = _read_attribute(attribute, key, where, min(self.left, self.room))
+                found[key] = _read_attribute(attribute, key, where, min(self.left, self.memory_left))
                 self.left -= found[key].nbytes
-                self._take(path, found[key].nbytes + len(key))
+                self._count_memory(path, found[key].nbytes + len(key))
         return found
 
-    def _take(self, path: str, nbytes: int) -> None:
+    def _count_memory(self, path: str, nbytes: int) -> None:
         """Count the memory of an object or attribute; raise if the limit is exceeded."""
-        self.room -= nbytes + _EACH
-        if self.room < 0:
+        self.memory_left -= nbytes + _EACH
+        if self.memory_left < 0:
             raise self._refusal(path, f"and what comes before it take more than {_MOST} bytes besides the tensors")
 
-    def _once(self, address: int, path: str) -> None:
+    def _check_unseen(self, address: int, path: str) -> None:
         if address in self.seen:
             raise self._refusal(path, "is a second name of another object")
         self.seen.add(address)
-        self._take(path, len(path))
+        self._count_memory(path, len(path))
 
     def _refusal(self, path: str, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.name}: {path} {reason}: not what hpctrain writes, refused")

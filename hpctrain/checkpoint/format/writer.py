@@ -1,31 +1,37 @@
-"""Writer of a checkpoint file: bytes at their offsets, with read-back and comparison, and an atomic commit.
+"""Writer of a checkpoint file: bytes at their offsets, read back and compared, then committed under the file's name.
 
-Everything here works on memory and a file descriptor, in any process: a rank or its writer process.
+Everything here works on memory and a file descriptor, in any process: a rank, or the writer process
+beside it, which has neither torch nor MPI.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.attributes import Value
-from hpctrain.checkpoint.format.draft import Draft
+from hpctrain.checkpoint.format.draft import Draft, Groups
 from hpctrain.checkpoint.format.integrity import Written, crc32
-from hpctrain.checkpoint.format.plan import BoxPart, plan
+from hpctrain.checkpoint.format.layout import Value
+from hpctrain.checkpoint.format.plan import BoxPart, Source, described, nbytes_of, plan
 from hpctrain.checkpoint.format.reader import verify_file
-from hpctrain.checkpoint.format.source import Source, described
 from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
+from hpctrain.shard import Shard
 from hpctrain.util import atomic
+from hpctrain.util.claim import Claim
 from hpctrain.util.retry import NO_SPACE, PASSING, free_bytes, retries
 
+Offsets = Mapping[str, int | None]  # offset in the file by dataset; None for a dataset without bytes
 
-class Stretch(NamedTuple):
+
+class Chunk(NamedTuple):
     """Bytes to write: their offset in the file, the data, and the name of their tensor."""
 
     offset: int
@@ -33,7 +39,7 @@ class Stretch(NamedTuple):
     name: str
 
 
-class WrittenRange(NamedTuple):
+class WrittenChunk(NamedTuple):
     """A written range: offset in the file, length, CRC-32 and name of the tensor."""
 
     offset: int
@@ -46,37 +52,37 @@ _STEP = 1 << 20  # bytes handled at a time: the CRC finds in the cache what was 
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE: start writeback, do not wait
 
 
-def pour(handle: int, stretches: Iterable[Stretch]) -> list[WrittenRange]:
+def write_chunks(handle: int, chunks: Iterable[Chunk]) -> list[WrittenChunk]:
     """Write byte ranges at their offsets, read them back, and return the written ranges.
 
     The disk works on one range while the next is copied and compared. Raises ``CheckpointError`` if
     the file differs from memory.
     """
     rows, buffer = [], _buffer()
-    for offset, data, name in stretches:
+    for offset, data, name in chunks:
         crc = 0
         for start in range(0, len(data), _STEP):
-            piece = data[start : start + _STEP]
-            crc = crc32(piece, crc)
-            write_at(handle, piece, offset + start)
-        rows.append(WrittenRange(offset, len(data), crc, name))
+            block = data[start : start + _STEP]
+            crc = crc32(block, crc)
+            write_at(handle, block, offset + start)
+        rows.append(WrittenChunk(offset, len(data), crc, name))
         _compare(handle, rows[-1], buffer)
         if len(data) >= _STEP:
             _start_writing(handle, offset, len(data))
     return rows
 
 
-def sums(stretches: Iterable[Stretch]) -> list[WrittenRange]:
-    """Return the result of ``pour`` without writing."""
-    return [WrittenRange(offset, len(data), crc32(data), name) for offset, data, name in stretches]
+def checksums(chunks: Iterable[Chunk]) -> list[WrittenChunk]:
+    """Return the result of ``write_chunks`` without writing."""
+    return [WrittenChunk(offset, len(data), crc32(data), name) for offset, data, name in chunks]
 
 
-def written(rows: Sequence[WrittenRange]) -> Written:
+def as_written(rows: Sequence[WrittenChunk]) -> Written:
     """Return rows of offset, length and CRC-32 as an array."""
     return np.array([row[:3] for row in rows], dtype=np.int64).reshape(-1, 3)
 
 
-def check_written(handle: int, rows: Iterable[WrittenRange]) -> None:
+def check_written(handle: int, rows: Iterable[WrittenChunk]) -> None:
     """Read the written ranges back; raise ``CheckpointError`` if a CRC-32 differs."""
     buffer = _buffer()
     for row in rows:
@@ -87,12 +93,12 @@ def _buffer() -> memoryview:
     return memoryview(bytearray(_STEP))
 
 
-def _compare(handle: int, row: WrittenRange, buffer: memoryview) -> None:
+def _compare(handle: int, row: WrittenChunk, buffer: memoryview) -> None:
     crc = 0
     for start in range(0, row.nbytes, _STEP):
-        piece = buffer[: min(_STEP, row.nbytes - start)]
-        _read_at(handle, piece, row.offset + start, row.name)
-        crc = crc32(piece, crc)
+        block = buffer[: min(_STEP, row.nbytes - start)]
+        _read_at(handle, block, row.offset + start, row.name)
+        crc = crc32(block, crc)
     if crc != row.crc32:
         raise CheckpointError(
             f"{row.name} is wrong: its {row.nbytes} bytes at {row.offset} have the CRC-32 {crc:08x} in the file "
@@ -104,18 +110,18 @@ def write_at(handle: int, data: memoryview, offset: int) -> None:
     """Write all of the bytes at an offset of the file."""
     done = 0
     while done < len(data):
-        written = os.pwrite(handle, data[done : done + layout.PIECE], offset + done)
-        if written == 0:
-            raise CheckpointError(f"the filesystem wrote none of {len(data) - done} bytes at offset {offset + done}")
-        done += written
-
-
-def _read_at(handle: int, piece: memoryview, offset: int, name: str) -> None:
-    done = 0
-    while done < len(piece):
-        count = os.preadv(handle, [piece[done:]], offset + done)
+        count = os.pwrite(handle, data[done : done + layout.PIECE], offset + done)
         if count == 0:
-            raise CheckpointError(f"{name} is incomplete: the file ends {len(piece) - done} bytes too early")
+            raise CheckpointError(f"the filesystem wrote none of {len(data) - done} bytes at offset {offset + done}")
+        done += count
+
+
+def _read_at(handle: int, block: memoryview, offset: int, name: str) -> None:
+    done = 0
+    while done < len(block):
+        count = os.preadv(handle, [block[done:]], offset + done)
+        if count == 0:
+            raise CheckpointError(f"{name} is incomplete: the file ends {len(block) - done} bytes too early")
         done += count
 
 
@@ -128,41 +134,180 @@ def _start_writing(handle: int, offset: int, nbytes: int) -> None:
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
-# Atomic commit of a checkpoint file -----------------------------------------------------------------------------------
+def chunks(sources: Sequence[Source], parts: Iterable[BoxPart], offsets: Offsets) -> Iterator[Chunk]:
+    """Yield offset in the file and bytes of each part of the sources; ``offsets`` are those of the datasets."""
+    for part in parts:
+        source = sources[part.box]
+        offset, data = offsets[source.path], source.bytes(part.begin, part.end)
+        if offset is None:
+            raise CheckpointError(f"HDF5 allocated no space for {source.path} in the file")
+        for to, at, length in source.byte_ranges(part.begin, part.end):
+            yield Chunk(offset + to, data[at : at + length], source.path)
+
+
+# One file, from its layout to its commit ------------------------------------------------------------------------------
+#
+# Note: layout first, bytes second. A ``Draft`` returns the offset of each dataset. Then structure and
+# bytes are written with ``pwrite``, at the speed of the disk and without HDF5's global lock. The
+# result is a plain HDF5 file.
 #
 # Note: the commit. The file is written under a private name in the folder of its target. The written
 # bytes are read back, compared, and flushed to the disk. Only then is the file renamed, and the
 # folder flushed. After any error the private file is removed, and is never renamed to the target.
+# Every checkpoint takes this path: a rank's, a writer process's, and an imported one.
 
 
-def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
-    """Create a file by ``write`` under a private name, verify it and rename it to ``path``.
+@dataclass(frozen=True)
+class Target:
+    """Target of a checkpoint: its path, the private name under which it is written, and the bytes of its tensors."""
 
-    ``needed`` is the number of bytes to write, for the error message of a full disk. Raises
+    path: Path
+    private: Path
+    nbytes: int
+
+    @classmethod
+    def of(cls, path: Path, datasets: Iterable[Shard]) -> Target:
+        """Return the target of a file with these datasets, with a new private name."""
+        return cls(path, atomic.private_name(path), sum(map(nbytes_of, datasets)))
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """File to write, for rank 0: datasets with further attributes by path, and groups with their attributes."""
+
+    target: Target
+    datasets: Sequence[Shard]
+    groups: Groups
+    attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    alignment: int = layout.ALIGNMENT
+    create: bool = True  # the private file; if false, MPI-IO creates it
+    claim: Claim | None = None  # on the folder: checked before the file is renamed to its target
+
+
+class FileWriter:
+    """File writer: one process's part of one checkpoint at a time.
+
+    Every error is raised as the ``CheckpointError`` to show: the path, the reason, and the missing
+    space if the disk is full.
+    """
+
+    def __init__(self) -> None:
+        self._draft: Draft | None = None
+        self._request: WriteRequest | None = None
+
+    def lay_out(self, request: WriteRequest) -> dict[str, int | None]:
+        """Return the offset of each dataset in the file; for rank 0."""
+        self._request = request
+        with write_errors(request.target):
+            self._draft = Draft(request.datasets, request.attributes, request.groups, request.alignment)
+        return {dataset.name: offset for dataset, offset in zip(request.datasets, self._draft.offsets)}
+
+    def write(self, target: Target, chunks: Iterable[Chunk]) -> Written:
+        """Write a share into the private file, verify and flush it; return the written byte ranges."""
+        with write_errors(target), open_private(target) as handle:
+            rows = write_chunks(handle, chunks)
+            os.fsync(handle)  # by the descriptor that wrote: only that one reports failures
+        return as_written(rows)
+
+    def finish(self, written: Written, *, verify: bool = False) -> None:
+        """Complete and commit the file, given all written byte ranges; for rank 0.
+
+        ``verify`` reads the whole file as a reader does before it is renamed.
+        """
+        request, draft = self._request, self._draft
+        assert request is not None and draft is not None
+        target = request.target
+        with write_errors(target):
+            with open_private(target) as handle:
+                _write_structure(handle, draft, written)
+                os.fsync(handle)
+            if verify:
+                verify_file(target.private)
+        if request.claim is not None:
+            request.claim.check()
+        with write_errors(target):
+            atomic.put(target.private, target.path)
+        self._draft = self._request = None
+        _flush_folder(target.path)
+
+    def abort(self) -> None:
+        """Drop the current checkpoint and remove its private file."""
+        if self._draft is not None:
+            self._draft.close()
+        if self._request is not None:
+            atomic.discard(self._request.target.private)
+        self._draft = self._request = None
+
+
+def write_file(
+    path: Path,
+    sources: Iterable[Source],
+    groups: Mapping[str, Mapping[str, Value]],
+    alignment: int = layout.ALIGNMENT,
+    *,
+    verify: bool = True,
+) -> None:
+    """Write and commit a file of tensors and of groups with their attributes (``"/"`` is the root), from one process.
+
+    The groups above a dataset are created implicitly. The bytes of the tensors must not change
+    during the call. ``verify`` reads the whole file as a reader does before it is committed. Raises
     ``CheckpointError`` with the reason; a previous file at ``path`` then still exists.
     """
-    temporary = atomic.private_name(path)
+    sources = list(sources)
+    boxes = [described(source) for source in sources]
+    attributes = {source.path: source.attributes for source in sources}
+    target, writer = Target.of(path, boxes), FileWriter()
     try:
-        prepare_commit(path)
-        write(temporary)
-        verify_file(temporary)
-        atomic.put(temporary, path)
-    except Exception as error:
-        said = explained(error, path, temporary, needed)
-        atomic.discard(temporary)
-        raise said from error
+        with write_errors(target):
+            shares = plan([boxes], alignment)
+        request = WriteRequest(target, shares.datasets, groups, attributes, alignment)
+        offsets = writer.lay_out(request)
+        create(request)
+        writer.finish(writer.write(target, chunks(sources, shares.parts[0], offsets)), verify=verify)
     except BaseException:
-        atomic.discard(temporary)
+        writer.abort()
         raise
-    flush_folder(path)
 
 
-def prepare_commit(path: Path) -> None:
-    """Create the folder of a checkpoint."""
-    retries.call(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+def create(request: WriteRequest) -> None:
+    """Create the folder of a checkpoint and the empty private file; for rank 0."""
+    target = request.target
+    with write_errors(target):
+        retries.call(lambda: target.path.parent.mkdir(parents=True, exist_ok=True))
+        if request.create:
+            os.close(atomic.create(target.private))
 
 
-def flush_folder(path: Path) -> None:
+def clear(target: Target) -> None:
+    """Discard the contents of the private file; for rank 0."""
+    with write_errors(target), open_private(target) as handle:
+        os.ftruncate(handle, 0)
+
+
+@contextmanager
+def open_private(target: Target) -> Iterator[int]:
+    """Open the file that is being written, for reading and writing."""
+    try:
+        handle = atomic.reopen(target.private)
+    except FileNotFoundError:
+        raise CheckpointError(
+            "this rank does not see the file that rank 0 has made: the folder must be the same on all ranks, "
+            "on a filesystem that they share"
+        ) from None
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _write_structure(handle: int, draft: Draft, written: Written) -> None:
+    """Write the structure of a file whose tensors are written, and set the final size of the file."""
+    parts = draft.finish(written)
+    os.ftruncate(handle, draft.size)
+    write_chunks(handle, (Chunk(offset, memoryview(part), "the structure of the file") for offset, part in parts))
+
+
+def _flush_folder(path: Path) -> None:
     """Make the rename durable. The new file is complete under its name by now, even if this raises."""
     try:
         retries.call(atomic.flush_folder, path.parent)
@@ -173,7 +318,16 @@ def flush_folder(path: Path) -> None:
         ) from error
 
 
-def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exception:
+@contextmanager
+def write_errors(target: Target) -> Iterator[None]:
+    """Convert any error of the filesystem to the one that names the checkpoint and the reason."""
+    try:
+        yield
+    except Exception as error:
+        raise write_error(error, target.path, target.private, target.nbytes) from error
+
+
+def write_error(error: Exception, path: Path, temporary: Path, needed: int) -> Exception:
     """Return the ``CheckpointError`` with the reason why a file cannot be written; ``needed`` is its number of bytes.
 
     The bytes of the private file count as free, because it is about to be removed.
@@ -186,8 +340,8 @@ def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exc
     reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
     if number in NO_SPACE:
         free = _free_bytes(temporary)
-        room = "an unknown number of" if free is None else str(free)
-        reason += f": {needed} bytes are needed, {room} bytes are free in {path.parent}"
+        available = "an unknown number of" if free is None else str(free)
+        reason += f": {needed} bytes are needed, {available} bytes are free in {path.parent}"
     kind = CheckpointFaultError if number in PASSING else CheckpointError
     return kind(f"cannot write {path}: {reason.lower() if number else reason}")
 
@@ -202,57 +356,3 @@ def _free_bytes(temporary: Path) -> int | None:
     except OSError:
         taken = 0
     return free + taken
-
-
-# Writer of a checkpoint file from one process
-#
-# Note: layout first, bytes second. A ``Draft`` returns the offset of each dataset. Then structure and
-# bytes are written with ``pwrite``, at the speed of the disk and without HDF5's global lock. The
-# result is a plain HDF5 file. ``together.saving`` does the same from many processes.
-
-
-def write_file(
-    path: Path,
-    sources: Iterable[Source],
-    groups: Mapping[str, Mapping[str, Value]],
-    alignment: int = layout.ALIGNMENT,
-) -> None:
-    """Write a new file of tensors and of groups with their attributes (``"/"`` is the root), flushed to the disk.
-
-    The groups above a dataset are created implicitly. A file at ``path`` is not overwritten. The
-    bytes of the tensors must not change during the call.
-    """
-    sources = list(sources)
-    deal = plan([[described(source) for source in sources]], alignment)
-    draft = Draft(deal.datasets, {source.path: source.attributes for source in sources}, groups, alignment)
-    try:
-        handle = atomic.create(path)
-        try:
-            places = dict(zip((dataset.name for dataset in deal.datasets), draft.places))
-            rows = pour(handle, stretches(sources, deal.parts[0], places))
-            put(handle, draft, written(rows))
-            os.fsync(handle)  # by the descriptor that wrote: only that one reports failures
-        finally:
-            os.close(handle)
-    finally:
-        draft.close()
-
-
-def stretches(
-    sources: Sequence[Source], parts: Iterable[BoxPart], places: Mapping[str, int | None]
-) -> Iterator[Stretch]:
-    """Yield offset in the file and bytes of each part of the sources; ``places`` are the datasets' offsets."""
-    for part in parts:
-        source = sources[part.box]
-        place, data = places[source.path], source.bytes(part.begin, part.end)
-        if place is None:
-            raise CheckpointError(f"HDF5 allocated no space for {source.path} in the file")
-        for to, at, length in source.stretches(part.begin, part.end):
-            yield Stretch(place + to, data[at : at + length], source.path)
-
-
-def put(handle: int, draft: Draft, rows: Written) -> None:
-    """Write the structure of a file whose tensors are written, and set the final size of the file."""
-    parts = draft.finish(rows)
-    os.ftruncate(handle, draft.size)
-    pour(handle, (Stretch(offset, memoryview(part), "the structure of the file") for offset, part in parts))

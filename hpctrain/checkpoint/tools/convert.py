@@ -21,11 +21,10 @@ import numpy as np
 
 from hpctrain._version import __version__
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.attributes import Value
-from hpctrain.checkpoint.format.layout import Array, Record, group_of, keys_in
+from hpctrain.checkpoint.format.layout import Array, Record, Value, group_of, keys_in
+from hpctrain.checkpoint.format.plan import Source, box_of
 from hpctrain.checkpoint.format.reader import Reader
-from hpctrain.checkpoint.format.source import Source, box_of, nbytes_of
-from hpctrain.checkpoint.format.writer import commit, write_file
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools import safetensors
 from hpctrain.checkpoint.tools.curves import widened
 from hpctrain.checkpoint.tools.output import check_output, put_in_place
@@ -193,8 +192,7 @@ def ingest(
     names = [source.path.removeprefix(f"{layout.MODEL}/") for source in sources]
     if len(set(names)) != len(names):
         raise UsageError(f"without {strip!r}, two tensors of {path} have the same name")
-    needed = sum(nbytes_of(source.box) for source in sources)
-    commit(target, lambda private: write_file(private, sources, _groups(path, step)), needed)
+    write_file(target, sources, _groups(path, step))
     return names
 
 

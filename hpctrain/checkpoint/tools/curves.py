@@ -13,8 +13,8 @@ import numpy.typing as npt
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import Array
 from hpctrain.checkpoint.format.reader import Reader
-from hpctrain.checkpoint.tools.output import put_in_place
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.util.plotting import add_grid, check_suffix, new_figure, save_figure
 from hpctrain.util.text import without_math
 
 LONGEST = 20_000  # points returned: files have half as many, those of older versions or other programs any number
@@ -97,7 +97,6 @@ def _finite_mean(values: npt.NDArray[np.float64]) -> float | None:
 # Plot of the curves in a checkpoint: losses in the upper panel, each other logged value in a panel below --------------
 
 
-KINDS = (".png", ".svg", ".pdf")
 _INK, _PALE, _MARK = "#1f4e79", "#9dbad7", "#c55a11"
 _BELOW = {"learning_rate": "learning rate", "grad_norm": "gradient norm"}
 _HISTOGRAM = "staleness_histogram"
@@ -111,8 +110,7 @@ Curves = Mapping[str, Sequence[float]]
 def plot(file: str | Path, output: str | Path) -> None:
     """Plot the curves of a checkpoint to an image. Raises ``UsageError`` without curves or without matplotlib."""
     target = Path(output)
-    if target.suffix not in KINDS:
-        raise UsageError(f"cannot draw {target}: its name must end in {', '.join(KINDS)}")
+    check_suffix(target)
     with Reader(file) as reader:
         found, step = read_curves(reader), reader.root.get("step")
     curves = {name: drawable(np.asarray(values, dtype=np.float64)).tolist() for name, values in found.items()}
@@ -121,7 +119,7 @@ def plot(file: str | Path, output: str | Path) -> None:
         raise UsageError(f"{file} holds no curve to draw: hpctrain checkpoint show FILE lists what it holds")
     title = f"{without_math(Path(file).name)}: {', '.join(map(_label, top))} up to step {without_math(step)}"
     figure = _figure(curves, top, title)
-    put_in_place(target, lambda out: figure.savefig(out, format=target.suffix[1:], dpi=150))
+    save_figure(figure, target)
 
 
 def _losses(curves: Curves) -> list[str]:
@@ -143,14 +141,10 @@ def _label(name: str) -> str:
 
 
 def _figure(curves: Curves, top: Sequence[str], title: str) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
     others = [name for name in _drawable(curves) if name not in (*top, "validation_loss")]
     below = [name for name in others if name in _BELOW] + [name for name in others if name not in _BELOW]
     counts = [count if count > 0 else 0.0 for count in curves.get(_HISTOGRAM, ())]
-    figure = Figure(figsize=(8, 4.5 + 1.3 * len(below) + 1.8 * any(counts)), layout="constrained")
+    figure = new_figure(8, 4.5 + 1.3 * len(below) + 1.8 * any(counts))
     rows = [3.5, *[1] * len(below), *[1.2] * any(counts)]
     grid = figure.add_gridspec(len(rows), height_ratios=rows)
     axes = [figure.add_subplot(grid[0])]
@@ -168,9 +162,7 @@ def _figure(curves: Curves, top: Sequence[str], title: str) -> Any:
         _draw_staleness(axes[-1], counts)
     figure.align_ylabels(axes)
     for axis in axes:
-        axis.grid(color="#e5e5e5", linewidth=0.6)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        add_grid(axis, color="#e5e5e5", linewidth=0.6)
     return figure
 
 

@@ -17,11 +17,11 @@ from tqdm import tqdm
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifference, diff
 from hpctrain.checkpoint.tools.inspect import Verification, all_of
-from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, progress
+from hpctrain.cli.checkpoint.text import chosen, one_line, print_json, progress
 from hpctrain.cli.options import action
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
 from hpctrain.util.child import safe_path
-from hpctrain.util.text import printable, printable_lines
+from hpctrain.util.text import columns, printable, printable_lines
 
 _VERIFY_EPILOG = """\
 examples:

@@ -9,6 +9,7 @@ from typing import Any
 from hpctrain.checkpoint.tools import convert, curves
 from hpctrain.cli.checkpoint.text import chosen, print_json, progress, size
 from hpctrain.cli.options import action
+from hpctrain.util.plotting import KINDS
 from hpctrain.util.text import printable
 
 _EXPORT_EPILOG = """\
@@ -54,7 +55,7 @@ def add_actions(actions: Any) -> None:
     back.add_argument("--force", action="store_true", help="replace OUT.h5")
     drawing = action(actions, "plot", "plot the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
     drawing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
-    drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(curves.KINDS)}")
+    drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(KINDS)}")
 
 
 def _export(args: argparse.Namespace) -> int:

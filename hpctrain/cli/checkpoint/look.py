@@ -13,10 +13,10 @@ from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.checkpoint.tools.curves import is_steps, sparkline
 from hpctrain.checkpoint.tools.inspect import Contents, Entry, TensorStats, judge
-from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, progress, shape, size
+from hpctrain.cli.checkpoint.text import chosen, one_line, print_json, progress, shape, size
 from hpctrain.cli.options import action
 from hpctrain.errors import UsageError
-from hpctrain.util.text import printable, printable_lines
+from hpctrain.util.text import columns, printable, printable_lines
 
 _LS_EPILOG = """\
 examples:

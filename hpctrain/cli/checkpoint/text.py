@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hpctrain.checkpoint.tools.inspect import newest_of
+from hpctrain.util.format import format_bytes
 from hpctrain.util.text import printable
 
 BIG = 256 << 20  # minimum bytes for a progress bar
@@ -38,29 +39,14 @@ def chosen(path: str) -> str:
     return str(found)
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns; the last cell of a row may have any length."""
-    widths: dict[int, int] = {}
-    for row in rows:
-        for column, cell in enumerate(row[:-1]):
-            widths[column] = max(widths.get(column, 0), len(cell))
-    cells = [[cell.ljust(widths.get(column, 0)) for column, cell in enumerate(row)] for row in rows]
-    return ["  ".join(line).rstrip() for line in cells]
-
-
 def shape(numbers: Sequence[int]) -> str:
     """Return a shape in readable form."""
     return "x".join(map(str, numbers)) or "scalar"
 
 
-def size(count: int) -> str:
-    """Return a number of bytes in the largest unit in which it is at least 1."""
-    number, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{count} B" if unit == "B" else f"{number:.1f} {unit}"
+def size(nbytes: int) -> str:
+    """Return a number of bytes with one decimal, in the largest unit in which it is at least 1."""
+    return format_bytes(nbytes, 1)
 
 
 def one_line(value: Any, longest: int = 100) -> str:

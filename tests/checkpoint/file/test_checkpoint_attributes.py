@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format.attributes import from_array, pack, to_array, unpack
+from hpctrain.checkpoint.format.layout import from_array, pack, to_array, unpack
 from hpctrain.errors import CheckpointError, UsageError
 
 

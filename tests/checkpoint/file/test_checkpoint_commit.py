@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format.layout import step_of
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader, verify_file
-from hpctrain.checkpoint.format.source import Source
-from hpctrain.checkpoint.format.writer import commit, write_file
+from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError, NonFiniteError
 from hpctrain.util.atomic import private_name
 
@@ -36,14 +35,14 @@ STEPS = [
 ]
 
 
-def write(array: np.ndarray) -> Callable[[Path], None]:
-    return lambda path: write_file(path, [Source.of("/model/w", array), Source.of("/model/v", array)], {})
+def write(path: Path, array: np.ndarray) -> None:
+    write_file(path, [Source.of("/model/w", array), Source.of("/model/v", array)], {})
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     path = tmp_path / "step_00000001.h5"
-    commit(path, write(OLD), OLD.nbytes)
+    write(path, OLD)
     return path
 
 
@@ -53,7 +52,7 @@ def holds(path: Path, array: np.ndarray) -> bool:
 
 
 def test_a_commit_replaces_the_file_and_leaves_no_other_file(target: Path) -> None:
-    commit(target, write(NEW), NEW.nbytes)
+    write(target, NEW)
     assert holds(target, NEW)
     assert os.listdir(target.parent) == [target.name]
 
@@ -87,7 +86,7 @@ def test_an_error_at_any_step_leaves_the_old_file(
     with monkeypatch.context() as patch:
         fail_at_call(patch, name, call, number)
         with pytest.raises(CheckpointError, match=f"cannot write {new}") as caught:
-            commit(new, write(NEW), 24_000)
+            write(new, NEW)
     assert os.strerror(number).lower() in str(caught.value).lower()
     if number in (errno.ENOSPC, errno.EDQUOT) and name != "preadv":
         assert "24000 bytes are needed, " in str(caught.value) and "bytes are free in" in str(caught.value)
@@ -97,13 +96,13 @@ def test_an_error_at_any_step_leaves_the_old_file(
 
 def test_a_folder_that_cannot_be_flushed_is_reported(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        fail_at_call(patch, "fsync", 2, errno.EIO)
+        fail_at_call(patch, "fsync", 3, errno.EIO)
         with pytest.raises(CheckpointError, match="its folder could not be flushed"):
-            commit(target, write(NEW), 1)
+            write(target, NEW)
     assert holds(target, NEW)
     with monkeypatch.context() as patch:
-        fail_at_call(patch, "fsync", 2, errno.EINVAL)
-        commit(target, write(OLD), 1)
+        fail_at_call(patch, "fsync", 3, errno.EINVAL)
+        write(target, OLD)
 
 
 def test_bytes_changed_by_the_write_are_never_committed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +112,7 @@ def test_bytes_changed_by_the_write_are_never_committed(target: Path, monkeypatc
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda handle, data, offset: real(handle, swapped(data), offset))
     with pytest.raises(CheckpointError, match="/model/w is wrong"):
-        commit(target, write(NEW), 1)
+        write(target, NEW)
     monkeypatch.undo()
     assert holds(target, OLD) and os.listdir(target.parent) == [target.name]
 
@@ -128,28 +127,26 @@ def test_reported_free_bytes_include_those_of_the_private_file(target: Path, mon
     monkeypatch.setattr(os, "statvfs", statvfs)
     fail_at_call(monkeypatch, "pwrite", 4, errno.ENOSPC)
     with pytest.raises(CheckpointError) as found:
-        commit(target, write(NEW), 1)
+        write(target, NEW)
     assert len(taken) == 1 and taken[0] > 0
     assert f"{3 * 4096 + taken[0]} bytes are free in" in str(found.value)
 
 
 def test_an_error_of_the_caller_is_raised_unchanged(target: Path) -> None:
-    def fail(path: Path) -> None:
-        path.write_bytes(b"half")
+    def fail() -> np.ndarray:
         raise NonFiniteError("w is not finite")
 
     with pytest.raises(NonFiniteError):
-        commit(target, fail, 1)
+        write_file(target, [Source.of("/model/v", NEW), Source.lazy("/model/w", NEW.shape, "float32", fail)], {})
     assert os.listdir(target.parent) == [target.name]
 
 
 def test_an_interrupt_leaves_no_private_file(target: Path) -> None:
-    def interrupted(path: Path) -> None:
-        path.write_bytes(b"half")
+    def interrupted() -> np.ndarray:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        commit(target, interrupted, 1)
+        write_file(target, [Source.of("/model/v", NEW), Source.lazy("/model/w", NEW.shape, "float32", interrupted)], {})
     assert os.listdir(target.parent) == [target.name] and holds(target, OLD)
 
 
@@ -158,14 +155,13 @@ import resource, sys
 import numpy as np
 from pathlib import Path
 from types import SimpleNamespace
-from hpctrain.checkpoint.format.writer import commit
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 array = np.ones(100_000, dtype="<f4")
 try:
-    commit(Path(sys.argv[1]), lambda path: write_file(path, [Source.of("/model/w", array)], {}), array.nbytes)
+    write_file(Path(sys.argv[1]), [Source.of("/model/w", array)], {})
 except CheckpointError as error:
     print(error)
     sys.exit(7)
@@ -187,8 +183,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from pathlib import Path
-from hpctrain.checkpoint.format.writer import commit
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 
 def counted(real):
@@ -204,7 +199,7 @@ def save():
     for name in ("pwrite", "fsync", "preadv", "rename"):
         setattr(os, name, counted(getattr(os, name)))
     array = np.ones(3000, dtype="<f4")
-    commit(Path(sys.argv[1]), lambda path: write_file(path, [Source.of(f"/model/{n}", array) for n in "wv"], {}), 1)
+    write_file(Path(sys.argv[1]), [Source.of(f"/model/{n}", array) for n in "wv"], {})
     os._exit(0)
 
 for line in sys.stdin:  # a process for each number, made of one that has imported everything
@@ -219,7 +214,7 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_file(target: Path) -> None
     command = [sys.executable, "-c", KILLED, str(target)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as saving:
         assert saving.stdin is not None and saving.stdout is not None
-        for left in range(20):
+        for left in range(40):
             print(left, file=saving.stdin, flush=True)
             code = int(saving.stdout.readline())
             assert holds(target, OLD) or holds(target, NEW)
@@ -229,5 +224,5 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_file(target: Path) -> None
                 break
             assert code == -9
         saving.stdin.close()
-    assert done >= 8, "structure and two tensors written, an fsync, two reads, a rename, an fsync: each a place to die"
+    assert done >= 8, "two tensors, the structure, two fsyncs, reads, a rename, an fsync: it can die at each"
     assert holds(target, NEW)

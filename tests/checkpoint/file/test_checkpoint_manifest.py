@@ -9,9 +9,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.format.attributes import to_array
 from hpctrain.checkpoint.format.integrity import differences, digest, manifest
-from hpctrain.checkpoint.format.layout import DIGEST, Record
+from hpctrain.checkpoint.format.layout import DIGEST, Record, to_array
 
 
 def test_the_manifest_text_follows_the_specification() -> None:

@@ -11,8 +11,8 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader, verify_file
-from hpctrain.checkpoint.format.source import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 

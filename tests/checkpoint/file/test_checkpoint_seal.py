@@ -12,8 +12,8 @@ import pytest
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.integrity import overlap, seal
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader, verify_file
-from hpctrain.checkpoint.format.source import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader
-from hpctrain.checkpoint.format.source import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools.curves import as_floats, read_curve, read_curves, sparkline
 from hpctrain.errors import CheckpointError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifference, diff
 from hpctrain.errors import CheckpointError

@@ -14,7 +14,7 @@ from support.checkpoints import all_dtypes, make_model, same, train
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import STORAGE
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools import safetensors
 from hpctrain.checkpoint.tools.convert import export

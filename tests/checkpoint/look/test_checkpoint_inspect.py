@@ -13,7 +13,7 @@ import torch
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.errors import CheckpointError, UsageError

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools.curves import plot, running_mean
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.metrics import LONGEST
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -120,7 +120,7 @@ def test_user_errors_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     file = file_with(tmp_path, step=[1], loss=[1.0])
     with pytest.raises(UsageError, match="must end in .png, .svg, .pdf"):
         plot(file, tmp_path / "loss.txt")
-    with pytest.raises(CheckpointError, match="cannot write .*No such file"):
+    with pytest.raises(UsageError, match="cannot write .*No such file"):
         plot(file, tmp_path / "none" / "loss.png")
     with pytest.raises(UsageError, match="holds no curve to draw"):
         plot(file_with(tmp_path, step=[1]), tmp_path / "loss.png")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import rng
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli.main import main
 from hpctrain.errors import CheckpointError

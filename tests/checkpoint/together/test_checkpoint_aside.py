@@ -57,8 +57,8 @@ def saver() -> Iterator[Saver]:
 
 
 def process_of(saver: Saver) -> subprocess.Popen[bytes]:
-    assert isinstance(saver._worker, BackgroundWriter)
-    return saver._worker._process
+    assert isinstance(saver._writer, BackgroundWriter)
+    return saver._writer._process
 
 
 def test_a_background_file_equals_a_foreground_file_of_the_same_moment(tmp_path: Path, saver: Saver) -> None:
@@ -90,11 +90,11 @@ def test_advancing_does_not_block_if_the_saver_is_not_busy(tmp_path: Path, saver
     model, _ = make()
     for number in range(3):
         saver.save(tmp_path / f"{number}.h5", model=model)
-        worker = saver._worker
-        assert isinstance(worker, BackgroundWriter) and worker._under_way == (2 if number else 1)
+        writer = saver._writer
+        assert isinstance(writer, BackgroundWriter) and writer._pending == (2 if number else 1)
         while saver.pending:
             until(lambda: not saver.busy)
-            assert len(worker._received) == worker._under_way
+            assert len(writer._received) == writer._pending
             saver.advance()
 
 
@@ -194,7 +194,7 @@ import os, sys, torch
 from hpctrain.checkpoint import Saver
 saver = Saver(background=True)
 saver.save(sys.argv[1] + "/a.h5", model=torch.nn.Linear(2000, 2000))
-print(saver._worker._process.pid, flush=True)
+print(saver._writer._process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
 

@@ -16,9 +16,8 @@ from support.life import contents
 from hpctrain import checkpoint
 from hpctrain.checkpoint import saver
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.plan import plan
+from hpctrain.checkpoint.format.plan import box_of, plan
 from hpctrain.checkpoint.format.reader import Reader, verify_file
-from hpctrain.checkpoint.format.source import box_of
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
 
@@ -158,10 +157,10 @@ def describe(*boxes: tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...
 
 def test_replicated_tensors_are_divided_evenly_and_in_order() -> None:
     boxes = [box_of("/a", (9 << 20,), "float32"), box_of("/s", (7,), "float32"), box_of("/b", (5 << 20,), "float32")]
-    deal = plan([boxes] * 3, small=1 << 20)
-    bytes_of = [sum(part.end - part.begin for part in parts) * 4 for parts in deal.parts]
+    shares = plan([boxes] * 3, small=1 << 20)
+    bytes_of = [sum(part.end - part.begin for part in parts) * 4 for parts in shares.parts]
     assert max(bytes_of) - min(bytes_of) <= 2 * layout.EXTENT and sum(bytes_of) == (14 << 22) + 28
-    parts = sorted((part.box, part.begin, part.end, rank) for rank, each in enumerate(deal.parts) for part in each)
+    parts = sorted((part.box, part.begin, part.end, rank) for rank, each in enumerate(shares.parts) for part in each)
     covered = {number: [(begin, end) for box, begin, end, _ in parts if box == number] for number in range(3)}
     for number, box in enumerate(boxes):
         ends = [0, *(end for _, end in covered[number])]
@@ -175,11 +174,11 @@ def test_replicated_tensors_are_divided_evenly_and_in_order() -> None:
 def test_a_box_held_by_one_rank_is_written_by_that_rank() -> None:
     first, second = ("/w", (4, 6), (0, 0), (4, 2)), ("/w", (4, 6), (0, 2), (4, 4))
     held = [describe(first), describe(second, ("/v", (3,), (0,), (3,)))]
-    deal = plan(held, small=1)
-    assert [[(part.box, part.begin, part.end) for part in parts] for parts in deal.parts] == [
+    shares = plan(held, small=1)
+    assert [[(part.box, part.begin, part.end) for part in parts] for parts in shares.parts] == [
         [(0, 0, 8)], [(0, 0, 16), (1, 0, 3)]
     ]
-    assert [dataset.name for dataset in deal.datasets] == ["/w", "/v"]
+    assert [dataset.name for dataset in shares.datasets] == ["/w", "/v"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_later_files_are_written_at_once_and_a_wrong_predicted_offset_is_noticed
 ) -> None:
     """Tensors at other offsets than predicted cost a second write, and leave no trace in the file."""
     write(tmp_path / "first.h5", "whole", 1)
-    saver.PLACES.clear()
+    saver.OFFSETS.clear()
     seen: list[list[str]] = []
 
     def body(comm: Any) -> None:
@@ -245,10 +244,10 @@ def test_later_files_are_written_at_once_and_a_wrong_predicted_offset_is_noticed
                 one.wait()
                 comm.all_gather_object(None)
                 if wrong and comm.rank == 0:
-                    for places in saver.PLACES.values():
-                        places.update({name: (place or 0) + 4096 for name, place in places.items()})
+                    for offsets in saver.OFFSETS.values():
+                        offsets.update({name: (offset or 0) + 4096 for name, offset in offsets.items()})
                 comm.all_gather_object(None)
-        seen.append(sorted(saver.PLACES))
+        seen.append(sorted(saver.OFFSETS))
 
     assert ThreadRanks(2).run(body) == [None] * 2
     assert seen[0] and len(seen[0]) == 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli import checkpoint as verb
 from hpctrain.cli.checkpoint import check

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader
-from hpctrain.checkpoint.format.source import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli import checkpoint as verb
 from hpctrain.errors import UsageError

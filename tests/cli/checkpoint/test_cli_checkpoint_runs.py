@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.format.source import Source
+from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli import checkpoint as verb
 from hpctrain.errors import CheckpointError, UsageError

@@ -10,15 +10,15 @@ import pytest
 import torch
 from support.tables import BAGS, KINDS, ROWS, batch, make_lookups, passes, plain, values_of
 
-from hpctrain.checkpoint.state import load, save
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.checkpoint import load, save
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
 from hpctrain.parallel.ddp import DataParallel
 
 
 def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
     model, optimizer = make_lookups(kind)
-    strategy = ParameterServer(model, comm, ServerSettings(**server))
+    strategy = ParameterServer(model, comm, AsynchronousSettings(**server))
     strategy.check_optimizer(optimizer)
     return strategy, optimizer
 
