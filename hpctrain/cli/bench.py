@@ -199,11 +199,10 @@ def _as_text(report: CalibrationReport, verbose: bool) -> list[str]:
 
 
 def _left_out(report: CalibrationReport) -> list[str]:
-    """Return one line per reason why algorithms were not measured; algorithms unknown to an operation are skipped."""
+    """Return one line per reason why algorithms were not measured."""
     reasons: dict[str, list[str]] = {}
     for (key, name), reason in report.measured.left_out.items():
-        if not reason.startswith("unknown algorithm"):
-            reasons.setdefault(reason, []).append(f"{'/'.join(key)} by {name}")
+        reasons.setdefault(reason, []).append(f"{'/'.join(key)} by {name}")
     return [f"not measured: {', '.join(what)}: {reason}" for reason, what in reasons.items()]
 
 

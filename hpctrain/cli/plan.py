@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
         settings = load(args.config, args.assignments or ())  # a mistake in them is told before torch is imported
         for text in early_warnings():
-            print(f"warning: {text}", file=sys.stderr)
+            print(printable_lines(f"warning: {text}"), file=sys.stderr)
         from hpctrain.cli.plan_run import plan
 
         return plan(args, settings)

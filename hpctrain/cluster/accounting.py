@@ -7,13 +7,12 @@ results are empty.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.cluster import pbs_server
+from hpctrain.util.probe import output_of
 
-ANSWER = 10.0  # seconds that sacct has to answer
 _MOST = 1e15  # joules; Slurm writes 2**64 - 2 if its plugin has no value
 _ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT".split()
 # Job states of PBS in which no process of the job runs: ended (F, X), moved, and waiting, maybe after an earlier start.
@@ -44,7 +43,7 @@ def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, JobAc
         return {}
     fields = "--format=JobIDRaw,JobID,State,ConsumedEnergyRaw"
     command = ["sacct", "--noheader", "--parsable2", "--duplicates", "--jobs", ",".join(wanted), fields]
-    rows = [line.split("|") for line in (ask or _run)(command).splitlines()]
+    rows = [line.split("|") for line in (ask or output_of)(command).splitlines()]
     lines = [_Line(*row) for row in rows if len(row) == 4]
     return {job_id: account for job_id in wanted if (account := _account(job_id, lines)) is not None}
 
@@ -89,11 +88,3 @@ def _account(job_id: str, lines: Sequence[_Line]) -> JobAccount | None:
     steps = sum(line.joules for line in mine if line.step.isdecimal())
     joules = steps or sum(line.joules for line in mine if line.step == "batch") or sum(line.joules for line in whole)
     return JobAccount(whole[-1].state.split()[0] if whole[-1].state else "", joules or None)
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

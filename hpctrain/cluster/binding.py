@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
+from hpctrain.util.text import columns
+
 
 @dataclass(frozen=True)
 class Binding:
@@ -58,12 +60,4 @@ def table(rows: Iterable[Binding]) -> str:
     for row in rows:
         host, rank, local_rank, cpus, threads, device = astuple(row)
         lines.append((host, str(rank), str(local_rank), format_cpus(cpus), str(threads), device))
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    right = {1, 2, 4}
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, (text, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(columns(lines, right=(1, 2, 4)))

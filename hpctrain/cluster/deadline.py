@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import SettingsError
+from hpctrain.util.probe import output_of
 
 VARIABLE = "HPCTRAIN_DEADLINE"
-_ANSWER = 10.0  # seconds that a scheduler has to answer
 _LATEST = 2**40  # seconds since the epoch; larger numbers are not a date
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]?\d):(?P<seconds>[0-5]?\d)")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -48,7 +47,7 @@ def find(
         return Deadline(began + seconds_of(walltime), f"a walltime of {walltime}")
     if environ.get(VARIABLE):
         return Deadline(_epoch(environ[VARIABLE]), VARIABLE)
-    ask = ask or _run
+    ask = ask or output_of
     if environ.get("SLURM_JOB_ID"):
         return _slurm(environ, ask)
     return _pbs(environ, ask) if environ.get("PBS_JOBID") else None
@@ -102,12 +101,3 @@ def _deadline(text: str, form: str, later: float, source: str) -> Deadline | Non
         return Deadline(time.mktime(time.strptime(text, form)) + later, source)
     except (ValueError, OverflowError):
         return None
-
-
-def _run(command: Sequence[str]) -> str:
-    """Return the output of a scheduler's command; empty if it is missing, fails or does not answer."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

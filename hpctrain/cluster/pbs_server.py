@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-ANSWER = 10.0  # seconds that qstat has to answer
+from hpctrain.util.probe import run_program
+
 KILL_DELAY = 10  # seconds between SIGTERM and SIGKILL of qdel if a queue does not define them
 # 1234, 1234.server, 1234[5].server of an array's task, 1234[].server of the array.
 ID = re.compile(r"[0-9]+(\[[0-9]*\])?(\.[\w.-]+)?", re.ASCII)
@@ -84,8 +84,4 @@ def _told(command: Sequence[str], ask: Ask | None) -> dict[str, Any] | None:
 
 
 def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ""
-    return done.stdout
+    return run_program(command).text

@@ -12,6 +12,7 @@ from hpctrain.data import arrays, pack
 from hpctrain.data.corpus import SPLITS
 from hpctrain.data.hdf5 import attribute, checksum, dataset_of, find_dataset, open_file
 from hpctrain.errors import DataError
+from hpctrain.util.text import columns
 
 _ROOT = ("format", "format_version", "creator", "created", "tokenizer", "vocab_size", "validation_fraction", "seed")
 _MOST_SOURCES = 100_000
@@ -77,8 +78,7 @@ def _describe_dataset(file: h5py.File, name: str) -> dict[str, Any]:
 
 def _table(datasets: Sequence[dict[str, Any]]) -> list[str]:
     rows = [_COLUMNS, *(tuple(_cell(dataset[column]) for column in _COLUMNS) for dataset in datasets)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return columns(rows)
 
 
 def _cell(value: Any) -> str:

@@ -87,24 +87,10 @@ def summary(findings: Iterable[Finding]) -> str:
     return ", ".join([f"{found['ok']} ok", *words])
 
 
-def grid(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> list[str]:
-    """Return rows of cells as aligned lines: columns in ``left`` are left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    aligned = set(left)
-    return [
-        "  ".join(
-            cell.ljust(width) if column in aligned else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def _wrapped(head: str, text: str, indent: int, width: int) -> list[str]:
-    room = max(width, indent + _LEAST)
     return textwrap.wrap(
         head + text,
-        room,
+        max(width, indent + _LEAST),
         subsequent_indent=" " * indent,
         drop_whitespace=True,
         break_long_words=False,

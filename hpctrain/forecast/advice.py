@@ -10,10 +10,10 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.forecast import candidates, scaling
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.scaling import MARGIN, START, Curve, RunTime, readable, run_time
-from hpctrain.forecast.sizes import tell, tell_rate
+from hpctrain.forecast.scaling import MARGIN, START, Curve, RunTime, run_time
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.forecast.time_step import StepTime
+from hpctrain.util.format import format_bytes, format_number, format_seconds
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,27 @@ class TimeReport:
 
     def _step_lines(self) -> list[str]:
         step = self.step
-        rates = [f"{tell_rate(step.samples / step.seconds)} samples/s"]
-        rates += [f"{tell_rate(step.tokens / step.seconds)} tokens/s"] if step.tokens else []
+        rates = [f"{format_number(step.samples / step.seconds)} samples/s"]
+        rates += [f"{format_number(step.tokens / step.seconds)} tokens/s"] if step.tokens else []
         rates.append(f"{step.flops_a_rank * step.ranks / 1e12:.3g} TFLOP/s")
         if step.share_of_peak is not None:
             rates.append(f"{step.share_of_peak:.0%} of the peak")
         shown = sorted(((name, part) for name, part in step.parts.items() if part > 0), key=lambda one: -one[1])
         parts = ", ".join(f"{name} {part / step.seconds:.0%}" for name, part in shown if part >= 0.005 * step.seconds)
-        hidden = f", and {readable(step.hidden)} of communication overlapped with the passes" if step.hidden else ""
-        low, high = (readable(one * step.seconds) for one in self.spread)
+        hidden = (
+            f", and {format_seconds(step.hidden)} of communication overlapped with the passes" if step.hidden else ""
+        )
+        low, high = (format_seconds(one * step.seconds) for one in self.spread)
         between = f" ({low} to {high})" if low != high else ""
-        return [f"a step takes {readable(step.seconds)}{between}: {', '.join(rates)}", f"  of it {parts}{hidden}"]
+        return [f"a step takes {format_seconds(step.seconds)}{between}: {', '.join(rates)}", f"  of it {parts}{hidden}"]
 
     def _run_lines(self) -> list[str]:
         whole, train = self.whole, self.run.settings.train
+        names = ("steps", "evaluations", "checkpoints", "start")
+        steps, evaluations, checkpoints, start = (format_seconds(getattr(whole, name)) for name in names)
         return [
-            f"{train.steps:,} steps {readable(whole.steps)}, evaluations {readable(whole.evaluations)}, checkpoints "
-            f"{readable(whole.checkpoints)} ({tell(whole.checkpoint_bytes)} each), start {readable(whole.start)}",
+            f"{train.steps:,} steps {steps}, evaluations {evaluations}, checkpoints {checkpoints} "
+            f"({format_bytes(whole.checkpoint_bytes, 2)} each), start {start}",
             f"walltime to request: {whole.walltime} (with a margin of {MARGIN - 1:.0%}, rounded up)",
         ]
 
@@ -136,7 +140,11 @@ def recommend(ways: Sequence[ForecastOption], forecasts: Forecasts | None = None
     fitting = [one for one in ways if one.fits]
     if not fitting:
         least = min(ways, key=lambda one: one.needs)
-        more = f": {least.name} needs least, {tell(least.needs)} of {tell(least.limit)}" if least.limit else ""
+        more = (
+            f": {least.name} needs least, {format_bytes(least.needs, 2)} of {format_bytes(least.limit, 2)}"
+            if least.limit
+            else ""
+        )
         return Advice(None, f"none of {len(ways)} fits{more}", {})
     forecasts = forecasts or Forecasts(fitting[0].run)
     seconds = {one.name: forecasts.step(one.run).seconds for one in fitting}
@@ -149,15 +157,15 @@ def reason(best: ForecastOption, ways: Sequence[ForecastOption], seconds: Mappin
     others = [name for name in seconds if name != best.name]
     if best.limit:
         rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"
-        text = f"{best.name} fits in {tell(best.needs)} of {tell(best.limit)} and {rank}"
+        text = f"{best.name} fits in {format_bytes(best.needs, 2)} of {format_bytes(best.limit, 2)} and {rank}"
     else:
         text = f"{best.name} is the fastest of {len(seconds)}" if others else f"{best.name} is the only configuration"
-    text += f": {readable(seconds[best.name])} per step"
+    text += f": {format_seconds(seconds[best.name])} per step"
     if others:
         second = min(others, key=lambda name: seconds[name])
-        text += f", {second} {readable(seconds[second])}"
+        text += f", {second} {format_seconds(seconds[second])}"
     too_large = [one for one in ways if not one.fits and one.limit]
     if too_large:
         nearest = min(too_large, key=lambda one: one.needs)
-        text += f"; {nearest.name} would need {tell(nearest.needs)}"
+        text += f"; {nearest.name} would need {format_bytes(nearest.needs, 2)}"
     return text

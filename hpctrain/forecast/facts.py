@@ -118,9 +118,7 @@ class ModelFacts:
     def inside(self) -> tuple[dict[str, str], ...]:
         """Return the parameters that each layer uses: a mapping from their names in the layer to those in the model."""
         names = {id(one): name for name, one in self.model.named_parameters()}
-        return tuple(
-            {own: names[id(one)] for own, one in layer.module.named_parameters()} for layer in self.layers
-        )
+        return tuple({own: names[id(one)] for own, one in layer.module.named_parameters()} for layer in self.layers)
 
     @property
     def is_row(self) -> bool:

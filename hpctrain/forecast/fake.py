@@ -27,7 +27,7 @@ class FakeRanks:
     """
 
     shares_memory = True
-    crowded = False
+    oversubscribed = False
     rank = 0
 
     def __init__(self, size: int) -> None:

@@ -13,7 +13,7 @@ from hpctrain.forecast.run import PlannedRun, line_of
 from hpctrain.forecast.shard_layout import HeldParameter
 from hpctrain.parallel.asynchronous.config import APART, at_own_pace
 from hpctrain.parallel.buckets import memory_needed
-from hpctrain.parallel.offload.gradients import ROOMS
+from hpctrain.parallel.offload.gradients import STAGING_BUFFERS
 from hpctrain.parallel.offload.memory import CHUNK
 from hpctrain.parallel.pipeline.channels import Parcel
 from hpctrain.parallel.pipeline.route import ACTIVATIONS, AHEAD, GRADIENTS, most_held
@@ -76,12 +76,12 @@ def _apart(run: PlannedRun, model: RankModel) -> list[Holding]:
         copy = Holding("parameters", trained, on_host=True, sharers=run.ranks_on_node)
         return [copy, Holding("parameters", model.parameter_bytes - trained) if shared else parameters, states]
     if data == "server":  # flat gradients, and the window to average them; a parameter shard, and its states
-        owners = run.settings.server.ranks or run.ranks
+        owners = run.settings.asynchronous.ranks or run.ranks
         vectors = [Holding("gradients", trained, on_host=True), Holding("buffers", trained, on_host=True)]
         piece = [Holding("parameters", trained // owners, on_host=True)]
         states = Holding("optimizer states", _states(run, trained // owners), on_host=True)
         return [parameters, *vectors, *piece, states]
-    if not at_own_pace(run.settings.server, run.parallel):  # the EASGD centre, and the window of the sum
+    if not at_own_pace(run.settings.asynchronous, run.parallel):  # the EASGD centre, and the window of the sum
         return [parameters, states, *[Holding("buffers", trained, on_host=True)] * 2]
     return [parameters, states, Holding("buffers", trained // run.ranks, on_host=True)]  # a shard of the centre
 
@@ -136,7 +136,7 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
         Holding("parameters", kept, on_host=True),
         Holding("gradients", leaving * (2 if offload.delayed else 1), on_host=True),
         Holding("buffers", narrow if mixed or offload.delayed and offload.parameters else 0, on_host=True),
-        Holding("buffers", ROOMS * max(one.share for one in pieces.trained) if adds else 0, on_host=True),
+        Holding("buffers", STAGING_BUFFERS * max(one.share for one in pieces.trained) if adds else 0, on_host=True),
     ]
     found = [
         *on_host,
@@ -146,7 +146,9 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
         Holding("parameters", staying if model.passing or mixed else 0),
         Holding("optimizer states", _states(run, staying)),
         Holding("gradients", staying),
-        Holding("buffers", ROOMS * min(int(offload.piece_mib * 2**20), max(one.share for one in pieces.trained))),
+        Holding(
+            "buffers", STAGING_BUFFERS * min(int(offload.piece_mib * 2**20), max(one.share for one in pieces.trained))
+        ),
         Holding("buffers", pieces.ring(whole=False, on_device=run.device != "cpu")),
     ]
     if not model.passing:

@@ -99,9 +99,7 @@ def _backward(row: Sequence[Step], live: int, stays: Sequence[bool], held: int, 
         temporary = found.fresh if new else found.passing
         if place > 1 and row[place - 1].away:
             temporary += row[place - 2].found.output  # prefetched meanwhile
-        moments.append(
-            Moment(f"backward of {step.name}", live, sum(gradients.values()), step.gathered, temporary)
-        )
+        moments.append(Moment(f"backward of {step.name}", live, sum(gradients.values()), step.gathered, temporary))
         if fresh:
             gradients.update(step.gradients)
         live -= found.inside

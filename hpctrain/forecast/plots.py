@@ -6,19 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import UsageError
 from hpctrain.forecast.candidates import Configuration
 from hpctrain.forecast.memory import PARTS
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.scaling import Curve, Point
-from hpctrain.forecast.sizes import tell
 from hpctrain.forecast.time_step import StepTime
-from hpctrain.util import atomic
+from hpctrain.util.format import format_bytes, unit_of_bytes
+from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
 from hpctrain.util.text import without_math
 
-KINDS = (".png", ".svg", ".pdf")
 COLOURS = dict(zip(PARTS, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9", "#e8c9a8", "#a8c4c4")))
-_INK, _LIMIT = "#333333", "#c0392b"
+_LIMIT = "#c0392b"
 _ROW, _BAR = 0.36, 0.78  # inches per row; share of a row that its bar takes
 
 
@@ -28,12 +26,8 @@ def memory_figure(title: str, found: Sequence[Configuration]) -> Any:
     On GPUs there are two panels, for a rank's device and for a node's memory; on CPUs one, for the
     node.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
     places = ["host"] if found[0].run.device == "cpu" else ["device", "host"]
-    drawn = Figure(figsize=(1.8 + 6.2 * len(places), _ROW * len(found) + 1.9), layout="constrained")
+    drawn = new_figure(1.8 + 6.2 * len(places), _ROW * len(found) + 1.9)
     axes = drawn.subplots(1, len(places), squeeze=False, sharey=True)[0]
     for axis, place in zip(axes, places):
         _panel(axis, place, found)
@@ -42,7 +36,7 @@ def memory_figure(title: str, found: Sequence[Configuration]) -> Any:
         label.set_fontweight("bold" if one.chosen else "normal")
     handles, labels = axes[0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=len(PARTS) + 1, frameon=False, fontsize=8)
-    drawn.suptitle(without_math(title), x=0.01, ha="left", fontsize=11, color=_INK)
+    drawn.suptitle(without_math(title), x=0.01, ha="left", fontsize=11, color=INK)
     return drawn
 
 
@@ -50,7 +44,7 @@ def _panel(axis: Any, place: str, found: Sequence[Configuration]) -> None:
     limit = found[0].limits.device if place == "device" else found[0].limits.host
     parts = [one.memory.rank.device if place == "device" else one.memory.node.host for one in found]
     most = max([limit or 0, *(sum(each.values()) for each in parts)])
-    unit, scale = _unit(most)
+    unit, scale = unit_of_bytes(most)
     begins = [0.0] * len(found)
     for part in PARTS:
         widths = [each[part] / scale for each in parts]
@@ -58,8 +52,8 @@ def _panel(axis: Any, place: str, found: Sequence[Configuration]) -> None:
         begins = [begin + width for begin, width in zip(begins, widths)]
     for row, end in enumerate(begins):
         over = limit is not None and end * scale > limit
-        colour, behind = _LIMIT if over else _INK, {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        text = (f"{tell(end * scale)}", (end, row))
+        colour, behind = _LIMIT if over else INK, {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        text = (format_bytes(end * scale, 2), (end, row))
         axis.annotate(
             *text, (5, 0), textcoords="offset points", va="center", fontsize=8, color=colour, bbox=behind, zorder=4
         )
@@ -69,57 +63,36 @@ def _panel(axis: Any, place: str, found: Sequence[Configuration]) -> None:
     axis.set_ylim(len(found) - 0.4, -0.6)
     where = "the fullest rank, on its device" if place == "device" else "the fullest node, all ranks"
     axis.set_xlabel(f"{unit} ({where})")
-    axis.grid(True, axis="x", color="#dddddd", linewidth=0.6, zorder=0)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-
-
-def _unit(most: float) -> tuple[str, float]:
-    name = tell(most).split()[1]
-    return name, 1024.0 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(name)
+    add_grid(axis, "x", color="#dddddd", linewidth=0.6)
 
 
 # Plot of a scaling curve: samples per second over ranks, compared with linear scaling ---------------------------------
 
 
 WAYS = {"strong": ("same batch", "#3b6fb6", "o"), "weak": ("same samples per rank", "#5fa55a", "s")}
-_TEXT_COLOUR, _IDEAL = "#333333", "#b8b8b8"
+_IDEAL = "#b8b8b8"
 
 
 def draw(curve: Curve, run: PlannedRun, path: str | Path) -> None:
     """Plot a curve into a file, in the format of its suffix; raises ``UsageError`` if that is not possible."""
     path = Path(path)
-    if path.suffix not in KINDS:
-        raise UsageError(f"cannot draw {path}: a picture's name ends in {', '.join(KINDS)}")
-    picture = scaling_figure(curve, run)
-    try:
-        with atomic.replacing(path) as out:
-            picture.savefig(out, format=path.suffix[1:], dpi=150)
-    except OSError as error:
-        raise UsageError(f"cannot draw {path}: {error.strerror}") from error
+    check_suffix(path)
+    save_figure(scaling_figure(curve, run), path)
 
 
 def scaling_figure(curve: Curve, run: PlannedRun) -> Any:
     """Return the plot as a matplotlib figure; raises ``UsageError`` if matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
-    found = Figure(figsize=(9.5, 4.2), layout="constrained")
+    found = new_figure(9.5, 4.2)
     rates, shares = found.subplots(1, 2, width_ratios=(3, 2))
     for way in WAYS:
         _draw_way(rates, shares, curve, way, run.ranks)
     highest = max(curve.efficiency(point, way) or 0.0 for point in curve.points for way in WAYS)
-    rates.set_title(
-        f"{without_math(run.facts.name)}, {_strategy(run)}: forecast", loc="left", fontsize=11, color=_TEXT_COLOUR
-    )
+    rates.set_title(f"{without_math(run.facts.name)}, {_strategy(run)}: forecast", loc="left", fontsize=11, color=INK)
     rates.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples per second")
     shares.set(xscale="log", xlabel="ranks", ylabel="samples per second and GPU or core", ylim=(0, 1.08 * highest))
     shares.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     for axis in (rates, shares):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(True, color="#ececec", linewidth=0.8)
-        axis.set_axisbelow(True)
+        add_grid(axis)
     rates.legend(frameon=False, fontsize=9)
     return found
 

@@ -10,10 +10,11 @@ from hpctrain.data.settings import open_dataset
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.forecast.machine import MachineRates, threads_of
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.sizes import tell_rate
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.forecast.time_step import StepTime
 from hpctrain.train.optimizer import kept_per_element
+from hpctrain.util.format import format_number, format_seconds
+from hpctrain.util.text import columns
 
 START = 30.0  # seconds: importing torch from a parallel filesystem, MPI, the model's first weights
 MARGIN = 1.2  # multiple of the forecast: other jobs use the network and the filesystem, too
@@ -121,14 +122,16 @@ class Curve:
             {
                 "ranks": point.ranks,
                 **{
-                    way: {
-                        "seconds": step.seconds,
-                        "samples": step.samples,
-                        "samples_per_second": step.samples / step.seconds,
-                        "efficiency": self.efficiency(point, way),
-                    }
-                    if (step := getattr(point, way)) is not None
-                    else None
+                    way: (
+                        {
+                            "seconds": step.seconds,
+                            "samples": step.samples,
+                            "samples_per_second": step.samples / step.seconds,
+                            "efficiency": self.efficiency(point, way),
+                        }
+                        if (step := getattr(point, way)) is not None
+                        else None
+                    )
                     for way in ("strong", "weak")
                 },
             }
@@ -204,7 +207,7 @@ def lines(curve: Curve, wanted: Sequence[int] = ()) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     strong, weak = sum(widths[1:4]) + 4, sum(widths[4:]) + 4
     above = f"{'':{widths[0]}}  {'same batch':>{strong}}  {'same samples per rank':>{weak}}"
-    return [above, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)]
+    return [above, *columns(rows, right=range(len(widths)))]
 
 
 def _cells(curve: Curve, point: Point, way: str) -> list[str]:
@@ -212,12 +215,4 @@ def _cells(curve: Curve, point: Point, way: str) -> list[str]:
     share = curve.efficiency(point, way)
     if step is None or share is None:
         return ["-", "-", "-"]
-    return [readable(step.seconds), tell_rate(step.samples / step.seconds), f"{share:.0%}"]
-
-
-def readable(seconds: float) -> str:
-    """Return a time in a suitable unit."""
-    for above, scale, unit in ((86400, 1 / 86400, "d"), (3600, 1 / 3600, "h"), (1, 1.0, "s"), (1e-3, 1e3, "ms")):
-        if seconds >= above:
-            return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return [format_seconds(step.seconds), format_number(step.samples / step.seconds), f"{share:.0%}"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpctrain.parallel.buckets import group
+from hpctrain.parallel.buckets import assign_buckets
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.layout import lay_out
 from hpctrain.parallel.fsdp.setup import FIRST_BUCKET, IN_FLIGHT, ON_DEVICE
@@ -91,7 +91,7 @@ def pieces_of(
         return Pieces(tuple(found), limit)
     for kind in _kinds(list(reversed(held))):
         sizes = [one.nbytes for one in kind]
-        for numbers in group(sizes, range(len(kind)), min(FIRST_BUCKET, limit), limit):
+        for numbers in assign_buckets(sizes, range(len(kind)), min(FIRST_BUCKET, limit), limit):
             found.append(_piece("", [kind[number] for number in numbers], ranks, narrow))
     return Pieces(tuple(found), limit)
 
@@ -111,8 +111,8 @@ def _piece(unit: str, held: Sequence[HeldParameter], ranks: int, narrow: torch.d
         unit,
         held[0].trained,
         layout.numel * computes.itemsize,
-        layout.share * first.itemsize,
-        layout.share * computes.itemsize,
+        layout.slice_numel * first.itemsize,
+        layout.slice_numel * computes.itemsize,
     )
 
 

@@ -9,22 +9,22 @@ from typing import Any
 from hpctrain.forecast.candidates import Configuration
 from hpctrain.forecast.memory import PARTS, Memory, Need
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.sizes import tell
+from hpctrain.util.format import counted, format_bytes
 
 
 def heading(run: PlannedRun) -> str:
     """Return a one-line description of the planned run."""
     facts, train = run.facts, run.settings.train
-    ranks = f"{_count(run.ranks, 'rank')} on {_count(run.nodes, 'node')}"
+    ranks = f"{counted(run.ranks, 'rank', ',')} on {counted(run.nodes, 'node', ',')}"
     where = "CPUs" if run.device == "cpu" else "GPUs"
     mesh = f" ({run.shape})" if run.parallel.splits_model else ""
-    row = f" in {_count(len(facts.layers), 'layer')}" if facts.is_row else ""
+    row = f" in {counted(len(facts.layers), 'layer', ',')}" if facts.is_row else ""
     passes = f" in {train.accumulate} passes" if train.accumulate > 1 else ""
     pieces = f" in {run.microbatches} microbatches" if run.microbatches > 1 else ""
     samples = run.samples * train.accumulate
     return (
         f"{facts.name}, {facts.numel:,} parameters{row}; {ranks}{mesh}, on {where}; batch {train.batch}: "
-        f"{_count(samples, 'sample')} per {'pipeline' if run.shape.pipe > 1 else 'rank'}{passes}{pieces}"
+        f"{counted(samples, 'sample', ',')} per {'pipeline' if run.shape.pipe > 1 else 'rank'}{passes}{pieces}"
     )
 
 
@@ -39,8 +39,8 @@ def rows_of(run: PlannedRun, memory: Memory) -> list[list[str]]:
     of_cpus = ("allocator", "program") if run.device != "cpu" else ()
     for part in PARTS:
         if part not in of_cpus:
-            rows.append([part, *(tell(split[part]) if split[part] else "-" for split in columns.values())])
-    return [*rows, ["at the peak", *(tell(sum(split.values())) for split in columns.values())]]
+            rows.append([part, *(format_bytes(split[part], 2) if split[part] else "-" for split in columns.values())])
+    return [*rows, ["at the peak", *(format_bytes(sum(split.values()), 2) for split in columns.values())]]
 
 
 def peak_line(run: PlannedRun, memory: Memory) -> str:
@@ -49,7 +49,7 @@ def peak_line(run: PlannedRun, memory: Memory) -> str:
         return f"the peak is in the {memory.rank.when}" if memory.rank.when != "update" else "the peak is in the update"
     layers = memory.layers[memory.fullest]
     span = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-    totals = ", ".join(tell(need.device_total or need.host_total) for need in memory.stages)
+    totals = ", ".join(format_bytes(need.device_total or need.host_total, 2) for need in memory.stages)
     return f"the fullest stage is {memory.fullest} ({span}); stages need {totals}"
 
 
@@ -60,8 +60,8 @@ def verdict(one: Configuration) -> str:
     device, host = one.excess
     if one.fits:
         return "fits"
-    lacking = [f"{tell(device)} too much for a GPU"] if device else []
-    lacking += [f"{tell(host)} too much for a node"] if host else []
+    lacking = [f"{format_bytes(device, 2)} too much for a GPU"] if device else []
+    lacking += [f"{format_bytes(host, 2)} too much for a node"] if host else []
     return ", ".join(lacking)
 
 
@@ -72,7 +72,7 @@ def lines_of(found: Sequence[Configuration]) -> list[list[str]]:
     for one in found:
         rank = one.memory.rank.host_total if cpu else one.memory.rank.device_total
         star = "*" if one.chosen else ""
-        rows.append([star, one.name, tell(rank), tell(one.memory.node.host_total), verdict(one)])
+        rows.append([star, one.name, format_bytes(rank, 2), format_bytes(one.memory.node.host_total, 2), verdict(one)])
     return rows
 
 
@@ -95,7 +95,3 @@ def as_dict(one: Configuration) -> dict[str, Any]:
 
 def _plain(need: Need) -> dict[str, Any]:
     return {name: value for name, value in asdict(need).items() if value or name != "when"}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

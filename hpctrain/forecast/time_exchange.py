@@ -108,15 +108,15 @@ def _gradients(run: PlannedRun, held: HeldTotals, network: Network, data: Group)
 
 def _apart(run: PlannedRun, held: HeldTotals, network: Network, data: Group) -> float:
     """Return the communication time of asynchronous workers, which do not reduce gradients together."""
-    server, whole = run.settings.server, gradient_bytes(run) * held.numel
+    exchange, whole = run.settings.asynchronous, gradient_bytes(run) * held.numel
     if run.parallel.data == "hogwild":
         return 0.0 if data.nodes == 1 else network.message(whole, crosses=True) * (data.nodes - 1)
-    passes = SERVED if run.parallel.data == "server" else 0 if server.average else PULLS
+    passes = SERVED if run.parallel.data == "server" else 0 if exchange.average else PULLS
     seconds = passes * held.numel / network.seat.bandwidth
-    if run.parallel.data == "server" or at_own_pace(server, run.parallel):
+    if run.parallel.data == "server" or at_own_pace(exchange, run.parallel):
         away = whole * (data.nodes - 1) / data.nodes  # read, and written back
-        return (seconds + (2 * network.message(away, crosses=True) if data.nodes > 1 else 0.0)) / server.period
-    return (seconds + network.seconds("all_reduce", whole, data)) / server.period
+        return (seconds + (2 * network.message(away, crosses=True) if data.nodes > 1 else 0.0)) / exchange.period
+    return (seconds + network.seconds("all_reduce", whole, data)) / exchange.period
 
 
 def _gather(run: PlannedRun, held: HeldTotals, network: Network, data: Group) -> float:

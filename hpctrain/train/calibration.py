@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -21,6 +20,7 @@ from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.child import python
+from hpctrain.util.probe import run_program
 from hpctrain.util.reading import read_json
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -87,12 +87,9 @@ def mpi_name() -> str:
         from hpctrain.comm.device.cuda_aware_probe import library_name
 
         return library_name()
-    try:
-        done = subprocess.run(python("-c", _ASK_MPI), capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = done.stdout.splitlines()
-    return " ".join(lines[0].strip("\0").split()) if done.returncode == 0 and lines else ""
+    answer = run_program(python("-c", _ASK_MPI), timeout=60)
+    lines = answer.text.splitlines()
+    return " ".join(lines[0].strip("\0").split()) if lines and not answer.error else ""
 
 
 # Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions --------

@@ -1,8 +1,8 @@
-"""Untrusted text for terminals: without control characters, and of limited length."""
+"""Text for terminals: tables, and untrusted text without control characters and of limited length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 LINE = 200  # characters of an error line
 VALUE = 60  # characters of a value within a line
@@ -51,6 +51,27 @@ def shown(value: object, longest: int = VALUE) -> str:
         return shorten(printable(repr(value)), longest)
     except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__}"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of cells as lines with aligned columns; those in ``right`` are right-aligned.
+
+    Rows may differ in their number of cells. The last cell of a row, if left-aligned, may have any
+    length.
+    """
+    widths: dict[int, int] = {}
+    for row in rows:
+        for column, cell in enumerate(row):
+            if column < len(row) - 1 or column in right:
+                widths[column] = max(widths.get(column, 0), len(cell))
+    aligned = [
+        [
+            cell.rjust(widths[column]) if column in right else cell.ljust(widths.get(column, 0))
+            for column, cell in enumerate(row)
+        ]
+        for row in rows
+    ]
+    return ["  ".join(cells).rstrip() for cells in aligned]
 
 
 def without_math(value: object) -> str:

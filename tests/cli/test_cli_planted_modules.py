@@ -53,14 +53,14 @@ def test_bench_show_runs_no_planted_module(
 
 def test_the_checkpoint_writer_process_runs_no_planted_module(ran: Callable[[], list[str]], tmp_path: Path) -> None:
     from hpctrain.checkpoint.background import BackgroundWriter
-    from hpctrain.checkpoint.file_writer import Target, WriteRequest
+    from hpctrain.checkpoint.format.writer import Target, WriteRequest
 
-    aside = BackgroundWriter()
+    writer = BackgroundWriter()
     try:
-        aside.lay_out(WriteRequest(Target(tmp_path / "a.h5", tmp_path / "b", 0), [], {}))
-        assert aside.result() == {}
+        writer.lay_out(WriteRequest(Target(tmp_path / "a.h5", tmp_path / "b", 0), [], {}))
+        assert writer.result() == {}
     finally:
-        aside.close()
+        writer.close()
     assert ran() == []
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster import accounting
 from hpctrain.cluster.accounting import JobAccount, ask_slurm
+from hpctrain.util.probe import output_of
 
 # Job 7 was requeued once: its first steps were numbered 0, too. Task 4 of the array 12 is job 16 within Slurm.
 PRINTED = """\
@@ -74,5 +75,5 @@ def test_a_missing_failing_or_slow_sacct_gives_no_answer(tmp_path: Path, monkeyp
     ):
         sacct.write_text(f"#!/bin/sh\nexec 2>/dev/null\n{script}\n")
         sacct.chmod(0o755)
-        monkeypatch.setattr(accounting, "ANSWER", 0.5 if "sleep" in script else 20.0)
-        assert ask_slurm(["7"]) == known, script
+        ask = partial(output_of, timeout=0.5 if "sleep" in script else 20.0)
+        assert ask_slurm(["7"], ask) == known, script

@@ -1,10 +1,10 @@
-"""Findings and numbers as aligned text of limited width."""
+"""Findings as text of limited width."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpctrain.doctor.findings import error, grid, ok, summary, table, warning
+from hpctrain.doctor.findings import error, ok, summary, table, warning
 
 FINDINGS = [ok("torch", "2.13"), warning("folder", "word " * 40, "reason " * 30, "advice"), error("x", "y", "", "")]
 
@@ -36,7 +36,3 @@ def test_no_findings_are_no_lines() -> None:
 
 def test_summary_counts_findings_by_level() -> None:
     assert summary(FINDINGS) == "1 ok, 0 notes, 1 warning, 1 error"
-
-
-def test_grid_aligns_columns() -> None:
-    assert grid([("host", "rank"), ("n1", "10")]) == ["host  rank", "n1      10"]

@@ -16,8 +16,8 @@ from hpctrain.errors import UsageError
 from hpctrain.forecast import time_forecasts
 from hpctrain.forecast.advice import ForecastOption, TimeReport, considered, recommend, time_report
 from hpctrain.forecast.candidates import MemoryLimits, candidates
-from hpctrain.forecast.scaling import readable
 from hpctrain.forecast.time_forecasts import Forecasts
+from hpctrain.util.format import format_seconds
 
 GIB = 2**30
 
@@ -39,7 +39,7 @@ def test_a_report_has_rates_walltime_and_assumptions(report: TimeReport, tmp_pat
 
 def test_a_range_shows_the_spread_of_repetitions(report: TimeReport) -> None:
     apart = replace(report, spread=(0.5, 2.0))
-    low, high = (readable(factor * report.step.seconds) for factor in (0.5, 2.0))
+    low, high = (format_seconds(factor * report.step.seconds) for factor in (0.5, 2.0))
     assert f" ({low} to {high}): " in apart.lines()[0] and " to " not in report.lines()[0].split(":")[0]
     seconds = apart.as_dict()["step"]["range_seconds"]
     assert seconds == pytest.approx([0.5 * report.step.seconds, 2 * report.step.seconds])

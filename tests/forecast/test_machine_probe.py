@@ -41,9 +41,7 @@ def test_rates_are_measured_and_the_thread_count_is_restored(tmp_path: Path, mon
     assert any(line.startswith(told) for line in found.assumed)
 
 
-def test_on_a_busy_machine_rates_are_scaled_from_one_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_busy_machine_rates_are_scaled_from_one_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(monkeypatch, 0.5)
     found = probe(folder=tmp_path)
     assert found.flops[2] == 2 * found.flops[1] and found.bandwidth[2] == 2 * found.bandwidth[1]

@@ -44,14 +44,12 @@ def burning(folder: Path, **options: Any) -> Settings:
     write_arrays(folder / "data.h5", train=pair, validation=pair)
     config = folder / "run.toml"
     told = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
-    config.write_text(
-        f"""data.files = ["{folder}/data.h5"]
+    config.write_text(f"""data.files = ["{folder}/data.h5"]
 data.format = "arrays"
 model.factory = "support.burning:Burning"
 model.options = {{{told}}}
 train.batch = 48
-"""
-    )
+""")
     return load(config)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hpctrain.doctor.findings import Finding
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.limits import ProcessLimits
 from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.slurm import Slurm
@@ -16,6 +15,7 @@ from hpctrain.doctor.preflight.pairs import Pair, Tournament, schedule
 from hpctrain.doctor.preflight.placement import Host, RankPlacement
 from hpctrain.doctor.preflight.reductions import ReductionCheck
 from hpctrain.doctor.preflight.report import PreflightReport
+from hpctrain.util.probe import Answer
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri\n"
 OPENMPI = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11, repo rev: v5.0.11"
@@ -25,8 +25,8 @@ HYDRA = "HYDRA build details:\n    Version:                                 5.0.
 TYPES = "MPI plugin types are...\n\tnone\n\tpmix\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
 CONFIG = "JobRequeue              = 1\nKillOnBadExit           = {kill}\nKillWait = 30 sec\nMpiDefault = {default}\n"
 LIMITS = ProcessLimits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False)
-MISSING = Answer(trouble="there is no such program", missing=True)
-SILENT = Answer(trouble="no answer in 60 s", hangs=True)
+MISSING = Answer(error="there is no such program", missing=True)
+SILENT = Answer(error="no answer in 60 s", timed_out=True)
 
 
 def facts(**found: Any) -> Answer:

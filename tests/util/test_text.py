@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpctrain.util.text import printable, printable_lines, shorten, shown
+from hpctrain.util.text import columns, printable, printable_lines, shorten, shown
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,12 @@ def test_a_huge_number_is_short() -> None:
 def test_the_middle_of_a_long_text_is_omitted() -> None:
     assert shorten("a" * 50 + "b" * 50, 20).startswith("aaa") and shorten("a" * 50 + "b" * 50, 20).endswith("bbb")
     assert len(shorten("a" * 100, 20)) == 20
+
+
+def test_columns_are_aligned() -> None:
+    rows = [["name", "bytes", "note"], ["a", "10", "long note"], ["bcdef", "2"]]
+    assert columns(rows) == ["name   bytes  note", "a      10     long note", "bcdef  2"]
+    assert columns(rows, right=(1,)) == ["name   bytes  note", "a         10  long note", "bcdef      2"]
+    assert columns([["a", "1"], ["long", "20"]], right=(1,)) == ["a      1", "long  20"]
+    assert columns([["the last cell has any length"], ["a", "b"]]) == ["the last cell has any length", "a  b"]
+    assert columns([]) == []

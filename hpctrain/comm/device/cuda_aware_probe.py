@@ -16,8 +16,6 @@ import ctypes
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,8 +29,9 @@ from hpctrain.cluster.launcher import without_launcher
 from hpctrain.comm.transport.base import Transport
 from hpctrain.errors import CommunicationError
 from hpctrain.util.child import python
+from hpctrain.util.probe import facts_in, run_program
 
-MARK = "hpctrain-canary "  # prefix of the verdict: MPI libraries print warnings of their own
+PREFIX = "hpctrain-canary "  # of the line with the verdict: MPI libraries print warnings of their own
 SIZES = (2, 1000, 300_000, 4_000_000)  # elements: one size per protocol that MPI libraries use for a message
 TIMEOUT = 120.0  # seconds; an exchange takes two
 
@@ -142,23 +141,12 @@ def probe(
     """
     program = python("-m", "hpctrain.comm.device.cuda_aware_probe") if program is None else program
     command = [*(_mpiexec() if mpiexec is None else mpiexec), *program]
-    process = subprocess.Popen(
-        command,
-        env=without_launcher(os.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    answer = run_program(command, timeout=timeout, environ=without_launcher(os.environ), with_stderr=True)
+    if answer.timed_out:
         return ProbeResult(False, f"the exchange did not end within {timeout:g} s", "")
-    return _read(output, process.returncode)
+    if answer.code is None:
+        raise CommunicationError(answer.error)
+    return _read(answer.text, answer.code)
 
 
 def _mpiexec() -> list[str]:
@@ -170,10 +158,10 @@ def _mpiexec() -> list[str]:
 
 
 def _read(output: str, code: int) -> ProbeResult:
-    lines = [line.partition(MARK)[2] for line in output.splitlines() if MARK in line]
+    facts = facts_in(output, PREFIX)
     try:
-        verdict = ProbeResult(**json.loads(lines[-1])) if lines else None
-    except (TypeError, ValueError):
+        verdict = None if facts is None else ProbeResult(**facts)
+    except TypeError:
         verdict = None
     if verdict is not None and (code == 0 or not verdict.cuda_aware):
         return verdict
@@ -217,7 +205,7 @@ def _hindrance(wanted: str, size: int) -> str:
 def _print(rank: int, verdict: ProbeResult) -> int:
     if rank == 0:
         facts: dict[str, Any] = asdict(verdict)
-        print(f"{MARK}{json.dumps(facts)}", flush=True)
+        print(f"{PREFIX}{json.dumps(facts)}", flush=True)
     return 0
 
 

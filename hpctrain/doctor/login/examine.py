@@ -27,8 +27,8 @@ from hpctrain.doctor.login import (
     storage,
     variables,
 )
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.errors import LaunchError
+from hpctrain.util.probe import Answer
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class LoginFacts:
         return {
             "host": self.host,
             **{name: asdict(part) for name, part in parts.items()},
-            **{name: {**answer.facts, "trouble": answer.trouble} for name, answer in said.items()},
+            **{name: {**answer.facts, "trouble": answer.error} for name, answer in said.items()},
             "gpus": self.gpus.names,
             "mpiexec": self.mpi.mpiexec,
             "srun_mpi": pair.needed(self.mpi),

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login.ask import Answer, ask, ask_probe
+from hpctrain.doctor.login.probe import run_probe
 from hpctrain.doctor.login.pytorch import build
+from hpctrain.util.probe import Answer, run_program
 
 _QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
 
@@ -22,7 +23,7 @@ class Gpus:
     @property
     def names(self) -> list[str]:
         """Return the names of the GPUs that the driver reports."""
-        rows = [] if self.driver.trouble else [line.split(",") for line in self.driver.text.splitlines()]
+        rows = [] if self.driver.error else [line.split(",") for line in self.driver.text.splitlines()]
         return [row[0].strip() for row in rows if len(row) == 3]
 
     @property
@@ -34,12 +35,12 @@ class Gpus:
 
 def gather() -> Gpus:
     """Query the driver and CuPy."""
-    return Gpus(ask(_QUERY), ask_probe("cupy"))
+    return Gpus(run_program(_QUERY), run_probe("cupy"))
 
 
 def check(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings on GPUs."""
-    if gpus.driver.hangs:
+    if gpus.driver.timed_out:
         yield error(
             "GPUs", "nvidia-smi does not answer", "the driver hangs: no program will see a GPU here", "tell the site"
         )
@@ -57,7 +58,7 @@ def check(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterator[Fin
 def _check_seen(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
     told = f"{len(gpus.names)} x {gpus.names[0]}, driver {gpus.version}"
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.trouble or torch.facts.get("available"):
+    if torch.error or torch.facts.get("available"):
         yield ok("GPUs", told)
     elif not torch.facts.get("cuda"):
         yield warning(
@@ -76,11 +77,11 @@ def _check_seen(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterat
 
 def _check_nccl(gpus: Gpus, torch: Answer) -> Iterator[Finding]:
     own = f"torch has NCCL {torch.facts['nccl']}" if torch.facts.get("nccl") else "torch has no NCCL"
-    if gpus.cupy.trouble:
-        missing = "No module named" in gpus.cupy.trouble
+    if gpus.cupy.error:
+        missing = "No module named" in gpus.cupy.error
         yield note(
             "NCCL",
-            f"{'CuPy is not installed' if missing else f'CuPy does not load: {gpus.cupy.trouble}'}; {own}",
+            f"{'CuPy is not installed' if missing else f'CuPy does not load: {gpus.cupy.error}'}; {own}",
             "hpctrain reaches NCCL through CuPy; without it GPUs communicate by CUDA-aware MPI, or through host memory",
             "pip install 'hpctrain[cuda]'",
         )

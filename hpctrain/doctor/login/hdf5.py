@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpctrain.doctor.findings import Finding, error, note, ok
-from hpctrain.doctor.login.ask import LOADING, Answer, ask_probe
+from hpctrain.doctor.login.probe import LOAD_TIMEOUT, run_probe
+from hpctrain.util.probe import Answer
 
 
 def gather() -> Answer:
     """Load h5py in a subprocess."""
-    return ask_probe("hdf5")
+    return run_probe("hdf5")
 
 
 def check(hdf5: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings on HDF5 and on the variables that affect it."""
     if not hdf5.facts:
-        told = f"did not end in {LOADING:g} s" if hdf5.hangs else f"failed: {hdf5.trouble}"
+        told = f"did not end in {LOAD_TIMEOUT:g} s" if hdf5.timed_out else f"failed: {hdf5.error}"
         yield error("HDF5", f"import h5py {told}", "checkpoints and data are HDF5 files", "pip install h5py")
     else:
         kind = "with MPI" if hdf5.facts["mpi"] else "serial, which is all that hpctrain needs"

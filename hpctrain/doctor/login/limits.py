@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpctrain.cluster.binding import cpu_affinity, format_cpus
 from hpctrain.doctor.findings import Finding, advice, note, ok, warning
+from hpctrain.util.format import format_bytes
 
 _FILES = 4096  # descriptors; shards of data and sockets to other ranks need thousands
 _LITTLE = 4 * 2**30  # bytes; torch and a small model need two GiB
@@ -58,12 +59,12 @@ def check(limits: ProcessLimits, scheduler: str | None) -> Iterator[Finding]:
     if limits.rdma and limits.locked is not None and limits.locked < _SMALL_LOCK:
         yield warning(
             "limits",
-            f"{tell(limits.locked)} of locked memory, on a node with InfiniBand",
+            f"{format_bytes(limits.locked)} of locked memory, on a node with InfiniBand",
             "MPI cannot register its buffers with the adapter, and is slow or fails",
             "ulimit -l unlimited before sbatch, whose jobs inherit it; with PBS, or if that is refused, ask the site",
         )
     if limits.dumps != 0:
-        size = "any size" if limits.dumps is None else f"up to {tell(limits.dumps)}"
+        size = "any size" if limits.dumps is None else f"up to {format_bytes(limits.dumps)}"
         yield note(
             "limits", f"core files of {size}", "ranks that crash write their whole memory to disk", "ulimit -c 0"
         )
@@ -86,16 +87,16 @@ def _check_cores(limits: ProcessLimits, scheduler: str | None) -> Iterator[Findi
 
 def _check_memory(limits: ProcessLimits, scheduler: str | None) -> Iterator[Finding]:
     if limits.memory is None or limits.memory >= limits.installed:
-        yield ok("memory", f"{tell(limits.installed)}, without a limit")
+        yield ok("memory", f"{format_bytes(limits.installed)}, without a limit")
     elif limits.memory < _LITTLE:
         yield (warning if scheduler else note)(
             "memory",
-            f"limited to {tell(limits.memory)} of {tell(limits.installed)}",
+            f"limited to {format_bytes(limits.memory)} of {format_bytes(limits.installed)}",
             "a process that needs more is killed without a message",
             advice("memory", scheduler) if scheduler else "jobs have limits of their own: look there, too",
         )
     else:
-        yield ok("memory", f"{tell(limits.memory)} of {tell(limits.installed)} (control group)")
+        yield ok("memory", f"{format_bytes(limits.memory)} of {format_bytes(limits.installed)} (control group)")
 
 
 def memory_limit(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -116,15 +117,6 @@ def memory_limit(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys
             folder = folder.parent
     limits = [limit for limit in found if limit is not None and limit < 2**60]  # cgroup v1 writes a huge one for none
     return min(limits, default=None)
-
-
-def tell(nbytes: float) -> str:
-    """Return a number of bytes with a unit: ``1.5 GiB``."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while abs(nbytes) >= 1024 and len(units) > 1:
-        nbytes /= 1024
-        units.pop(0)
-    return f"{nbytes:.3g} {units[0]}" if nbytes < 1000 else f"{nbytes:.0f} {units[0]}"
 
 
 def _number(path: Path) -> int | None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from hpctrain.cluster import promise
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login.ask import LOADING, Answer, ask, ask_probe
+from hpctrain.doctor.login.probe import LOAD_TIMEOUT, run_probe
 from hpctrain.jobs import profile
+from hpctrain.util.probe import Answer, run_program
 
 # Version texts of launchers, and the libraries whose ranks each can start.
 _LAUNCHERS = (
@@ -60,10 +61,10 @@ def gather() -> Mpi:
     mpiexec = shutil.which("mpiexec") or ""
     own = Path(sys.executable).parent / "mpiexec"
     return Mpi(
-        probe=ask_probe("mpi_library"),
+        probe=run_probe("mpi"),
         wheels=tuple(profile.installed_wheel(sys.prefix)),
         mpiexec=mpiexec,
-        version=ask([mpiexec, "--version"], both=True) if mpiexec else Answer(),
+        version=run_program([mpiexec, "--version"], with_stderr=True) if mpiexec else Answer(),
         own=str(own) if own.exists() else "",
     )
 
@@ -86,18 +87,18 @@ def check(mpi: Mpi) -> Iterator[Finding]:
 
 
 def _not_loaded(probe: Answer) -> Finding:
-    if probe.hangs:
+    if probe.timed_out:
         return error(
             "MPI",
-            f"loading MPI did not end in {LOADING:g} s",
+            f"loading MPI did not end in {LOAD_TIMEOUT:g} s",
             "the library waits for a filesystem, or for a network that only compute nodes have",
             "try again on a compute node; if it hangs there, too, ask the site for another MPI",
         )
-    if "No module named" in probe.trouble:
+    if "No module named" in probe.error:
         return warning("MPI", "mpi4py is not installed", "a job of several ranks cannot start", _INSTALL)
     return error(
         "MPI",
-        f"mpi4py cannot load MPI: {probe.trouble}",
+        f"mpi4py cannot load MPI: {probe.error}",
         "a job of several ranks cannot start; some sites have MPI on compute nodes only",
         f"load the module of the MPI that mpi4py was built for, or {_INSTALL}",
     )
@@ -123,7 +124,7 @@ def _check_launcher(mpi: Mpi) -> Iterator[Finding]:
             advice,
         )
     elif not name:
-        said = mpi.version.trouble or " ".join(mpi.version.text.split())[:60] or "nothing"
+        said = mpi.version.error or " ".join(mpi.version.text.split())[:60] or "nothing"
         yield note("mpiexec", f"{told} says {said!r}", f"whether it starts ranks of {mpi.library} is not known", advice)
     elif mpi.own and not Path(mpi.mpiexec).samefile(mpi.own):
         yield note("mpiexec", f"{told}, not the one of this environment", "their versions may differ", advice)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hpctrain.cluster import pbs_server
 from hpctrain.doctor.findings import Finding, note, ok, warning
-from hpctrain.doctor.login.ask import Answer, ask
+from hpctrain.util.probe import Answer, run_program
 
 _TORQUE = re.compile(r"^Version:", re.MULTILINE)
 
@@ -32,7 +32,7 @@ class Pbs:
 
 def gather() -> Pbs:
     """Query PBS's commands; only OpenPBS and PBS Professional print JSON."""
-    version = ask(["qstat", "--version"], both=True)
+    version = run_program(["qstat", "--version"], with_stderr=True)
     ways = {name: path for name in ("pbs_tmrsh", "ssh") if (path := shutil.which(name))}
     found = Pbs(version, ways=ways)
     if not found.release or _TORQUE.search(version.text):
@@ -43,7 +43,7 @@ def gather() -> Pbs:
 
 
 def _printed(command: object) -> str:
-    return ask(list(command)).text  # type: ignore[call-overload]
+    return run_program(list(command)).text  # type: ignore[call-overload]
 
 
 def check(pbs: Pbs, environ: Mapping[str, str], slurm: bool) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login.ask import LOADING, Answer, ask_probe
+from hpctrain.doctor.login.probe import LOAD_TIMEOUT, run_probe
+from hpctrain.util.probe import Answer
 
 _OLDEST = (2, 11)
 _SLOW = 20.0  # seconds; from a warm local disk it takes two
@@ -14,21 +15,21 @@ _BUSY = 2.0  # processes per core
 
 def gather() -> Answer:
     """Load torch in a subprocess."""
-    return ask_probe("pytorch")
+    return run_probe("torch")
 
 
 def check(torch: Answer) -> Iterator[Finding]:
     """Yield the findings on torch."""
-    if torch.hangs:
+    if torch.timed_out:
         yield error(
             "torch",
-            f"import torch did not end in {LOADING:g} s",
+            f"import torch did not end in {LOAD_TIMEOUT:g} s",
             "its thousands of files come from a filesystem that is cold, overloaded or gone, and every rank of a job "
             "reads them at the same time",
             "try again in a minute; put the environment on a faster filesystem, or pack it into a container image",
         )
-    elif torch.trouble:
-        yield error("torch", f"import torch failed: {torch.trouble}", "nothing can be trained without it", _REINSTALL)
+    elif torch.error:
+        yield error("torch", f"import torch failed: {torch.error}", "nothing can be trained without it", _REINSTALL)
     else:
         yield from _check_loaded(torch)
 

@@ -90,9 +90,7 @@ def check(script: str, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> It
         yield ok("script", "; ".join(f"line {start.line} starts ranks by {start.launcher}" for start in commands))
 
 
-def _check_srun(
-    script: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]
-) -> Iterator[Finding]:
+def _check_srun(script: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     where = f"line {start.line}: srun"
     kills = start.value("--kill-on-bad-exit", "-K")
     set_there = re.search(r"^\s*export\b.*\bSLURM_KILL_BAD_EXIT=1\b", script, re.MULTILINE)
@@ -115,9 +113,7 @@ def _check_srun(
         )
 
 
-def _check_type(
-    where: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]
-) -> Iterator[Finding]:
+def _check_type(where: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding if an srun command does not request the ``--mpi`` type of this MPI."""
     kind = pair.needed(mpi)
     asked = start.value("--mpi")

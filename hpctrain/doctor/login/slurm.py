@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hpctrain.doctor.findings import Finding, note, ok, warning
-from hpctrain.doctor.login.ask import Answer, ask
+from hpctrain.util.probe import Answer, run_program
 
 # Releases whose sbatch does not pass --cpus-per-task on to srun (Slurm's release notes; fixed in
 # 23.11).
@@ -41,7 +41,7 @@ class Slurm:
     @property
     def mpi_types(self) -> list[str]:
         """Return the types of ``srun --mpi=``; empty if srun does not list them."""
-        if self.types.trouble:
+        if self.types.error:
             return []
         words = [line.removeprefix("srun:").strip() for line in self.types.text.splitlines()]  # before Slurm 21
         names = [word for word in words if re.fullmatch(r"[a-z][\w.]*", word)]
@@ -56,20 +56,21 @@ class Slurm:
 
 def gather() -> Slurm:
     """Query Slurm's commands."""
-    version = ask(["srun", "--version"], both=True)
+    version = run_program(["srun", "--version"], with_stderr=True)
     if version.missing:
         return Slurm(version, version, version)
-    return Slurm(version, ask(["srun", "--mpi=list"], both=True), ask(["scontrol", "show", "config"]))
+    types = run_program(["srun", "--mpi=list"], with_stderr=True)
+    return Slurm(version, types, run_program(["scontrol", "show", "config"]))
 
 
 def check(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings on Slurm."""
     if not slurm.here:
         return
-    if slurm.config.trouble:
+    if slurm.config.error:
         yield warning(
             "Slurm",
-            f"srun is here, but Slurm does not answer: {slurm.config.trouble}",
+            f"srun is here, but Slurm does not answer: {slurm.config.error}",
             "jobs can be neither submitted nor started from here",
             "see with sinfo whether it is up, and whether SLURM_CONF leads to this cluster's slurm.conf",
         )

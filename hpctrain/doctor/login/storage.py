@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from hpctrain.cluster.shared_memory import SEGMENTS, Segment, left_over
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login.ask import PATIENCE, Answer, ask_probe
-from hpctrain.doctor.login.limits import tell
+from hpctrain.doctor.login.probe import run_probe
+from hpctrain.util.format import format_bytes
+from hpctrain.util.probe import TIMEOUT, Answer
 
 _WINDOW = 2**30  # bytes of node memory below which gradients of a small model do not fit
 _FREE = 2**30  # bytes free below which a folder counts as full
@@ -38,12 +39,12 @@ def gather(environ: Mapping[str, str]) -> list[FolderFacts]:
     """Query each filesystem in its own subprocess, so that one that hangs does not block the others."""
     found = places(environ)
     with ThreadPoolExecutor(len(found)) as pool:
-        answers = pool.map(lambda path: ask_probe("space", path, seconds=PATIENCE, bare=True), found.values())
+        answers = pool.map(lambda path: run_probe("space", path, timeout=TIMEOUT, isolated=True), found.values())
         return [_place(role, path, answer) for (role, path), answer in zip(found.items(), answers)]
 
 
 def _place(role: str, path: str, answer: Answer) -> FolderFacts:
-    looks = role == "shm" and not answer.hangs
+    looks = role == "shm" and not answer.timed_out
     return FolderFacts(role, path, answer, tuple(left_over(path)) if looks else ())
 
 
@@ -62,7 +63,7 @@ def check_left_over(segments: Sequence[Segment]) -> Iterator[Finding]:
         total = sum(segment.nbytes for segment in segments)
         yield warning(
             "node memory",
-            f"{len(segments)} segments of dead MPI jobs, {tell(total)}, in {folder}",
+            f"{len(segments)} segments of dead MPI jobs, {format_bytes(total)}, in {folder}",
             "the next job has less memory to share; hpctrain removes them when it starts on this node",
             f"if no MPI job of yours runs on this node: rm -f {' '.join(names)}",
         )
@@ -91,16 +92,16 @@ _ADVICE = {
 def _checked(place: FolderFacts) -> Finding:
     topic, use, advice = _TOPICS[place.role], _USES[place.role], _ADVICE[place.role]
     facts = place.answer.facts
-    if place.answer.hangs:
-        return error(topic, f"{place.path} does not answer: {place.answer.trouble}", use, "tell the site, and wait")
+    if place.answer.timed_out:
+        return error(topic, f"{place.path} does not answer: {place.answer.error}", use, "tell the site, and wait")
     if not facts:
-        return error(topic, f"{place.path}: {place.answer.trouble}", use, advice)
+        return error(topic, f"{place.path}: {place.answer.error}", use, advice)
     if not facts["there"]:
         return error(topic, f"{place.path} does not exist", use, advice)
     if not facts["writable"]:
         return (note if place.role == "work" else error)(topic, f"{place.path} is not writable", use, advice)
     free, size = int(facts["free"]), int(facts["size"])
-    told = f"{place.path}: {tell(free)} free of {tell(size)}"
+    told = f"{place.path}: {format_bytes(free)} free of {format_bytes(size)}"
     if free < (_WINDOW if place.role == "shm" else _FREE):
         return warning(topic, told, use, advice)
     if facts["files"] and facts["files_free"] < _FILES:

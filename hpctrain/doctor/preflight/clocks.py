@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.doctor.findings import Finding, ok, warning
+from hpctrain.util.format import format_seconds
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -95,15 +96,7 @@ def check(skews: Sequence[Skew]) -> Iterator[Finding]:
 def words(skew: Skew) -> str:
     """Return an offset as text: ``1.2 ms ahead of (within 0.1 ms)``."""
     side = "ahead of" if skew.seconds >= 0 else "behind"
-    return f"{short(abs(skew.seconds))} (within {short(skew.within)}) {side}"
-
-
-def short(seconds: float) -> str:
-    """Return a time with a suitable unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale or unit == "us":
-            return f"{seconds / scale:.3g} {unit}"
-    raise AssertionError("the last unit takes all")
+    return f"{format_seconds(abs(skew.seconds))} (within {format_seconds(skew.within)}) {side}"
 
 
 def _leaders(comm: Communicator) -> list[int]:

@@ -56,9 +56,7 @@ def schedule(members: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def measure(
-    comm: Communicator, seconds: float, progress: Callable[[str], None] = lambda what: None
-) -> Tournament:
+def measure(comm: Communicator, seconds: float, progress: Callable[[str], None] = lambda what: None) -> Tournament:
     """Measure pairs for as many rounds as time allows; all ranks return the same result. Collective.
 
     The first round is always measured.
@@ -89,11 +87,6 @@ def reach(pairs: Sequence[Pair], members: int) -> dict[int, float]:
         found[pair.first].append(pair.bandwidth)
         found[pair.second].append(pair.bandwidth)
     return {member: median(rates) for member, rates in found.items() if rates}
-
-
-def rate_in_words(rate: float) -> str:
-    """Return a rate with a suitable unit."""
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
 
 
 def _lead(comm: Communicator, partner: int, room: Tensor) -> Pair:

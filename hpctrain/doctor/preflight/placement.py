@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from hpctrain.cluster.binding import cpu_affinity, format_cpus
 from hpctrain.doctor.findings import Finding, Level, advice, error, note, ok
 from hpctrain.doctor.login import limits, storage
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.limits import ProcessLimits
+from hpctrain.util.format import counted
+from hpctrain.util.probe import Answer
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +133,7 @@ def check_placements(seats: Sequence[RankPlacement], scheduler: str | None = Non
     """Yield the findings on the placement, with advice for this scheduler."""
     nodes = by_node(seats)
     counts = sorted({len(there) for there in nodes.values()})
-    told = f"{count(len(seats), 'rank')} on {count(len(nodes), 'node')}"
+    told = f"{counted(len(seats), 'rank')} on {counted(len(nodes), 'node')}"
     if len(counts) > 1:
         yield note(
             "ranks",
@@ -158,11 +159,6 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     """Return some ranks as text: ``rank 3``, ``ranks 0-2,7``."""
     numbers = list(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {format_cpus(numbers)}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return a number with its noun as text."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _check_cores(nodes: Mapping[int, Sequence[RankPlacement]], scheduler: str | None) -> Iterator[Finding]:
@@ -195,7 +191,7 @@ def _sharing(there: Sequence[RankPlacement]) -> Iterator[tuple[str, str]]:
     everything = set().union(*(seat.cpus for seat in there))
     alike = len({seat.cpus for seat in there}) == 1
     if len(there) > len(everything):
-        yield "crowded", f"{len(there)} ranks on {count(len(everything), 'core')}: {format_cpus(everything)}"
+        yield "crowded", f"{len(there)} ranks on {counted(len(everything), 'core')}: {format_cpus(everything)}"
     elif len(there) > 1 and alike:
         yield "unbound", f"{len(there)} ranks may all use cores {format_cpus(everything)}: they are not bound"
     elif sum(len(set(seat.cpus)) for seat in there) > len(everything):
@@ -203,7 +199,7 @@ def _sharing(there: Sequence[RankPlacement]) -> Iterator[tuple[str, str]]:
             if shared := set(one.cpus) & set(two.cpus):
                 yield "overlap", f"ranks {one.rank} and {two.rank} share cores {format_cpus(shared)}"
     if 2 * len(everything) <= there[0].cores:
-        yield "few", f"{count(len(there), 'rank')} may use {len(everything)} of {there[0].cores} cores"
+        yield "few", f"{counted(len(there), 'rank')} may use {len(everything)} of {there[0].cores} cores"
     bound = not alike or len(there) == 1 < len(there[0].numa) and len(there[0].cpus) < there[0].cores
     spread = [seat.rank for seat in there if bound and len(seat.numa) > 1]
     if spread:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.doctor.findings import Finding, error, ok
-from hpctrain.doctor.login.limits import tell
+from hpctrain.util.format import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def check(found: Sequence[ReductionCheck]) -> Iterator[Finding]:
         )
     elif found:
         most = found[-1]
-        yield ok("all_reduce", f"correct on all ranks; {tell(most.nbytes)} in {most.seconds * 1e3:.3g} ms")
+        yield ok("all_reduce", f"correct on all ranks; {format_bytes(most.nbytes)} in {most.seconds * 1e3:.3g} ms")
 
 
 def _forecast(found: Sequence[ReductionCheck], nbytes: int) -> float:

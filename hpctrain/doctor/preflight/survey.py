@@ -12,6 +12,7 @@ from hpctrain.cluster.nodes import compress_node_list
 from hpctrain.doctor.preflight import clocks, files, pairs, placement, rates, reductions
 from hpctrain.doctor.preflight.pairs import Tournament
 from hpctrain.doctor.preflight.report import PreflightReport
+from hpctrain.util.format import counted
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ def survey(comm: Communicator, device: torch.device, plan: SurveyPlan, say: Say 
     nodes = placement.take_hosts(comm)
     # Print the placement at once: if a rank hangs later, the error has its number, and this line
     # its node.
-    say(f"{placement.count(comm.size, 'rank')} on {compress_node_list(node.name for node in nodes)}")
+    say(f"{counted(comm.size, 'rank')} on {compress_node_list(node.name for node in nodes)}")
     # Files first: a missing folder should be reported before half a minute of measurements.
     say(f"writing into {plan.folder}")
     written = files.measure(comm, plan.folder, part * _FILES)

@@ -11,6 +11,7 @@ from hpctrain.doctor.findings import Finding, advice, note, ok, warning
 from hpctrain.doctor.preflight import clocks, files, pairs, placement, reductions
 from hpctrain.doctor.preflight.rates import slow
 from hpctrain.doctor.preflight.report import PreflightReport
+from hpctrain.util.format import counted, format_bandwidth, format_seconds
 
 _SHOWN = 8  # names in one finding
 _FAR = 0.5  # minimum shortfall within a node, where some cores are closer to each other than others
@@ -166,14 +167,14 @@ def _check_nodes(report: PreflightReport, scheduler: str | None) -> Iterator[Fin
 def _usual(every: Sequence[pairs.Pair]) -> str:
     """Return the usual bandwidth and latency of pairs as text."""
     rate = median_high(pair.bandwidth for pair in every)
-    return f"{pairs.rate_in_words(rate)}, {clocks.short(median_high(pair.latency for pair in every))}"
+    return f"{format_bandwidth(rate)}, {format_seconds(median_high(pair.latency for pair in every))}"
 
 
 def _played(tournaments: Mapping[int, pairs.Tournament]) -> str:
     """Return the number of measured pairs as text."""
     measured = sum(len(one.pairs) for one in tournaments.values())
     done, rounds = (sum(getattr(one, name) for one in tournaments.values()) for name in ("rounds", "of_rounds"))
-    return placement.count(measured, "pair") if done == rounds else f"{measured} pairs in {done} of {rounds} rounds"
+    return counted(measured, "pair") if done == rounds else f"{measured} pairs in {done} of {rounds} rounds"
 
 
 def _listed(names: Sequence[str]) -> str:

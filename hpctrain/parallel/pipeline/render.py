@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
 from typing import Any
 
-from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.actions import ActionKind
 from hpctrain.parallel.pipeline.timeline import WAITS, Timeline, TimelineSpan
+from hpctrain.util.plotting import INK, new_figure
 from hpctrain.util.text import without_math
 
 _LETTERS = {**{kind.word: kind.value for kind in ActionKind}, "optimizer": ActionKind.UPDATE.value}
@@ -98,7 +98,6 @@ def _padded(text: str, cell: int) -> str:
 # Plot of a timeline as in the papers on pipelines
 
 
-KINDS = (".png", ".svg", ".pdf")
 # Forward passes are blue and backward passes green, as in the figures of PipeDream; the halves of a backward
 # pass have two other greens.
 COLOURS = {
@@ -111,7 +110,7 @@ COLOURS = {
     "optimizer": "#e0812b",
 }
 _SIZED = ("forward", "backward", "input", "weight")  # passes whose numbers should be legible
-_IDLE, _WAIT, _INK = "#ececec", "#c9c9c9", "#333333"
+_IDLE, _WAIT = "#ececec", "#c9c9c9"
 _ROW, _BAR = 0.42, 0.86  # inches between rows; fraction of the row height that a box takes
 _NARROWEST, _WIDTHS = 0.17, (7.0, 26.0)  # inches: width of the shortest pass; limits of the width of the plot
 _MARGINS = 2.1  # inches beside the rows
@@ -127,18 +126,14 @@ def figure(
     ``live`` is off, the largest number of microbatches that the rank holds. ``names`` are the names
     of the rows, by default the stages; ``unit`` is the name of the unit of time.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
     width = _width(timeline)
-    found = Figure(figsize=(width + _MARGINS, _ROW * len(timeline.rows) + 1.25), layout="constrained")
+    found = new_figure(width + _MARGINS, _ROW * len(timeline.rows) + 1.25)
     axis = found.subplots()
     scale = 72 * width / (timeline.makespan or 1.0)  # points per unit of time
     for rank, row in enumerate(timeline.rows):
         _draw_row(axis, row, rank, timeline, scale)
     _draw_frame(axis, timeline, names or [f"stage {rank}" for rank in range(len(timeline.rows))], unit, live)
-    axis.set_title(f"{without_math(title)}: bubble {timeline.bubble:.1%}", loc="left", fontsize=11, color=_INK)
+    axis.set_title(f"{without_math(title)}: bubble {timeline.bubble:.1%}", loc="left", fontsize=11, color=INK)
     _draw_legend(axis, timeline)
     return found
 
@@ -166,7 +161,7 @@ def _draw_row(axis: Any, row: tuple[TimelineSpan, ...], rank: int, timeline: Tim
         band = (rank - _BAR / 2, _BAR)
         axis.broken_barh(places, band, facecolor=colour, edgecolor="white", linewidth=edges, zorder=2)
         for span in spans:
-            _write_number(axis, span, rank, origin, scale, "white" if _is_dark(colour) else _INK)
+            _write_number(axis, span, rank, origin, scale, "white" if _is_dark(colour) else INK)
     # Drawn over the boxes: a wait inside a pass is idle time.
     waits = [(span.start - origin, span.end - span.start) for span in row if span.name in WAITS]
     axis.broken_barh(waits, (rank - _BAR / 2, _BAR), facecolor=_WAIT, linewidth=0, zorder=3)
@@ -200,7 +195,7 @@ def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, 
     axis.set_xlim(0, timeline.makespan or 1.0)
     axis.set_ylim(len(ranks) - 0.45, -0.55)
     axis.set_yticks(ranks, list(map(without_math, names)))
-    axis.set_xlabel(f"time ({unit})" if unit else "time", color=_INK)
+    axis.set_xlabel(f"time ({unit})" if unit else "time", color=INK)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
     beside = axis.secondary_yaxis("right")
@@ -208,7 +203,7 @@ def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, 
     texts = [f"idle {timeline.idle(rank) / whole:.0%}" for rank in ranks]
     if live:
         texts = [f"{timeline.most_live(rank)} live, {text}" for rank, text in zip(ranks, texts)]
-    beside.set_yticks(ranks, texts, color=_INK)
+    beside.set_yticks(ranks, texts, color=INK)
     beside.tick_params(length=0)
     beside.spines["right"].set_visible(False)
 

@@ -11,8 +11,9 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.train.receipt.attempt import Attempt
 from hpctrain.train.receipt.read import RunReceipt, load
-from hpctrain.util import atomic
-from hpctrain.util.text import without_math
+from hpctrain.util.format import counted, format_number
+from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
+from hpctrain.util.text import columns, without_math
 
 # Categories of an attempt's time: the name in JSON, and the label in text.
 PARTS = {
@@ -83,17 +84,18 @@ def text(receipts: Sequence[RunReceipt]) -> list[str]:
     if len(receipts) == 1:
         (receipt,) = receipts
         last = receipt.attempts[-1]
-        head = f"{receipt.folder}: {_count(together.attempts, 'attempt')}, {receipt.status} after step {last.last_step}"
+        attempts = counted(together.attempts, "attempt", ",")
+        head = f"{receipt.folder}: {attempts}, {receipt.status} after step {last.last_step}"
         rows = [_HEAD, *(_row(attempt) for attempt in receipt.attempts)]
     else:
-        head = f"{len(receipts)} runs, {_count(together.attempts, 'attempt')}"
+        head = f"{len(receipts)} runs, {counted(together.attempts, 'attempt', ',')}"
         rows = [_RUNS_HEAD, *(_run_row(receipt) for receipt in receipts)]
-    return [head, "", *_columns(rows), "", *_totals(together)]
+    return [head, "", *columns(rows), "", *_totals(together)]
 
 
 def sentence(together: Totals) -> str:
     """Return a sentence on the fraction of the time that counted."""
-    return f"{together.share('useful'):.0%} of {_amount(together.node_hours)} node-hours went into useful steps"
+    return f"{together.share('useful'):.0%} of {format_number(together.node_hours)} node-hours went into useful steps"
 
 
 def summary(folder: Path) -> str | None:
@@ -102,7 +104,7 @@ def summary(folder: Path) -> str | None:
         together = totals(load([folder], {}))
     except UsageError:
         return None  # the disk was full, and the run continued without a receipt
-    return f"{sentence(together)}, in {_count(together.attempts, 'attempt')}"
+    return f"{sentence(together)}, in {counted(together.attempts, 'attempt', ',')}"
 
 
 def to_json(receipts: Sequence[RunReceipt]) -> dict[str, Any]:
@@ -115,9 +117,7 @@ def to_json(receipts: Sequence[RunReceipt]) -> dict[str, Any]:
             "folder": str(receipt.folder),
             "status": receipt.status,
             "joules": receipt.joules,
-            "attempts": [
-                {**asdict(one), "other": one.other, "node_hours": one.node_hours} for one in receipt.attempts
-            ],
+            "attempts": [{**asdict(one), "other": one.other, "node_hours": one.node_hours} for one in receipt.attempts],
         }
         for receipt in receipts
     ]
@@ -149,42 +149,26 @@ def _row(one: Attempt) -> tuple[str, ...]:
 def _run_row(receipt: RunReceipt) -> tuple[str, ...]:
     own = totals([receipt])
     last = receipt.attempts[-1]
-    facts = (str(own.attempts), str(last.last_step), _amount(own.node_hours), f"{own.share('useful'):.0%}")
+    facts = (str(own.attempts), str(last.last_step), format_number(own.node_hours), f"{own.share('useful'):.0%}")
     return (str(receipt.folder), *facts, last.why)
 
 
 def _totals(together: Totals) -> list[str]:
     lost = [f"{words} {together.share(part):.1%}" for part, words in PARTS.items() if part != "useful"]
-    counted = [_count(together.steps, "useful step")]
-    counted += [f"{together.tokens:,} tokens"] if together.tokens else []
-    counted += [f"{together.samples:,} samples"] if together.samples else []
-    counted += [_count(together.repeated_steps, "repeated step")] if together.repeated_steps else []
-    hours = [f"{_amount(together.node_hours)} node-hours"]
-    hours += [f"{_amount(together.gpu_hours)} GPU-hours"] if together.gpu_hours else []
-    hours += [f"{_amount(together.cpu_hours)} CPU-hours"] if together.cpu_hours else []
-    hours += [f"{_amount(together.joules / _WH / 1000)} kWh (sacct)"] if together.joules else []
-    return [sentence(together), f"lost: {', '.join(lost)}", ", ".join(counted), ", ".join(hours)]
-
-
-def _amount(number: float) -> str:
-    """Return a number with three significant digits, or as an integer from 100 on."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    return lines
+    done = [counted(together.steps, "useful step", ",")]
+    done += [f"{together.tokens:,} tokens"] if together.tokens else []
+    done += [f"{together.samples:,} samples"] if together.samples else []
+    done += [counted(together.repeated_steps, "repeated step", ",")] if together.repeated_steps else []
+    hours = [f"{format_number(together.node_hours)} node-hours"]
+    hours += [f"{format_number(together.gpu_hours)} GPU-hours"] if together.gpu_hours else []
+    hours += [f"{format_number(together.cpu_hours)} CPU-hours"] if together.cpu_hours else []
+    hours += [f"{format_number(together.joules / _WH / 1000)} kWh (sacct)"] if together.joules else []
+    return [sentence(together), f"lost: {', '.join(lost)}", ", ".join(done), ", ".join(hours)]
 
 
 # Timeline chart of the attempts of runs: where the time of each was spent. Needs neither torch nor MPI ----------------
 
 
-KINDS = (".png", ".svg", ".pdf")
 _COLOURS = {
     "startup": "#e0812b",
     "useful": "#5fa55a",
@@ -192,7 +176,7 @@ _COLOURS = {
     "other": "#c9c9c9",
     "repeated": "#c0504d",
 }  # in drawing order: repeated steps were the last ones of an attempt
-_INK, _BAR = "#333333", 0.7
+_BAR = 0.7
 _ROW, _TALLEST = 0.34, 20.0  # inches
 _UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
@@ -200,14 +184,8 @@ _UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 def draw(receipts: Sequence[RunReceipt], path: str | Path) -> None:
     """Draw the attempts into a file; the suffix selects the format. Raises ``UsageError`` if this fails."""
     path = Path(path)
-    if path.suffix not in KINDS:
-        raise UsageError(f"cannot draw {path}: a picture's name ends in {', '.join(KINDS)}")
-    picture = figure(receipts)
-    try:
-        with atomic.replacing(path) as out:
-            picture.savefig(out, format=path.suffix[1:], dpi=150)
-    except OSError as error:
-        raise UsageError(f"cannot draw {path}: {error.strerror}") from error
+    check_suffix(path)
+    save_figure(figure(receipts), path)
 
 
 def figure(receipts: Sequence[RunReceipt]) -> Any:
@@ -216,22 +194,18 @@ def figure(receipts: Sequence[RunReceipt]) -> Any:
     Within an attempt, the categories are drawn one after another. Each bar has the category's total
     length; its position does not show when the time was spent.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
     rows = [(_label(receipts, receipt, one), one) for receipt in receipts for one in receipt.attempts]
     zero = min((one.started for _, one in rows if one.started is not None), default=0.0)
     ends = [(one.started or zero) - zero + one.elapsed for _, one in rows]
     unit = next((name for name, seconds in _UNITS.items() if max(ends) >= 2 * seconds), "seconds")
-    found = Figure(figsize=(10, min(_ROW * len(rows) + 1.6, _TALLEST)), layout="constrained")
+    found = new_figure(10, min(_ROW * len(rows) + 1.6, _TALLEST))
     axis = found.subplots()
     for index, (_, one) in enumerate(rows):
         _draw_attempt(axis, index, one, zero, _UNITS[unit])
     axis.set_yticks(range(len(rows)), [label for label, _ in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_xlabel(f"{unit} since the first start")
-    axis.set_title(sentence(totals(receipts)), loc="left", fontsize=11, color=_INK)
+    axis.set_title(sentence(totals(receipts)), loc="left", fontsize=11, color=INK)
     _draw_frame(axis)
     return found
 
@@ -247,7 +221,7 @@ def _draw_attempt(axis: Any, index: int, one: Attempt, zero: float, scale: float
         width = getattr(one, part) / scale
         axis.broken_barh([(at, width)], (index - _BAR / 2, _BAR), facecolor=colour, linewidth=0)
         at += width
-    axis.text(at, index, f"  {without_math(one.status)}", va="center", fontsize=8, color=_INK)
+    axis.text(at, index, f"  {without_math(one.status)}", va="center", fontsize=8, color=INK)
 
 
 def _draw_frame(axis: Any) -> None:
@@ -255,8 +229,6 @@ def _draw_frame(axis: Any) -> None:
 
     axis.margins(x=0.08)
     axis.set_xlim(left=0)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(True, axis="x", color="#ececec", linewidth=0.8)
-    axis.set_axisbelow(True)
+    add_grid(axis, "x")
     patches = [Patch(facecolor=colour, label=PARTS[part]) for part, colour in _COLOURS.items()]
     axis.figure.legend(handles=patches, frameon=False, fontsize=9, ncols=len(patches), loc="outside lower center")

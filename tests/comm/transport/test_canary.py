@@ -13,7 +13,7 @@ from support.pace import scaled
 from torch import Tensor
 
 from hpctrain.comm.device import cuda_aware_probe
-from hpctrain.comm.device.cuda_aware_probe import MARK, ProbeResult, exchange, judge, library_name, mpi_says, probe
+from hpctrain.comm.device.cuda_aware_probe import PREFIX, ProbeResult, exchange, judge, library_name, mpi_says, probe
 
 SMALL = (2, 1000)
 HOST = torch.device("cpu")
@@ -25,7 +25,7 @@ def program(text: str) -> Any:
 
 def printed(verdict: ProbeResult) -> str:
     facts = {"cuda_aware": verdict.cuda_aware, "reason": verdict.reason, "library": verdict.library}
-    return f"print('warning: x'); print({MARK + json.dumps(facts)!r})"
+    return f"print('warning: x'); print({PREFIX + json.dumps(facts)!r})"
 
 
 @pytest.mark.ranks
@@ -103,8 +103,8 @@ def test_a_hang_is_a_negative_verdict_and_leaves_no_process() -> None:
 
 def test_missing_and_malformed_output_are_negative_verdicts() -> None:
     assert program("pass").reason == "the exchange ended with status 0: it printed nothing"
-    assert not program(f"print({MARK!r} + '{{broken')").cuda_aware
-    assert not program(f"print({MARK!r} + '{{}}')").cuda_aware
+    assert not program(f"print({PREFIX!r} + '{{broken')").cuda_aware
+    assert not program(f"print({PREFIX!r} + '{{}}')").cuda_aware
 
 
 @pytest.mark.parametrize("aware", [True, False])

@@ -8,12 +8,12 @@ from dataclasses import replace
 from support.doctoring import MISSING, facts, mpi, slurm, told
 
 from hpctrain.doctor.login import storage
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.examine import LoginFacts, check
 from hpctrain.doctor.login.gpus import Gpus
 from hpctrain.doctor.login.interpreter import Interpreter
 from hpctrain.doctor.login.limits import ProcessLimits
 from hpctrain.doctor.login.pbs import Pbs
+from hpctrain.util.probe import Answer
 
 ROOM = facts(there=True, writable=True, size=2**40, free=2**38, files=0, files_free=0)
 FINE = LoginFacts(
@@ -21,7 +21,7 @@ FINE = LoginFacts(
     host="login1",
     interpreter=Interpreter((3, 12, 1), "/venv", True, "/venv/lib", ""),
     torch=facts(version="2.13.0+cpu", seconds=2.0, cuda=None),
-    gpus=Gpus(MISSING, Answer(trouble="No module named 'cupy'")),
+    gpus=Gpus(MISSING, Answer(error="No module named 'cupy'")),
     mpi=mpi(),
     hdf5=facts(h5py="3.16.0", hdf5="2.0.0", mpi=False),
     slurm=slurm(),

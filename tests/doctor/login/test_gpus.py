@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from support.doctoring import MISSING, facts, only, told
 
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.gpus import Gpus, check
+from hpctrain.util.probe import Answer
 
 SMI = "NVIDIA A100-SXM4-40GB, 535.104.05, 40960 MiB\nNVIDIA A100-SXM4-40GB, 535.104.05, 40960 MiB\n"
 CUPY = facts(cupy="13.4.0", nccl=22703, runtime=12080)
-NO_CUPY = Answer(trouble="ModuleNotFoundError: No module named 'cupy'")
+NO_CUPY = Answer(error="ModuleNotFoundError: No module named 'cupy'")
 
 
 def torch(cuda: str | None = None, available: bool = False, **other: Any) -> Answer:
@@ -52,14 +52,14 @@ def test_gpus_hidden_by_a_variable_are_a_note(value: str, level: str) -> None:
 
 
 def test_a_driver_that_hangs_is_an_error() -> None:
-    assert told(found(Answer(trouble="no answer in 10 s", hangs=True), torch("12.8", True))) == [("error", "GPUs")]
+    assert told(found(Answer(error="no answer in 10 s", timed_out=True), torch("12.8", True))) == [("error", "GPUs")]
 
 
 @pytest.mark.parametrize(
     "cupy, words",
     [
         (NO_CUPY, "CuPy is not installed; torch has NCCL 2.27.3"),
-        (Answer(trouble="ImportError: libcuda.so.1"), "CuPy does not load: ImportError: libcuda.so.1"),
+        (Answer(error="ImportError: libcuda.so.1"), "CuPy does not load: ImportError: libcuda.so.1"),
         (facts(cupy="13.4.0", nccl=None, runtime=None), "CuPy 13.4.0 finds no NCCL"),
     ],
 )

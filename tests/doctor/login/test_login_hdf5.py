@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.doctoring import SILENT, facts, only, told
 
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.hdf5 import check
+from hpctrain.util.probe import Answer
 
 FINE = facts(h5py="3.16.0", hdf5="2.0.0", mpi=False)
 
@@ -22,6 +22,6 @@ def test_variables_that_change_hdf5_are_noted(variable: str, value: str) -> None
     assert found.level == "note" and found.found == f"{variable}={value}"
 
 
-@pytest.mark.parametrize("answer", [SILENT, Answer(trouble="No module named 'h5py'")])
+@pytest.mark.parametrize("answer", [SILENT, Answer(error="No module named 'h5py'")])
 def test_missing_h5py_is_an_error(answer: Answer) -> None:
     assert told(check(answer, {})) == [("error", "HDF5")]

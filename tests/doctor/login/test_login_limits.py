@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.doctoring import only, told
 
-from hpctrain.doctor.login.limits import ProcessLimits, check, gather, memory_limit, tell
+from hpctrain.doctor.login.limits import ProcessLimits, check, gather, memory_limit
 
 FINE = ProcessLimits(64, tuple(range(64)), 65536, None, None, 0, None, 2**38, rdma=True)
 
@@ -81,10 +81,3 @@ def test_cgroups_of_version_1_are_read(tmp_path: Path) -> None:
 def test_gather_reads_this_machine() -> None:
     found = gather()
     assert found.cores == os.cpu_count() and 0 < len(found.affinity) <= found.cores and found.installed > 2**28
-
-
-@pytest.mark.parametrize(
-    "nbytes, text", [(0, "0 B"), (1023, "1023 B"), (4096, "4 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**60, "1024 PiB")]
-)
-def test_bytes_are_written_in_binary_units(nbytes: float, text: str) -> None:
-    assert tell(nbytes) == text

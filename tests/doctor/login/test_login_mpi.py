@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.doctoring import CRAY, HYDRA, MPICH, OPENMPI, SILENT, mpi, only, told
 
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.mpi import Mpi, check
+from hpctrain.util.probe import Answer
 
 PRTE = "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/"
 INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701"
@@ -60,8 +60,8 @@ def test_another_copy_of_the_same_launcher_is_a_note(tmp_path: Path) -> None:
     "probe, level, words",
     [
         (SILENT, "error", "did not end in 60 s"),
-        (Answer(trouble="ModuleNotFoundError: No module named 'mpi4py'"), "warning", "mpi4py is not installed"),
-        (Answer(trouble="RuntimeError: cannot load MPI library"), "error", "cannot load MPI library"),
+        (Answer(error="ModuleNotFoundError: No module named 'mpi4py'"), "warning", "mpi4py is not installed"),
+        (Answer(error="RuntimeError: cannot load MPI library"), "error", "cannot load MPI library"),
     ],
 )
 def test_an_mpi_that_cannot_be_loaded_is_a_finding(probe: Answer, level: str, words: str) -> None:

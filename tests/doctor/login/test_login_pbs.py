@@ -6,8 +6,8 @@ import pytest
 from support.doctoring import MISSING, told
 
 from hpctrain.doctor.findings import Finding
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.pbs import Pbs, check
+from hpctrain.util.probe import Answer
 
 PBS = Pbs(Answer("pbs_version = 2022.1.3.20230214"))
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.doctoring import SILENT, facts, only, told
 
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.pytorch import build, check
+from hpctrain.util.probe import Answer
 
 
 def torch(version: str = "2.13.0+cpu", seconds: float = 2.0, cuda: str | None = None, **other: Any) -> Answer:
@@ -40,7 +40,7 @@ def test_a_hanging_import_is_an_error() -> None:
 
 
 def test_a_failing_import_is_an_error() -> None:
-    found = only(check(Answer(trouble="ImportError: libcudnn.so.9: cannot open shared object file")))
+    found = only(check(Answer(error="ImportError: libcudnn.so.9: cannot open shared object file")))
     assert found.level == "error" and "libcudnn.so.9" in found.found
 
 

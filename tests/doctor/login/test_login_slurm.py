@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.doctoring import MISSING, TYPES, only, slurm, told
 
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.slurm import Slurm, check
+from hpctrain.util.probe import Answer
 
 
 def test_a_machine_without_slurm_has_no_finding() -> None:
@@ -43,8 +43,8 @@ def test_unused_preemption_is_no_finding() -> None:
 
 
 def test_an_unreachable_controller_is_a_warning() -> None:
-    config = Answer(trouble="slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)")
-    found = only(check(Slurm(Answer("slurm 24.05.1"), Answer(trouble="x"), config), {}))
+    config = Answer(error="slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)")
+    found = only(check(Slurm(Answer("slurm 24.05.1"), Answer(error="x"), config), {}))
     assert found.level == "warning" and "Unable to contact" in found.found
 
 

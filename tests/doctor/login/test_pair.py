@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.doctoring import CRAY, MISSING, MPICH, OPENMPI, SILENT, mpi, only, slurm, told
 
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.pair import check
 from hpctrain.doctor.login.slurm import Slurm
+from hpctrain.util.probe import Answer
 
 ONLY_NONE = "MPI plugin types are...\n\tnone\n"
 ONLY_V4 = "MPI plugin types are...\n\tnone\nspecific pmix plugin versions available: pmix_v4\n"
@@ -44,7 +44,7 @@ def test_a_specific_version_of_pmix_counts_as_pmix() -> None:
 
 def test_an_unknown_mpi_or_unknown_slurm_is_a_note() -> None:
     assert only(check(mpi("ACME MPI 1.0"), slurm(), {})).level == "note"
-    silent = Slurm(Answer("slurm 24.05.1"), Answer(trouble="x"), Answer(trouble="x"))
+    silent = Slurm(Answer("slurm 24.05.1"), Answer(error="x"), Answer(error="x"))
     assert only(check(mpi(), silent, {})).level == "note"
 
 

@@ -9,8 +9,8 @@ import pytest
 from support.doctoring import only, told
 
 from hpctrain.cluster.shared_memory import Segment
-from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.storage import FolderFacts, check, check_left_over, gather, places
+from hpctrain.util.probe import Answer
 
 ROOMY = {"there": True, "writable": True, "size": 2**40, "free": 2**38, "files": 10**6, "files_free": 10**5}
 
@@ -44,7 +44,7 @@ def test_a_filesystem_without_an_inode_count_is_not_full() -> None:
 
 
 def test_a_filesystem_that_does_not_respond_is_an_error() -> None:
-    found = only(check([FolderFacts("home", "/home/me", Answer(trouble="no answer in 10 s", hangs=True))]))
+    found = only(check([FolderFacts("home", "/home/me", Answer(error="no answer in 10 s", timed_out=True))]))
     assert found.level == "error" and found.found == "/home/me does not answer: no answer in 10 s"
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.doctoring import only, told
 from support.nodes import alone, placed
 
-from hpctrain.doctor.preflight.clocks import Skew, check, measure, offset, short, words
+from hpctrain.doctor.preflight.clocks import Skew, check, measure, offset, words
 
 
 def test_the_error_of_an_offset_is_within_its_bound() -> None:
@@ -41,7 +41,6 @@ def test_large_offsets_are_a_finding() -> None:
 
 def test_offsets_are_described_in_words() -> None:
     assert words(Skew(1, "n2", 0.0012, 1e-4)) == "1.2 ms (within 100 us) ahead of"
-    assert [short(seconds) for seconds in (2.0, 0.25, 3e-5, 0.0)] == ["2 s", "250 ms", "30 us", "0 us"]
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""Programs that load one library each and print its properties as one line of JSON."""
