@@ -22,37 +22,45 @@ from hpctrain._version import __version__
 if TYPE_CHECKING:
     from hpctrain import checkpoint as checkpoint
     from hpctrain.comm.communicator import Communicator as Communicator
-    from hpctrain.parallel.asynchronous.config import ServerSettings as ServerSettings
+    from hpctrain.parallel.asynchronous.config import AsynchronousSettings as AsynchronousSettings
     from hpctrain.parallel.config import ParallelSettings as ParallelSettings
     from hpctrain.parallel.offload.config import OffloadSettings as OffloadSettings
     from hpctrain.train.init import init as init
     from hpctrain.train.job import Job as Job
 
+    ServerSettings = AsynchronousSettings
+
 __all__ = [
+    "AsynchronousSettings",
     "Communicator",
     "Job",
     "OffloadSettings",
     "ParallelSettings",
-    "ServerSettings",
     "__version__",
     "checkpoint",
     "init",
 ]
 
 _HOMES = {
+    "AsynchronousSettings": "hpctrain.parallel.asynchronous.config",
     "Communicator": "hpctrain.comm.communicator",
     "Job": "hpctrain.train.job",
     "OffloadSettings": "hpctrain.parallel.offload.config",
     "ParallelSettings": "hpctrain.parallel.config",
-    "ServerSettings": "hpctrain.parallel.asynchronous.config",
     "init": "hpctrain.train.init",
 }
+_FORMER_NAMES = {"ServerSettings": "AsynchronousSettings"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first requested (PEP 562)."""
     if name == "checkpoint":
         return importlib.import_module("hpctrain.checkpoint")
+    if name in _FORMER_NAMES:
+        present = _FORMER_NAMES[name]
+        warn_once = importlib.import_module("hpctrain.log").warn_once
+        warn_once(f"hpctrain.{name} is now named hpctrain.{present}; the former name still works")
+        name = present
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,10 @@ from hpctrain.util.text import printable_lines
 logger = logging.getLogger("hpctrain")
 logger.addHandler(logging.NullHandler())
 
+warned: set[str] = set()  # texts of warn_once
+_early: list[str] = []  # warnings before configure, which knows the rank
+_rank: int | None = None
+
 
 class _RankPrefix(logging.Formatter):
     """Formatter that puts ``[rank host]`` before the lines of every rank but the first."""
@@ -54,3 +58,26 @@ def configure(rank: int = 0, *, verbose: bool = False) -> None:
     level = logging.INFO if rank == 0 else logging.WARNING
     logger.setLevel(level - 10 if verbose else level)
     logger.propagate = False
+    global _rank
+    _rank = rank
+    for text in early_warnings():
+        if rank == 0:
+            logger.warning("%s", text)
+
+
+def warn_once(text: str) -> None:
+    """Log a warning on rank 0, once per process. A warning before ``configure`` waits for it."""
+    if text in warned:
+        return
+    warned.add(text)
+    if _rank is None:
+        _early.append(text)
+    elif _rank == 0:
+        logger.warning("%s", text)
+
+
+def early_warnings() -> list[str]:
+    """Return and remove the warnings that wait for ``configure``, for verbs that do not call it."""
+    found = list(_early)
+    _early.clear()
+    return found

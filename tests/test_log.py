@@ -78,3 +78,13 @@ def test_messages_are_written_above_a_progress_bar(capsys: pytest.CaptureFixture
         bar.update()
         log.logger.info("in between")
     assert "\nin between\n" in capsys.readouterr().err.replace("\r", "\n")
+
+
+@pytest.mark.parametrize("rank, text", [(0, "warning: a\nwarning: b\n"), (1, "")])
+def test_a_warning_is_given_once_and_waits_for_the_rank(rank: int, text: str) -> None:
+    code = (
+        "from hpctrain import log; log.warn_once('a'); log.warn_once('a'); "
+        f"log.configure({rank}); log.warn_once('a'); log.warn_once('b'); log.warn_once('b')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == text

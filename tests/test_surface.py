@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -97,12 +98,15 @@ SECTIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_a_run_of_an_earlier_version_is_continued() -> None:
+def test_a_run_of_an_earlier_version_is_continued(capfd: pytest.CaptureFixture[str]) -> None:
     with earlier_run() as folder:
         printed("train", "run.toml", "--set", "train.steps=8")
+        log = capfd.readouterr().err
         found = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == list(range(1, 9))
     assert [row["loss"] for row in found] == pytest.approx(LOSSES, abs=1e-5)
+    # The checkpoint's config contains sections under former names, which are no changes.
+    assert re.findall("changed since: (.*)", log) == ["train.steps 4 -> 8"]
 
 
 def test_a_config_of_an_earlier_version_keeps_its_meaning() -> None:

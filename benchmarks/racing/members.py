@@ -20,7 +20,7 @@ from racing.names import (
     SILENT,
 )
 
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.config import ParallelSettings
 
 PERIOD = 4
@@ -34,12 +34,12 @@ class Member:
     name: str
     rates: Mapping[str, float]
     parallel: ParallelSettings
-    server: ServerSettings = field(default_factory=ServerSettings)
+    asynchronous: AsynchronousSettings = field(default_factory=AsynchronousSettings)
 
     @property
     def period(self) -> int:
         """Return the steps between exchanges."""
-        return self.server.period
+        return self.asynchronous.period
 
     @property
     def shares_copy(self) -> bool:
@@ -60,7 +60,7 @@ class Member:
         return self.parallel.data != "ddp"
 
 
-def _easgd(name: str, digits: float, gpt: float, server: ServerSettings) -> Member:
+def _easgd(name: str, digits: float, gpt: float, server: AsynchronousSettings) -> Member:
     return Member(name, {DIGITS: digits, GPT: gpt}, ParallelSettings(data="easgd"), server)
 
 
@@ -69,14 +69,14 @@ def _easgd(name: str, digits: float, gpt: float, server: ServerSettings) -> Memb
 # that update the same parameters divide it.
 _ALL = (
     Member(DDP, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="ddp")),
-    _easgd(EASGD, 0.05, 1e-3, ServerSettings(mode="synchronous")),
-    _easgd(EASGD_PERIOD, 0.05, 1e-3, ServerSettings(mode="synchronous", period=PERIOD)),
-    _easgd(EASGD_APART, 0.05, 1e-3, ServerSettings(mode="asynchronous")),
-    _easgd(ROUND_ROBIN, 0.05, 1e-3, ServerSettings(mode="round-robin")),
-    _easgd(LOCAL_SGD, 0.05, 1e-3, ServerSettings(average=True, period=PERIOD)),
+    _easgd(EASGD, 0.05, 1e-3, AsynchronousSettings(mode="synchronous")),
+    _easgd(EASGD_PERIOD, 0.05, 1e-3, AsynchronousSettings(mode="synchronous", period=PERIOD)),
+    _easgd(EASGD_APART, 0.05, 1e-3, AsynchronousSettings(mode="asynchronous")),
+    _easgd(ROUND_ROBIN, 0.05, 1e-3, AsynchronousSettings(mode="round-robin")),
+    _easgd(LOCAL_SGD, 0.05, 1e-3, AsynchronousSettings(average=True, period=PERIOD)),
     Member(SERVER, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="server")),
-    Member(LOCKED, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="server"), ServerSettings(lock=True)),
+    Member(LOCKED, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="server"), AsynchronousSettings(lock=True)),
     Member(HOGWILD, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="hogwild")),
-    _easgd(SILENT, 0.05, 1e-3, ServerSettings(mode="synchronous", period=NEVER)),
+    _easgd(SILENT, 0.05, 1e-3, AsynchronousSettings(mode="synchronous", period=NEVER)),
 )
 BY_NAME = {one.name: one for one in _ALL}

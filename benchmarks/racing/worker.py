@@ -90,14 +90,14 @@ class Worker:
 
 def enter(member: Member, task: Task, job: Job, data: FileDataset) -> Worker:
     """Return a worker on all ranks of a job, created like in any program."""
-    model = job.wrap(task.network(data), member.parallel, server=member.server)
+    model = job.wrap(task.network(data), member.parallel, asynchronous=member.asynchronous)
     return Worker(member, task, model, job.strategy(model), data)
 
 
 def enter_alone(member: Member, task: Task, comm: Communicator, data: FileDataset) -> Worker:
     """Return a worker on the ranks of another communicator."""
     model = task.network(data)
-    return Worker(member, task, model, attach(model, comm, member.parallel, server=member.server), data)
+    return Worker(member, task, model, attach(model, comm, member.parallel, asynchronous=member.asynchronous), data)
 
 
 def leave(job: Job, workers: Iterable[Worker]) -> None:

@@ -22,7 +22,7 @@ class ParallelSettings:
     # Strategy of the data axis. ddp: every rank holds the whole model; zero1: the optimizer states
     # are sharded over the ranks; zero2: also the gradients; fsdp: also the parameters (ZeRO 3); dp:
     # torch's DataParallel, one process, several GPUs; easgd: every rank trains its own replica,
-    # coupled by a centre (section server).
+    # coupled by a centre (section asynchronous).
     data: Literal["ddp", "zero1", "zero2", "fsdp", "dp", "easgd", "server", "hogwild"] = "ddp"
     # Shard over all ranks, or only inside each node, with a replica on every node.
     shard_within: Literal["world", "node"] = "world"
@@ -157,7 +157,7 @@ def parallel_settings(value: ParallelSettings | Mapping[str, Any] | str | None) 
 # Derivation of a run's mesh and microbatches from its settings, before anything is built ------------------------------
 
 
-A_STAGE = 4  # microbatches per stage that suffice to keep the pipeline bubble small
+MICROBATCHES_PER_STAGE = 4  # microbatches per stage that suffice to keep the pipeline bubble small
 
 
 def shape_of(settings: ParallelSettings, size: int) -> Shape:
@@ -185,7 +185,7 @@ def microbatches_for(settings: ParallelSettings, samples: int) -> int:
                 everywhere=True,
             )
         return settings.microbatches
-    fitting = [count for count in _divisors(samples) if count <= A_STAGE * stages]
+    fitting = [count for count in _divisors(samples) if count <= MICROBATCHES_PER_STAGE * stages]
     if settings.schedule == "interleaved":
         fitting = [count for count in fitting if count % stages == 0]
     if not fitting:
@@ -197,7 +197,7 @@ def microbatches_for(settings: ParallelSettings, samples: int) -> int:
     return fitting[-1]
 
 
-def even_pieces(samples: int, most: int) -> int:
+def largest_divisor(samples: int, most: int) -> int:
     """Return the largest number of equal pieces, at most ``most``."""
     return max(count for count in _divisors(samples) if count <= most)
 

@@ -19,11 +19,11 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.asynchronous.config import ServerSettings, at_own_pace
-from hpctrain.parallel.asynchronous.config import check as check_server
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings, at_own_pace
+from hpctrain.parallel.asynchronous.config import check as check_asynchronous
 from hpctrain.parallel.config import SHARDED, ParallelSettings, shape_of
 from hpctrain.parallel.meta_init import materialise
-from hpctrain.parallel.offload.config import OffloadSettings, check, tell_what_is_gained
+from hpctrain.parallel.offload.config import OffloadSettings, check, warn_if_useless
 from hpctrain.parallel.strategy import Strategy, trainable
 from hpctrain.parallel.sync_batchnorm import SYNCHRONOUS, synchronise
 
@@ -35,22 +35,22 @@ def attach(
     device: torch.device = torch.device("cpu"),
     example: Any = None,
     offload: OffloadSettings = OffloadSettings(),
-    server: ServerSettings = ServerSettings(),
+    asynchronous: AsynchronousSettings = AsynchronousSettings(),
 ) -> Strategy:
     """Attach the configured strategy to a module, in place, and move the module to this rank's device. Collective.
 
     ``example`` is a microbatch of inputs, for pipelines: a tensor, a tuple of positional arguments
-    or a dict of keyword arguments. ``offload`` selects the tensors in host memory. ``server``
-    configures the exchange between workers with their own replicas. Raises ``SettingsError`` if the
-    strategy does not support the settings.
+    or a dict of keyword arguments. ``offload`` selects the tensors in host memory.
+    ``asynchronous`` configures the exchange between workers with their own replicas. Raises
+    ``SettingsError`` if the strategy does not support the settings.
     """
-    agreed(comm, lambda: check_server(server, settings, offload))
+    agreed(comm, lambda: check_asynchronous(asynchronous, settings, offload))
     if offload.any_update or offload.activations:
         agreed(comm, lambda: check(offload, settings))
-        tell_what_is_gained(device, comm)
+        warn_if_useless(device, comm)
     agreed(comm, lambda: _check_modules(model, comm, settings))
     synchronise(model, comm, settings)
-    strategy = _attach(model, comm, settings, device, offload, example, server)
+    strategy = _attach(model, comm, settings, device, offload, example, asynchronous)
     held = model.parameters() if strategy.adopts_frozen else (parameter for _, parameter in trainable(model))
     strategy.held = {id(parameter): parameter for parameter in held}
     return strategy
@@ -63,7 +63,7 @@ def _attach(
     device: torch.device,
     offload: OffloadSettings,
     example: Any = None,
-    server: ServerSettings = ServerSettings(),
+    asynchronous: AsynchronousSettings = AsynchronousSettings(),
 ) -> Strategy:
     if settings.recompute:
         units = _recompute(model, settings)
@@ -99,19 +99,19 @@ def _attach(
     if settings.data == "server":
         from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
 
-        return ParameterServer(model, comm, server)
+        return ParameterServer(model, comm, asynchronous)
     if settings.data == "hogwild":
         from hpctrain.parallel.asynchronous.hogwild import Hogwild
 
-        return Hogwild(model, comm, server)
+        return Hogwild(model, comm, asynchronous)
     if settings.data == "easgd":
-        if at_own_pace(server, settings):
+        if at_own_pace(asynchronous, settings):
             from hpctrain.parallel.asynchronous.async_easgd import AsyncElasticAveraging
 
-            return AsyncElasticAveraging(model, comm, server)
+            return AsyncElasticAveraging(model, comm, asynchronous)
         from hpctrain.parallel.asynchronous.easgd import ElasticAveraging
 
-        return ElasticAveraging(model, comm, server)
+        return ElasticAveraging(model, comm, asynchronous)
     from hpctrain.parallel.ddp import DataParallel
 
     return DataParallel(model, comm, settings)
@@ -167,9 +167,7 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 def _warn_of_evaluation(model: nn.Module, comm: Communicator) -> None:
     """Warn of batch norms without running statistics: in evaluation, too, they normalise by each rank's samples."""
     names = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is None
+        name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.running_mean is None
     ]
     if names and comm.rank == 0:
         logger.warning(

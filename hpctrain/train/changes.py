@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hpctrain.parallel.asynchronous.config import FORMER_SECTION, SECTION
+
 # Settings that affect when a run stops, saves, evaluates and logs, but not the numbers that it computes.
 _WITHOUT_EFFECT = {
     "run": {"folder", "resume", "strict", "walltime", "margin", "oversubscribe"},
@@ -31,7 +33,7 @@ def changed_settings(before_toml: str | None, now_toml: str | None) -> list[str]
     if before_toml is None or now_toml is None or before_toml == now_toml:
         return []
     try:
-        before, now = (_flat(tomllib.loads(text)) for text in (before_toml, now_toml))
+        before, now = _alike(tomllib.loads(before_toml), tomllib.loads(now_toml))
     except (tomllib.TOMLDecodeError, RecursionError):
         return ["the config text differs from that in the checkpoint; it is not TOML, so no settings are compared"]
     names = [*now, *(name for name in before if name not in now)]
@@ -74,6 +76,14 @@ def _moved(group: Mapping[str, Any]) -> set[str]:
 def _has_effect(name: str) -> bool:
     section, _, key = name.partition(".")
     return section not in _SECTIONS_WITHOUT_EFFECT and key not in _WITHOUT_EFFECT.get(section, ())
+
+
+def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the flat settings of two configs; a section has the same name in both if one has its former name."""
+    for one, other in ((before, now), (now, before)):
+        if FORMER_SECTION in one and SECTION in other and not (SECTION in one or FORMER_SECTION in other):
+            one[SECTION] = one.pop(FORMER_SECTION)
+    return _flat(before), _flat(now)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

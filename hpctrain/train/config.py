@@ -14,7 +14,7 @@ from hpctrain.cluster.deadline import seconds_of
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings, rename_section
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import assign, build
@@ -237,7 +237,7 @@ class Settings:
     optimizer: OptimizerSettings = OptimizerSettings()
     parallel: ParallelSettings = ParallelSettings()
     offload: OffloadSettings = OffloadSettings()
-    server: ServerSettings = ServerSettings()
+    asynchronous: AsynchronousSettings = AsynchronousSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 
     def __post_init__(self) -> None:
@@ -258,6 +258,7 @@ def load(path: str | Path, assignments: Sequence[str] = ()) -> Settings:
     tree: dict[str, Any] = read_toml(path)
     for assignment in assignments:
         assign(tree, assignment)
+    rename_section(tree)
     run = tree.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("folder", f"runs/{Path(path).stem}")

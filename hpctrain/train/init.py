@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.parallel.asynchronous.config import ServerSettings
+    from hpctrain.parallel.asynchronous.config import AsynchronousSettings
     from hpctrain.parallel.config import ParallelSettings
     from hpctrain.parallel.offload.config import OffloadSettings
     from hpctrain.train.job import Job
@@ -117,20 +117,21 @@ def init(
     oversubscribe: bool = False,
     parallel: ParallelSettings | Mapping[str, Any] | str | None = None,
     offload: OffloadSettings | Mapping[str, Any] | None = None,
-    server: ServerSettings | Mapping[str, Any] | None = None,
+    asynchronous: AsynchronousSettings | Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
+    server: AsynchronousSettings | Mapping[str, Any] | None = None,
 ) -> Job:
     """Join the ranks that the launcher started, and return this rank's ``Job``. Collective.
 
     ``comm`` is the mpi4py communicator to train in, ``COMM_WORLD`` by default. A process without a
     launcher is a job of one rank and needs no MPI. ``device`` is ``auto`` (a GPU if one is
     visible), ``cpu`` or ``cuda``. Two ranks share a GPU only with ``oversubscribe``. ``parallel``,
-    ``offload`` and ``server`` are the settings of these sections, or dicts of them;
-    ``parallel="fsdp"`` names a strategy. They are the defaults for every model that ``Job.wrap``
-    gets without its own settings. ``settings`` are values that all ranks must share: they are
-    compared over the ranks and not interpreted. ``verbose`` prints the cores and devices of each
-    rank.
+    ``offload`` and ``asynchronous`` are the settings of these sections, or dicts of them;
+    ``parallel="fsdp"`` names a strategy; ``server`` is the former name of ``asynchronous``. They
+    are the defaults for every model that ``Job.wrap`` gets without its own settings. ``settings``
+    are values that all ranks must share: they are compared over the ranks and not interpreted.
+    ``verbose`` prints the cores and devices of each rank.
 
     After this call, a rank that fails ends the job. Raises ``SettingsError`` for a wrong setting,
     ``LaunchError`` if the launcher started ranks that MPI does not see, ``MismatchError`` if ranks
@@ -149,7 +150,7 @@ def init(
         from hpctrain.comm.communicator import Communicator
         from hpctrain.comm.transport.connect import connect
         from hpctrain.data.random_streams import draw_alike
-        from hpctrain.parallel.asynchronous.config import server_settings
+        from hpctrain.parallel.asynchronous.config import asynchronous_settings
         from hpctrain.parallel.config import parallel_settings
         from hpctrain.parallel.offload.config import offload_settings
         from hpctrain.train import handshake
@@ -158,8 +159,10 @@ def init(
         from hpctrain.train.watchdog import Watchdog
 
         defer_compiler()
-        shape = parallel_settings(parallel), offload_settings(offload), server_settings(server)
-        _refuse_unread(settings or {}, {"parallel": parallel, "offload": offload, "server": server})
+        shape = parallel_settings(parallel), offload_settings(offload), asynchronous_settings(asynchronous, server)
+        exchange = asynchronous if server is None else server
+        sections = {"parallel": parallel, "offload": offload, "asynchronous": exchange, "server": exchange}
+        _refuse_unread(settings or {}, sections)
         transport, launch = connect(comm)
         log.configure(transport.rank, verbose=verbose)
         guard = Watchdog(transport)
@@ -185,9 +188,10 @@ def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> 
     """Raise ``SettingsError`` for a section that is only in ``settings``, where it has no effect."""
     for name, given in sections.items():
         if name in settings and given is None:
+            argument = "asynchronous" if name == "server" else name
             raise SettingsError(
                 f"settings = {{{name!r}: ...}}: settings are compared over the ranks and not read; "
-                f"give hpctrain.init({name}=...)"
+                f"give hpctrain.init({argument}=...)"
             )
 
 

@@ -14,7 +14,7 @@ from hpctrain.cluster.launcher import Launch
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.asynchronous.config import ServerSettings, server_settings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings, asynchronous_settings
 from hpctrain.parallel.config import ParallelSettings, parallel_settings, shape_of
 from hpctrain.parallel.guard.guard import protect
 from hpctrain.parallel.hooks import plain_module
@@ -50,14 +50,15 @@ class Job:
         guard: Watchdog,
         parallel: ParallelSettings = ParallelSettings(),
         offload: OffloadSettings = OffloadSettings(),
-        server: ServerSettings = ServerSettings(),
+        asynchronous: AsynchronousSettings = AsynchronousSettings(),
         resources: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.comm = comm
         self.device = device
         self.launch = launch
         self.guard = guard
-        self.parallel, self.offload, self.server = parallel, offload, server
+        self.parallel, self.offload, self.asynchronous = parallel, offload, asynchronous
+        self.server = asynchronous  # the former name
         self.resources = resources  # of all ranks: number of cpus and gpus
         self.rank, self.size = comm.rank, comm.size
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
@@ -72,7 +73,8 @@ class Job:
         *,
         example: Any = None,
         offload: OffloadSettings | Mapping[str, Any] | None = None,
-        server: ServerSettings | Mapping[str, Any] | None = None,
+        asynchronous: AsynchronousSettings | Mapping[str, Any] | None = None,
+        server: AsynchronousSettings | Mapping[str, Any] | None = None,
     ) -> M:
         """Move a model to this rank's device and attach a strategy to it; return the same model. Collective.
 
@@ -82,13 +84,13 @@ class Job:
 
         ``parallel`` is the name of a strategy (``"fsdp"``), a dict of settings or a
         ``ParallelSettings``. By default, the settings of ``hpctrain.init`` apply, as for
-        ``offload`` and ``server``. ``offload`` tells which tensors are stored in host memory.
-        ``server`` tells how asynchronous workers with their own replicas (``parallel.data =
-        "easgd"``) exchange parameters. ``example`` is an example input of the model, for pipelines
-        (``parallel.partition = "time"``): a microbatch as a tensor, a tuple of positional or a dict
-        of keyword arguments, or a ``DataLoader``, whose first batch is used. Raises
-        ``MismatchError`` if the ranks have different models, ``SettingsError`` if the strategy does
-        not support the offloading.
+        ``offload`` and ``asynchronous``. ``offload`` tells which tensors are stored in host memory.
+        ``asynchronous`` tells how workers with their own replicas (``parallel.data = "easgd"``)
+        exchange parameters; ``server`` is its former name. ``example`` is an example input of the
+        model, for pipelines (``parallel.partition = "time"``): a microbatch as a tensor, a tuple of
+        positional or a dict of keyword arguments, or a ``DataLoader``, whose first batch is used.
+        Raises ``MismatchError`` if the ranks have different models, ``SettingsError`` if the
+        strategy does not support the offloading.
         """
         from hpctrain.train.example import example_inputs
 
@@ -97,7 +99,11 @@ class Job:
             lambda: (
                 self.parallel if parallel is None else parallel_settings(parallel),
                 self.offload if offload is None else offload_settings(offload),
-                self.server if server is None else server_settings(server),
+                (
+                    self.asynchronous
+                    if asynchronous is None and server is None
+                    else asynchronous_settings(asynchronous, server)
+                ),
             ),
         )
         inner = plain_module(model)

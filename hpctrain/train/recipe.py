@@ -118,7 +118,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         oversubscribe=settings.run.oversubscribe,
         parallel=settings.parallel,
         offload=settings.offload,
-        server=settings.server,
+        asynchronous=settings.asynchronous,
         settings=to_tree(settings),
         verbose=verbose,
     )
@@ -172,9 +172,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
             summarise(run, corpus.train.facts, text, resumed=done_before, loss=settings.train.loss)
 
 
-def open_run(
-    settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader
-) -> Run:
+def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> Run:
     """Return the run that the settings describe."""
     return job.run(
         model,
@@ -228,12 +226,10 @@ def seed_generators(seed: int) -> None:
 def check_sizes(settings: Settings, ranks: int) -> Shape:
     """Return the mesh of the ranks; raise an error if the number of ranks or the batch does not fit."""
     shape = shape_of(settings.parallel, ranks)
-    train, idle = settings.train, settings.server.ranks
+    train, idle = settings.train, settings.asynchronous.ranks
     if idle >= ranks:
-        raise SettingsError(
-            f"setting server.ranks = {idle}: must be less than the number of ranks, {ranks}"
-        )
-    if at_own_pace(settings.server, settings.parallel) and settings.checkpoint.background:
+        raise SettingsError(f"setting asynchronous.ranks = {idle}: must be less than the number of ranks, {ranks}")
+    if at_own_pace(settings.asynchronous, settings.parallel) and settings.checkpoint.background:
         raise UsageError("checkpoint.background: not possible with asynchronous workers")
     check_batch(train.batch, shape.data - idle, train.accumulate)
     if shape.pipe > 1:

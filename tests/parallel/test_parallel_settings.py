@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SettingsError
-from hpctrain.parallel.asynchronous.config import ServerSettings, server_settings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings, asynchronous_settings
 from hpctrain.parallel.config import ParallelSettings, parallel_settings
 from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 
@@ -33,7 +33,11 @@ def test_any_positive_bucket_size_is_accepted() -> None:
         (ParallelSettings, {"recompute": "yes"}, "setting parallel.recompute = 'yes': expected true or false"),
         (ParallelSettings, {"units": [3]}, "setting parallel.units = 3: expected text"),
         (OffloadSettings, {"optimizer": "cpu"}, "setting offload.optimizer = 'cpu': expected true or false"),
-        (ServerSettings, {"mode": "async"}, "setting server.mode = 'async': .*; did you mean 'asynchronous'?"),
+        (
+            AsynchronousSettings,
+            {"mode": "async"},
+            "setting asynchronous.mode = 'async': .*; did you mean 'asynchronous'?",
+        ),
     ],
 )
 def test_wrong_values_are_also_refused_in_python(kind: Any, fields: dict[str, Any], message: str) -> None:
@@ -51,7 +55,7 @@ def test_settings_may_be_a_name_a_dict_or_a_dataclass() -> None:
     chosen = ParallelSettings(data="fsdp", recompute=True)
     assert parallel_settings({"data": "fsdp", "recompute": True}) == parallel_settings(chosen) == chosen
     assert offload_settings({"optimizer": True}) == OffloadSettings(optimizer=True)
-    assert server_settings({"period": 3}) == ServerSettings(period=3)
+    assert asynchronous_settings({"period": 3}) == AsynchronousSettings(period=3)
 
 
 @pytest.mark.parametrize(

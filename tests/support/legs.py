@@ -87,7 +87,7 @@ class Legs:
         with communicator(comm, form) as own:
 
             def init(**options: Any) -> Job:
-                shape = (options[each] for each in ("parallel", "offload", "server"))
+                shape = (options[each] for each in ("parallel", "offload", "asynchronous"))
                 return Job(own, torch.device("cpu"), detect(), guard, *shape)
 
             self._patch.setattr(recipe, "init", init)

@@ -9,7 +9,7 @@ from support.tables import Lookups, batch, values_of
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach
 
@@ -31,7 +31,9 @@ def train(comm: Any, mode: str, device: torch.device, *, tables: bool = False, s
     """Return the final values of all workers; if their order is free, they update in the order of ranks."""
     model: nn.Module = Lookups() if tables else _dense()
     data, options = MODES[mode]
-    strategy: Any = attach(model, comm, ParallelSettings(data=data), device, server=ServerSettings(**options))
+    strategy: Any = attach(
+        model, comm, ParallelSettings(data=data), device, asynchronous=AsynchronousSettings(**options)
+    )
     kind: Any = torch.optim.Adagrad if tables else torch.optim.Adam
     optimizer = kind(model.parameters(), lr=0.05)
     strategy.check_optimizer(optimizer)

@@ -22,6 +22,7 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
+FORMER_NAMES = ("ServerSettings",)  # accepted, but not exported by a star import
 _PLAIN = (bool, int, float, str, bytes, tuple, frozenset, type(None))
 
 
@@ -30,7 +31,8 @@ _PLAIN = (bool, int, float, str, bytes, tuple, frozenset, type(None))
 
 def names() -> dict[str, Any]:
     """Return the public names, with signatures, attributes declared by annotations, and exit codes of errors."""
-    found = {f"hpctrain.{name}": getattr(hpctrain, name) for name in hpctrain.__all__ if name != "__version__"}
+    exported = [*(name for name in hpctrain.__all__ if name != "__version__"), *FORMER_NAMES]
+    found = {f"hpctrain.{name}": getattr(hpctrain, name) for name in exported}
     found |= {f"hpctrain.checkpoint.{name}": getattr(checkpoint, name) for name in checkpoint.__all__}
     found |= {"RunOptions": RunOptions, "Run": Run}
     described = {name: _described(value) for name, value in found.items() if not inspect.ismodule(value)}

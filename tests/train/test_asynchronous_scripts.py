@@ -17,10 +17,10 @@ import json, pathlib, sys
 import h5py, numpy, torch
 from torch import nn
 import hpctrain
-from hpctrain import ParallelSettings, ServerSettings
+from hpctrain import AsynchronousSettings, ParallelSettings
 
 data, server, every, runs = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-job = hpctrain.init(parallel=ParallelSettings(data=data), server=ServerSettings(**server))
+job = hpctrain.init(parallel=ParallelSettings(data=data), asynchronous=AsynchronousSettings(**server))
 model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.BatchNorm1d(1, affine=False))
 with torch.no_grad():
     model[0].weight.copy_(torch.tensor([[0.5, -0.25, 0.125, 1.0]]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpctrain import ServerSettings
+from hpctrain import AsynchronousSettings
 from hpctrain.errors import UsageError
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,7 +30,7 @@ def _model() -> nn.Sequential:
 
 def _wrap(job: Any, form: str) -> nn.Module:
     data, options = FORMS[form]
-    wrapped: nn.Module = job.wrap(_model(), data, server=ServerSettings(**options))
+    wrapped: nn.Module = job.wrap(_model(), data, asynchronous=AsynchronousSettings(**options))
     return wrapped
 
 

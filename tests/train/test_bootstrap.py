@@ -176,7 +176,7 @@ def test_any_communicator_is_accepted(unwatched: None, comm: Any) -> None:
 
 @pytest.mark.parametrize("parallel", ["fsdp", {"data": "fsdp"}, ParallelSettings(data="fsdp")])
 def test_parallel_by_name_dict_or_dataclass(unwatched: None, parallel: Any) -> None:
-    job = init(parallel=parallel, offload={"optimizer": True}, server=None)
+    job = init(parallel=parallel, offload={"optimizer": True}, asynchronous=None)
     assert job.parallel == ParallelSettings(data="fsdp") and job.offload.optimizer
 
 
@@ -185,7 +185,10 @@ def test_parallel_by_name_dict_or_dataclass(unwatched: None, parallel: Any) -> N
     [
         ({"parallel": "FSDP"}, "setting parallel.data = 'FSDP': .*; did you mean 'fsdp'?"),
         ({"offload": {"optimiser": True}}, "unknown setting offload.optimiser: did you mean optimizer?"),
-        ({"server": "async"}, "server = 'async': allowed are ServerSettings, a dict of its fields, or None"),
+        (
+            {"asynchronous": "async"},
+            "asynchronous = 'async': allowed are AsynchronousSettings, a dict of its fields, or None",
+        ),
         ({"settings": {"parallel": {"data": "fsdp"}}}, "are compared over the ranks and not read; .*parallel=...)"),
     ],
 )

@@ -35,12 +35,12 @@ every = 10
 def test_each_changed_setting_with_an_effect_has_a_line() -> None:
     now = BEFORE.replace("0.001", "0.5").replace('"b.h5"', '"c.h5"').replace('"auto"', '"cpu"').replace("= 10", "= 20")
     now = now.replace("runs/a", "runs/b").replace("1h", "2h").replace("trace = false", "trace = true")
-    assert changed_settings(BEFORE, now + "keep = 3\n[server]\nrho = 0.5\n") == [
+    assert changed_settings(BEFORE, now + "keep = 3\n[asynchronous]\nrho = 0.5\n") == [
         'run.device "auto" -> "cpu"',
         'data.files ["a.h5", "b.h5"] -> ["a.h5", "c.h5"]',
         "train.steps 10 -> 20",
         "optimizer.learning_rate 0.001 -> 0.5",
-        "server.rho (not set) -> 0.5",
+        "asynchronous.rho (not set) -> 0.5",
     ]
     assert changed_settings(BEFORE, BEFORE.replace("betas = [0.9, 0.95]\n", "")) == [
         "optimizer.betas [0.9, 0.95] -> (not set)"
@@ -50,6 +50,18 @@ def test_each_changed_setting_with_an_effect_has_a_line() -> None:
 def test_unchanged_settings_have_no_line() -> None:
     assert changed_settings(BEFORE, BEFORE) == changed_settings(None, BEFORE) == changed_settings(BEFORE, None) == []
     assert changed_settings(BEFORE, "# a comment\n" + BEFORE) == []
+
+
+def test_a_section_under_its_former_name_is_the_same_section() -> None:
+    former, present = "[server]\nrho = 0.5\nperiod = 1\n", "[asynchronous]\nrho = 0.5\nperiod = 1\n"
+    assert changed_settings(former, present) == changed_settings(present, former) == []
+    assert changed_settings(former, present.replace("0.5", "0.7")) == ["asynchronous.rho 0.5 -> 0.7"]
+    # Sections that a program's own config has under these names
+    assert changed_settings(former, former.replace("0.5", "0.7")) == ["server.rho 0.5 -> 0.7"]
+    assert changed_settings(former, former + present) == [
+        "asynchronous.rho (not set) -> 0.5",
+        "asynchronous.period (not set) -> 1",
+    ]
 
 
 def test_text_that_is_not_toml_is_compared_as_a_whole() -> None:
@@ -103,7 +115,7 @@ def test_a_resume_reports_overwritten_hyperparameters(job: Any, shared_tmp_path:
 
     before = state(0.1)
     with Saver(job.comm) as saver:
-        before.save(saver, before.path(0), config=None, provenance={})
+        saver.start(before.save_request(before.path(0)))
     after = state(0.5)
     after.restore(before.path(0))
     assert after.changed == [

@@ -19,7 +19,7 @@ EASGD = ("parallel.data=easgd", "train.clip=0.5", "optimizer.schedule=constant")
 
 def test_a_stopped_run_resumes_bit_for_bit(leg: Legs, project: Path) -> None:
     """Workers, their moments and the phase of the exchange are restored, at an exchange or between two."""
-    words = [*EASGD, "server.period=2", "model.options.dropout=0.2"]
+    words = [*EASGD, "asynchronous.period=2", "model.options.dropout=0.2"]
     straight = leg("ddp", "straight", *words, "train.steps=9")
     again = leg("ddp", "straight_again", *words, "train.steps=9")
     leg("ddp", "stopped", *words, "train.steps=5")
@@ -36,11 +36,11 @@ def test_a_stopped_run_resumes_bit_for_bit(leg: Legs, project: Path) -> None:
 
 
 APART = {
-    "asynchronous": ["server.mode=asynchronous"],
-    "round-robin": ["server.mode=round-robin"],
+    "asynchronous": ["asynchronous.mode=asynchronous"],
+    "round-robin": ["asynchronous.mode=round-robin"],
     "server": ["parallel.data=server"],
-    "locked": ["parallel.data=server", "server.lock=true", "server.max_staleness=4"],
-    "served": ["parallel.data=server", "server.ranks=1"],
+    "locked": ["parallel.data=server", "asynchronous.lock=true", "asynchronous.max_staleness=4"],
+    "served": ["parallel.data=server", "asynchronous.ranks=1"],
     "hogwild": ["parallel.data=hogwild"],
 }
 

@@ -16,13 +16,13 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 import hpctrain
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.config import ParallelSettings
 
 MODES = {
-    "server": (ParallelSettings(data="server"), ServerSettings()),
-    "hogwild": (ParallelSettings(data="hogwild"), ServerSettings()),
-    "easgd": (ParallelSettings(data="easgd"), ServerSettings(mode="asynchronous")),
+    "server": (ParallelSettings(data="server"), AsynchronousSettings()),
+    "hogwild": (ParallelSettings(data="hogwild"), AsynchronousSettings()),
+    "easgd": (ParallelSettings(data="easgd"), AsynchronousSettings(mode="asynchronous")),
 }
 job, folder = hpctrain.init(), Path(sys.argv[1])
 
@@ -30,7 +30,7 @@ def train(mode, in_pass, steps=STEPS):
     '''Train; call in_pass between the two passes of each step.'''
     torch.manual_seed(1)
     model = job.wrap(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)), *MODES[mode][:1],
-                     server=MODES[mode][1])
+                     asynchronous=MODES[mode][1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     strategy = job.strategy(model)
     batches = [torch.randn(6, 4) for _ in range(steps)]

@@ -18,10 +18,10 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.remote_memory import WORDS, Lock
 from hpctrain.comm.rma.select import expose
 from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.metrics import Histogram
 from hpctrain.parallel.asynchronous.replica import Replica
-from hpctrain.parallel.strategy import Figures, clip_whole_gradients
+from hpctrain.parallel.strategy import Metrics, clip_whole_gradients
 
 _TURN = WORDS  # the counter of rank 0 after those of its lock
 
@@ -31,7 +31,9 @@ class AsyncElasticAveraging(Replica):
 
     asynchronous = True
 
-    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
+    ) -> None:
         super().__init__(model, comm, settings)
         total, size = self._flat.values.numel(), comm.size
         self._cuts = [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
@@ -102,7 +104,7 @@ class AsyncElasticAveraging(Replica):
         self._centre.barrier()  # no rank changes the centre before all have read it
         return whole
 
-    def metrics(self) -> Figures:
+    def metrics(self) -> Metrics:
         """Return the metrics of ``Replica``, and the number of others' exchanges between two own ones. Collective."""
         return {**super().metrics(), **self._stale.metrics(self.comm)}
 

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hpctrain.errors import SettingsError
+from hpctrain.log import warn_once
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import section_of
 
+SECTION, FORMER_SECTION = "asynchronous", "server"  # name of these settings, and the name that they had before
 APART = ("easgd", "server", "hogwild")  # values of parallel.data under which every worker makes its own updates
 _OF = {"mode": ("easgd", "server"), "lock": ("server",), "max_staleness": ("server",), "ranks": ("server",)}
 _OF |= {"period": ("easgd",), "rho": ("easgd",), "average": ("easgd",)}
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class AsynchronousSettings:
     """Settings of the exchange between workers (parallel.data = "server", "hogwild", "easgd")."""
 
     # synchronous: all workers exchange together. asynchronous: each exchanges with the centre at its own
@@ -41,45 +43,50 @@ class ServerSettings:
     average: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "server")
+        check_fields(self, SECTION)
         if self.period < 1:
-            raise SettingsError(f"setting server.period = {self.period}: must be at least 1")
+            raise SettingsError(f"setting asynchronous.period = {self.period}: must be at least 1")
         if not 0 <= self.rho < math.inf:
-            raise SettingsError(f"setting server.rho = {self.rho}: must be a number >= 0")
+            raise SettingsError(f"setting asynchronous.rho = {self.rho}: must be a number >= 0")
         for name in ("max_staleness", "ranks"):
             if getattr(self, name) < 0:
-                raise SettingsError(f"setting server.{name} = {getattr(self, name)}: must not be negative")
+                raise SettingsError(f"setting asynchronous.{name} = {getattr(self, name)}: must not be negative")
         if self.average and self.mode not in ("auto", "synchronous"):
             raise SettingsError(
-                f'setting server.mode = "{self.mode}": an average is over all workers; remove server.average'
+                f'setting asynchronous.mode = "{self.mode}": an average is over all workers; remove '
+                "asynchronous.average"
             )
         if self.average and self.rho:
             raise SettingsError(
-                f"server.rho = {self.rho} has no effect with server.average = true; remove one of them"
+                f"asynchronous.rho = {self.rho} has no effect with asynchronous.average = true; remove one of them"
             )
 
 
-def at_own_pace(settings: ServerSettings, parallel: ParallelSettings) -> bool:
+def at_own_pace(settings: AsynchronousSettings, parallel: ParallelSettings) -> bool:
     """Return whether workers step without waiting for each other."""
     if parallel.data == "easgd":
         return settings.mode not in ("auto", "synchronous")
     return parallel.data == "hogwild" or parallel.data == "server" and settings.mode != "synchronous"
 
 
-def check(settings: ServerSettings, parallel: ParallelSettings, offload: OffloadSettings) -> None:
+def check(settings: AsynchronousSettings, parallel: ParallelSettings, offload: OffloadSettings) -> None:
     """Raise ``SettingsError`` for settings that asynchronous strategies do not support, or that only they support."""
     for name, strategies in _OF.items():
-        if getattr(settings, name) != getattr(ServerSettings(), name) and parallel.data not in strategies:
+        if getattr(settings, name) != getattr(AsynchronousSettings(), name) and parallel.data not in strategies:
             raise SettingsError(
-                f"setting server.{name} = {getattr(settings, name)!r}: is for parallel.data = "
+                f"setting asynchronous.{name} = {getattr(settings, name)!r}: is for parallel.data = "
                 f'{", ".join(strategies)}, not "{parallel.data}"'
             )
     if parallel.data not in APART:
         return
     if parallel.data == "server" and settings.mode == "round-robin":
-        raise SettingsError('setting server.mode = "round-robin": is for parallel.data = easgd; see server.lock')
+        raise SettingsError(
+            'setting asynchronous.mode = "round-robin": is for parallel.data = easgd; see asynchronous.lock'
+        )
     if parallel.data == "server" and settings.mode == "synchronous" and (settings.ranks or settings.max_staleness):
-        raise SettingsError('setting server.mode = "synchronous": all workers hold a piece, and no update is stale')
+        raise SettingsError(
+            'setting asynchronous.mode = "synchronous": all workers hold a piece, and no update is stale'
+        )
     chosen = f'parallel.data = "{parallel.data}"'
     for name in ("pipe", "tensor"):
         if getattr(parallel, name) > 1:
@@ -98,6 +105,33 @@ def check(settings: ServerSettings, parallel: ParallelSettings, offload: Offload
             raise SettingsError(f"setting {name}: not possible with {chosen}, whose gradients stay on their rank")
 
 
-def server_settings(value: ServerSettings | Mapping[str, Any] | None) -> ServerSettings:
-    """Return settings given as ``ServerSettings`` or as a dict. Raises ``SettingsError`` for anything else."""
-    return section_of(ServerSettings, value, "server")
+Given = AsynchronousSettings | Mapping[str, Any] | None  # settings as arguments of a program
+
+
+def asynchronous_settings(value: Given, former: Given = None) -> AsynchronousSettings:
+    """Return settings given as ``AsynchronousSettings`` or as a dict. Raises ``SettingsError`` for anything else.
+
+    ``former`` is the argument with the former name, which is accepted with a warning.
+    """
+    if former is not None:
+        if value is not None:
+            raise SettingsError(
+                f"{FORMER_SECTION} and {SECTION} are two names of one argument: give {SECTION} only", everywhere=True
+            )
+        warn_once(f"the argument {FORMER_SECTION} is now named {SECTION}; the former name still works")
+    return section_of(AsynchronousSettings, value if former is None else former, SECTION)
+
+
+def rename_section(tree: dict[str, Any]) -> None:
+    """Give the section ``[server]`` of a run's settings its present name, in place, with a warning.
+
+    Raises ``SettingsError`` if the settings contain both names.
+    """
+    if FORMER_SECTION not in tree:
+        return
+    if SECTION in tree:
+        raise SettingsError(
+            f"[{FORMER_SECTION}] and [{SECTION}] are two names of one section of the settings: use [{SECTION}] only"
+        )
+    tree[SECTION] = tree.pop(FORMER_SECTION)
+    warn_once(f"the settings [{FORMER_SECTION}] are now named [{SECTION}]; the former name still works")

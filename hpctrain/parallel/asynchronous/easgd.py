@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import Work
 from hpctrain.parallel.asynchronous import replica
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.replica import Replica
 from hpctrain.parallel.strategy import clip_whole_gradients
 
@@ -26,7 +26,9 @@ from hpctrain.parallel.strategy import clip_whole_gradients
 class ElasticAveraging(Replica):
     """EASGD strategy: all workers exchange with the centre together, or take their average every ``period`` steps."""
 
-    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
+    ) -> None:
         super().__init__(model, comm, settings)
         self._centre = self._flat.host().clone()
         self._mean = comm.empty(self._centre.numel(), self._centre.dtype)

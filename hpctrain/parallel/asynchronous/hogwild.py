@@ -24,11 +24,11 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.select import expose
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.asynchronous import replica
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, own_states
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram
 from hpctrain.parallel.asynchronous.sparse import Lookup, TableSteps, find_tables
-from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients, trainable
+from hpctrain.parallel.strategy import Metrics, Strategy, clip_whole_gradients, trainable
 from hpctrain.shard import Split
 
 
@@ -37,7 +37,9 @@ class Hogwild(Strategy):
 
     asynchronous = True
 
-    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
+    ) -> None:
         self.model, self.comm, self.settings = model, comm, settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
@@ -182,7 +184,7 @@ class Hogwild(Strategy):
             self._copy.copy_(self._flat.values)
         self._memory.barrier()
 
-    def metrics(self) -> Figures:
+    def metrics(self) -> Metrics:
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
         self._memory.barrier()  # ranks that still update may need this rank's progress

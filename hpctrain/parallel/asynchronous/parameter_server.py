@@ -3,7 +3,7 @@
 After Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD), and Ho et al.,
 "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013 (the
 bound). There is no server process. The owners of a part are workers, or ranks without other work
-(``server.ranks``). A worker makes its update in the memory of the part (``store``).
+(``asynchronous.ranks``). A worker makes its update in the memory of the part (``store``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.select import expose
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, Writes
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram
 from hpctrain.parallel.asynchronous.partition import ServedVector
@@ -29,7 +29,7 @@ from hpctrain.parallel.asynchronous.sparse import Lookup, average_rows
 from hpctrain.parallel.asynchronous.staleness import Bound, check_bound
 from hpctrain.parallel.inputs import CallArguments
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients
+from hpctrain.parallel.strategy import Metrics, Strategy, clip_whole_gradients
 from hpctrain.shard import Split
 
 
@@ -40,7 +40,9 @@ class ParameterServer(Strategy):
     updates its own part.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
+    ) -> None:
         self.model, self.comm, self.settings = model, comm, settings
         self.asynchronous = settings.mode != "synchronous"
         self.workers = comm.size - settings.ranks
@@ -230,7 +232,7 @@ class ParameterServer(Strategy):
         self._writes.note()
         self._board.barrier()
 
-    def metrics(self) -> Figures:
+    def metrics(self) -> Metrics:
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
         self._board.barrier()  # ranks that still update may need this rank's progress

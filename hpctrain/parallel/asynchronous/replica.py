@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, Writes, buffers_of, own_states
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime
-from hpctrain.parallel.strategy import Figures, Strategy, trainable
+from hpctrain.parallel.strategy import Metrics, Strategy, trainable
 from hpctrain.shard import Split
 
 BETA = 0.9  # fraction of the distance by which all workers together move the centre, as the authors recommend
@@ -106,7 +106,7 @@ class Flat:
 class Replica(Strategy):
     """Strategy of one worker with its own replica; checkpoints and evaluations use the centre."""
 
-    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings) -> None:
         self.model, self.comm, self.settings = model, comm, settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
@@ -189,7 +189,9 @@ class Replica(Strategy):
         assert self._hooks.optimizer is not None
         rates = {float(group["lr"]) for group in self._hooks.optimizer.param_groups}
         if len(rates) > 1 and self.settings.rho:
-            raise UsageError("server.rho needs a single learning rate, and the optimizer has several", everywhere=True)
+            raise UsageError(
+                "asynchronous.rho needs a single learning rate, and the optimizer has several", everywhere=True
+            )
         return moving_rate(self.settings.rho, rates.pop(), self.comm.size)
 
     def join_empty(self, *, backward: bool = True) -> None:
@@ -252,7 +254,7 @@ class Replica(Strategy):
         self._flat.values.copy_(self.centre())
         broadcast_buffers(self.model, self.comm)
 
-    def metrics(self) -> Figures:
+    def metrics(self) -> Metrics:
         """Return the mean distance from the centre, and the mean fraction of time for exchanges. Collective."""
         self._exchanging.pause()
         self._distance[0] = torch.dist(self._flat.host(), self.centre())

@@ -34,7 +34,7 @@ def check_bound(most: int, workers: int) -> None:
     """Raise ``SettingsError`` for a bound at which even workers that take turns would wait for each other."""
     if most and most < workers - 1:
         raise SettingsError(
-            f"setting server.max_staleness = {most}: with {workers} workers that take turns it is {workers - 1} "
+            f"setting asynchronous.max_staleness = {most}: with {workers} workers that take turns it is {workers - 1} "
             "already; allowed are that and more, or 0 for no bound",
             everywhere=True,
         )

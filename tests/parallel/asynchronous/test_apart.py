@@ -11,7 +11,7 @@ from support.replicas_apart import RATE, batch, flat, gradient, make_model
 from torch import nn
 
 from hpctrain.errors import DeadlineError, SettingsError
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach
 from hpctrain.train.updates import check_policy
@@ -22,7 +22,7 @@ EASGD = ParallelSettings(data="easgd")
 
 def make(comm: Any, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = make_model()
-    strategy = attach(model, comm, EASGD, server=ServerSettings(**server))
+    strategy = attach(model, comm, EASGD, asynchronous=AsynchronousSettings(**server))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     strategy.check_optimizer(optimizer)
     return strategy, optimizer
@@ -115,6 +115,6 @@ def test_policies_that_need_all_ranks_are_refused(own: Any) -> None:
     with pytest.raises(SettingsError, match="rollback"):
         check_policy(strategy, "rollback")
     check_policy(strategy, "skip")
-    with pytest.raises(SettingsError, match='server.mode = "round-robin": an average is over all workers'):
-        ServerSettings(mode="round-robin", average=True)
+    with pytest.raises(SettingsError, match='asynchronous.mode = "round-robin": an average is over all workers'):
+        AsynchronousSettings(mode="round-robin", average=True)
     strategy.detach()

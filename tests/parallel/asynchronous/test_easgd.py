@@ -11,7 +11,7 @@ from support.replicas_apart import RATE, batch, flat, gradient, make_model
 from torch import nn
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.wrap import attach
@@ -19,10 +19,10 @@ from hpctrain.parallel.wrap import attach
 EASGD = ParallelSettings(data="easgd")
 
 
-def train(comm: Any, server: ServerSettings, steps: int, **options: Any) -> tuple[Any, list[np.ndarray]]:
+def train(comm: Any, server: AsynchronousSettings, steps: int, **options: Any) -> tuple[Any, list[np.ndarray]]:
     """Return the strategy, and this worker's parameters after every step."""
     model = make_model()
-    strategy = attach(model, comm, EASGD, server=server)
+    strategy = attach(model, comm, EASGD, asynchronous=server)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, **options)
     strategy.check_optimizer(optimizer)
     seen = []
@@ -57,7 +57,7 @@ def simulate(workers: int, steps: int, *, alpha: float, period: int = 1, momentu
 @pytest.mark.parametrize("rho, period, momentum", [(0.0, 1, 0.0), (1.5, 1, 0.9), (2.0, 3, 0.0)])
 def test_workers_and_centre_follow_the_equations(own: Any, rho: float, period: int, momentum: float) -> None:
     alpha = RATE * rho if rho else 0.9 / own.size
-    strategy, seen = train(own, ServerSettings(rho=rho, period=period), 7, momentum=momentum)
+    strategy, seen = train(own, AsynchronousSettings(rho=rho, period=period), 7, momentum=momentum)
     expected, centre = simulate(own.size, 7, alpha=alpha, period=period, momentum=momentum)
     for step, mine in enumerate(seen):
         np.testing.assert_allclose(mine, expected[step][own.rank], rtol=1e-4, atol=1e-5)
@@ -74,7 +74,7 @@ def test_workers_and_centre_follow_the_equations(own: Any, rho: float, period: i
 
 @pytest.mark.ranks
 def test_local_sgd_averages_every_period_of_steps(own: Any) -> None:
-    strategy, seen = train(own, ServerSettings(average=True, period=2), 5)
+    strategy, seen = train(own, AsynchronousSettings(average=True, period=2), 5)
     values = [flat(make_model()).astype(np.float64) for _ in range(own.size)]
     for step in range(5):
         values = [each - RATE * gradient(each, rank, step) for rank, each in enumerate(values)]
@@ -89,7 +89,7 @@ def test_local_sgd_averages_every_period_of_steps(own: Any) -> None:
 @pytest.mark.ranks
 def test_a_step_is_one_all_reduce_of_all_parameters(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no other communication: no gradient is reduced, whatever the layers are."""
-    strategy, _ = train(own, ServerSettings(), 2)
+    strategy, _ = train(own, AsynchronousSettings(), 2)
     model, inputs = strategy.model, batch(own.rank, 9)[0]
     reduce, sums = own.all_reduce, []
 
@@ -106,7 +106,7 @@ def test_a_step_is_one_all_reduce_of_all_parameters(own: Any, monkeypatch: pytes
 
 @pytest.mark.ranks
 def test_a_nonfinite_gradient_is_known_to_all_ranks(own: Any) -> None:
-    strategy, _ = train(own, ServerSettings(), 1)
+    strategy, _ = train(own, AsynchronousSettings(), 1)
     for parameter in strategy.model.parameters():
         parameter.grad = torch.full_like(parameter, float("inf") if own.rank == own.size - 1 else 1.0)
     assert bool(torch.isnan(strategy.clip_grad_norm(1.0)))
@@ -121,27 +121,37 @@ def test_a_nonfinite_gradient_is_known_to_all_ranks(own: Any) -> None:
 @pytest.mark.parametrize(
     "parallel, server, offload, expected",
     [
-        (ParallelSettings(data="easgd", pipe=2), ServerSettings(), OffloadSettings(), "parallel.pipe = 2"),
-        (ParallelSettings(data="easgd", tensor=2), ServerSettings(), OffloadSettings(), "hold whole models"),
-        (EASGD, ServerSettings(), OffloadSettings(optimizer=True), "setting offload.optimizer: not possible"),
-        (ParallelSettings(data="easgd", compression="bfloat16"), ServerSettings(), OffloadSettings(), "compression"),
-        (ParallelSettings(), ServerSettings(period=2), OffloadSettings(), r'is for parallel.data = easgd, not "ddp"'),
+        (ParallelSettings(data="easgd", pipe=2), AsynchronousSettings(), OffloadSettings(), "parallel.pipe = 2"),
+        (ParallelSettings(data="easgd", tensor=2), AsynchronousSettings(), OffloadSettings(), "hold whole models"),
+        (EASGD, AsynchronousSettings(), OffloadSettings(optimizer=True), "setting offload.optimizer: not possible"),
+        (
+            ParallelSettings(data="easgd", compression="bfloat16"),
+            AsynchronousSettings(),
+            OffloadSettings(),
+            "compression",
+        ),
+        (
+            ParallelSettings(),
+            AsynchronousSettings(period=2),
+            OffloadSettings(),
+            r'is for parallel.data = easgd, not "ddp"',
+        ),
     ],
 )
 def test_incompatible_settings_are_refused(
-    parallel: ParallelSettings, server: ServerSettings, offload: OffloadSettings, expected: str
+    parallel: ParallelSettings, server: AsynchronousSettings, offload: OffloadSettings, expected: str
 ) -> None:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.transport.single import SingleTransport
 
     with pytest.raises(SettingsError, match=expected):
-        attach(make_model(), Communicator(SingleTransport()), parallel, offload=offload, server=server)
+        attach(make_model(), Communicator(SingleTransport()), parallel, offload=offload, asynchronous=server)
 
 
 @pytest.mark.parametrize("bad", [{"period": 0}, {"rho": -1.0}, {"rho": float("nan")}, {"rho": 1.0, "average": True}])
 def test_invalid_settings_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match="server\\."):
-        ServerSettings(**bad)
+    with pytest.raises(SettingsError, match="asynchronous\\."):
+        AsynchronousSettings(**bad)
 
 
 def test_parameters_of_different_dtypes_are_refused() -> None:

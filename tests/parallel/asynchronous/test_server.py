@@ -11,7 +11,7 @@ from support.replicas_apart import batch, flat, make_model
 from torch import nn
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
 from hpctrain.parallel.asynchronous.part_update import states_of
 from hpctrain.parallel.asynchronous.staleness import may_update
@@ -30,7 +30,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = make_model()
-    strategy = ParameterServer(model, comm, ServerSettings(**server))
+    strategy = ParameterServer(model, comm, AsynchronousSettings(**server))
     optimizer = KINDS[kind](groups_of(model))
     strategy.check_optimizer(optimizer)
     return strategy, optimizer
@@ -186,7 +186,9 @@ def test_bounds_below_the_number_of_other_workers_are_refused() -> None:
 
     check_bound(0, 8)
     check_bound(7, 8)
-    with pytest.raises(SettingsError, match="server.max_staleness = 6: with 8 workers that take turns it is 7 already"):
+    with pytest.raises(
+        SettingsError, match="asynchronous.max_staleness = 6: with 8 workers that take turns it is 7 already"
+    ):
         check_bound(6, 8)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hpctrain.errors import DeadlineError
 from hpctrain.parallel.asynchronous import metrics, replica
-from hpctrain.parallel.asynchronous.config import ServerSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram, bars
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach
@@ -30,7 +30,7 @@ MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
 def make(comm: Any, data: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = make_model()
     parallel = ParallelSettings(data=data)  # type: ignore[arg-type]
-    strategy = attach(model, comm, parallel, server=ServerSettings(**server))
+    strategy = attach(model, comm, parallel, asynchronous=AsynchronousSettings(**server))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     strategy.check_optimizer(optimizer)
     return strategy, optimizer
@@ -238,7 +238,9 @@ def test_the_last_bar_counts_all_larger_staleness(comm: Any, monkeypatch: pytest
         for staleness in (0, 900, 0):
             record.note(staleness)
         assert record.metrics(comm) == {
-            "staleness": 300.0, "staleness_most": 900.0, "staleness_histogram": [2, 0, 1],
+            "staleness": 300.0,
+            "staleness_most": 900.0,
+            "staleness_histogram": [2, 0, 1],
         }
 
 
