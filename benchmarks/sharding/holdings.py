@@ -66,8 +66,8 @@ class Holdings:
         yield list(self.candidate.model.parameters())
         yield list(peers.fsdp_parameters(self.candidate.model))
         if isinstance(self.candidate.strategy, ShardedDataParallel):
-            for piece in self.candidate.strategy._parts.pieces:
-                yield piece.flat, piece.own
+            for group in self.candidate.strategy._parts.groups:
+                yield group.flat, group.shard_data
 
     def _gradients(self) -> Iterator[Any]:
         yield [parameter.grad for parameter in self.candidate.model.parameters()]
@@ -78,11 +78,11 @@ class Holdings:
             yield getattr(strategy, "_memory", None)
         if isinstance(strategy, ShardedDataParallel):
             reduction = strategy._parts.reduction
-            yield getattr(reduction._room, "_memory", None)
-            for flow in reduction.flows:
-                yield flow.flat, flow.target, flow._slice
+            yield getattr(reduction._buffers, "_memory", None)
+            for each in reduction.reductions:
+                yield each.flat, each.target, each._slice
             for member in strategy._parts.members:
-                yield member.whole.grad, member.shard.grad
+                yield member.unsharded.grad, member.shard.grad
 
 
 def tensors(nest: Any) -> Iterator[Tensor]:

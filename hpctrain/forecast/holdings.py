@@ -10,7 +10,7 @@ import torch
 from hpctrain.comm.shm.spsc_ring import RingHandle
 from hpctrain.forecast.rank import RankModel
 from hpctrain.forecast.run import PlannedRun, line_of
-from hpctrain.forecast.shard_layout import HeldParameter
+from hpctrain.forecast.shard_layout import RankParameter
 from hpctrain.parallel.asynchronous.config import APART, at_own_pace
 from hpctrain.parallel.buckets import memory_needed
 from hpctrain.parallel.offload.gradients import STAGING_BUFFERS
@@ -92,7 +92,7 @@ def lives_in_bucket(run: PlannedRun) -> bool:
     return run.device == "cpu" and plain
 
 
-def _buckets(run: PlannedRun, trained: list[HeldParameter]) -> int:
+def _buckets(run: PlannedRun, trained: list[RankParameter]) -> int:
     kinds: dict[torch.dtype, list[Any]] = {}
     for one in trained:
         narrow = run.parallel.compression == "bfloat16" and one.dtype is torch.float32
@@ -102,18 +102,18 @@ def _buckets(run: PlannedRun, trained: list[HeldParameter]) -> int:
 
 def _sharded(run: PlannedRun, model: RankModel) -> list[Holding]:
     """Return the allocations of a rank whose replica is sharded over several ranks."""
-    pieces, settings = model.pieces, run.parallel
-    trained = sum(one.share for one in pieces.trained)
-    apart = model.passing or settings.mixed_precision != "none"
+    groups, settings = model.groups, run.parallel
+    trained = sum(one.share for one in groups.trained)
+    apart = model.unshards_on_demand or settings.mixed_precision != "none"
     found = [
         Holding("optimizer states", _states(run, trained)),
         Holding("gradients", trained),
-        Holding("parameters", pieces.share if apart else 0),
+        Holding("parameters", groups.share if apart else 0),
     ]
-    if not model.passing:
-        found.append(Holding("parameters", pieces.whole, sharers=model.data.on_node if model.mapped else 1))
+    if not model.unshards_on_demand:
+        found.append(Holding("parameters", groups.whole, sharers=model.data.on_node if model.mapped else 1))
     on_device = run.device != "cpu"
-    ring = pieces.ring(whole=settings.data == "zero1", on_device=on_device)
+    ring = groups.ring(whole=settings.data == "zero1", on_device=on_device)
     return [*found, Holding("buffers", ring)]
 
 
@@ -123,44 +123,44 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
     Master weights, gradients and optimizer states live in host memory, except for the fraction that
     stays on the device.
     """
-    pieces, offload = model.pieces, run.offload
-    trained = sum(one.share for one in pieces.trained)
-    frozen, narrow = pieces.share - trained, sum(one.narrow_share for one in pieces.pieces)
+    groups, offload = model.groups, run.offload
+    trained = sum(one.share for one in groups.trained)
+    frozen, narrow = groups.share - trained, sum(one.narrow_shard for one in groups.groups)
     staying = int(max(offload.device_fraction, 0.0) * trained)
     leaving = trained - staying
     mixed = run.parallel.mixed_precision != "none"
-    resides = model.passing and not offload.parameters
+    resides = model.unshards_on_demand and not offload.parameters
     kept = 0 if offload.disk else leaving + (frozen if offload.parameters else 0)
     adds = run.settings.train.accumulate > 1 and run.parallel.reduces_early
     on_host = [
         Holding("parameters", kept, on_host=True),
         Holding("gradients", leaving * (2 if offload.delayed else 1), on_host=True),
         Holding("buffers", narrow if mixed or offload.delayed and offload.parameters else 0, on_host=True),
-        Holding("buffers", STAGING_BUFFERS * max(one.share for one in pieces.trained) if adds else 0, on_host=True),
+        Holding("buffers", STAGING_BUFFERS * max(one.share for one in groups.trained) if adds else 0, on_host=True),
     ]
     found = [
         *on_host,
         _slack(run, sum(one.nbytes for one in on_host)),
         Holding("optimizer states", 0 if offload.disk else _states(run, leaving), on_host=True),
         Holding("parameters", narrow if resides else 0),
-        Holding("parameters", staying if model.passing or mixed else 0),
+        Holding("parameters", staying if model.unshards_on_demand or mixed else 0),
         Holding("optimizer states", _states(run, staying)),
         Holding("gradients", staying),
         Holding(
-            "buffers", STAGING_BUFFERS * min(int(offload.piece_mib * 2**20), max(one.share for one in pieces.trained))
+            "buffers", STAGING_BUFFERS * min(int(offload.piece_mib * 2**20), max(one.share for one in groups.trained))
         ),
-        Holding("buffers", pieces.ring(whole=False, on_device=run.device != "cpu")),
+        Holding("buffers", groups.ring(whole=False, on_device=run.device != "cpu")),
     ]
-    if not model.passing:
-        found.append(Holding("parameters", pieces.whole, sharers=model.data.on_node if model.mapped else 1))
+    if not model.unshards_on_demand:
+        found.append(Holding("parameters", groups.whole, sharers=model.data.on_node if model.mapped else 1))
     return found
 
 
 def _away(run: PlannedRun, model: RankModel) -> list[Holding]:
     """Return the activations that are offloaded to the host."""
     live = run.schedule.live(model.stage) if run.schedule is not None else 1
-    away = live * sum(model.chunk(number).away for number in model.chunks)
-    return [Holding("activations", away, on_host=True), _slack(run, away)]
+    offloaded = live * sum(model.chunk(number).offloaded for number in model.chunks)
+    return [Holding("activations", offloaded, on_host=True), _slack(run, offloaded)]
 
 
 def _slack(run: PlannedRun, nbytes: int) -> Holding:
@@ -198,4 +198,4 @@ def _links(run: PlannedRun, model: RankModel) -> list[Holding]:
 def cut_ends(model: RankModel) -> dict[int, Parcel]:
     """Return the boundary tensors that each chunk except the last passes to the next."""
     cuts = model.cuts[:-1]
-    return {number: model.local.layers[cut.stop - 1].gives for number, cut in enumerate(cuts)}
+    return {number: model.local.layers[cut.stop - 1].outputs for number, cut in enumerate(cuts)}

@@ -21,7 +21,7 @@ def check_same_model(model: nn.Module, comm: Communicator) -> None:
     Collective. MPI would reduce mismatched tensors without an error and return garbage. Only
     digests are exchanged unless there is a difference.
     """
-    entries = describe(model)
+    entries = model_entries(model)
     digest = hashlib.sha256(repr(entries).encode()).digest()
     digests = comm.all_gather_object(digest)
     if len(set(digests)) == 1:
@@ -48,7 +48,7 @@ def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
             buffer.copy_(piece.view_as(buffer))
 
 
-def describe(model: nn.Module) -> list[Entry]:
+def model_entries(model: nn.Module) -> list[Entry]:
     """Return the entries that must be equal on all ranks, in order."""
     rows: list[Entry] = []
     named: list[tuple[str, str, Any]] = [("parameter", *item) for item in model.named_parameters()]

@@ -68,7 +68,7 @@ class GradBucket:
         return absent
 
 
-def group(sizes: Sequence[int], order: Sequence[int], first: int, limit: int) -> list[list[int]]:
+def assign_buckets(sizes: Sequence[int], order: Sequence[int], first: int, limit: int) -> list[list[int]]:
     """Return the parameters, in ``order``, cut into groups of at most ``limit`` bytes (``first`` for the first group).
 
     ``sizes`` are in bytes, by parameter. A parameter larger than the limit forms its own group.
@@ -92,7 +92,7 @@ def memory_needed(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int
     return sum(_padded(parameter.numel(), align) + align for parameter in parameters)
 
 
-def lay_out(
+def make_buckets(
     memory: Tensor, parameters: Sequence[nn.Parameter], groups: Sequence[Sequence[int]]
 ) -> list[GradBucket]:
     """Cut consecutive buckets from flat ``memory``."""

@@ -35,10 +35,10 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
-from hpctrain.parallel.buckets import GradBucket, group, lay_out, memory_needed
+from hpctrain.parallel.buckets import GradBucket, assign_buckets, make_buckets, memory_needed
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.guard.guard import LateParameters
+from hpctrain.parallel.guard.guard import AddedParameters
 from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, after_gradient
 from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -74,7 +74,7 @@ class DataParallel(Strategy):
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with averaged closure losses
         self._gradient_hooks = GradientHooks({})
-        self._late = LateParameters(model, model.parameters())
+        self._late = AddedParameters(model, model.parameters())
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
@@ -188,8 +188,8 @@ class DataParallel(Strategy):
         buckets: list[GradBucket] = []
         for dtype, memory in self._memory.items():
             members = [number for number in order if self._travels_as(self._parameters[number]) is dtype]
-            groups = group(sizes, members, min(FIRST_BUCKET, limit), limit)
-            buckets += lay_out(memory, self._parameters, groups)
+            groups = assign_buckets(sizes, members, min(FIRST_BUCKET, limit), limit)
+            buckets += make_buckets(memory, self._parameters, groups)
         place = {number: rank for rank, number in enumerate(order)}
         # A bucket can start when its last gradient is available.
         self._buckets = sorted(buckets, key=lambda bucket: max(place[member] for member in bucket.members))
@@ -327,7 +327,7 @@ class DataParallel(Strategy):
     def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer updates parameters of this model."""
         held = {id(parameter) for parameter in self._parameters}
-        return any(id(each) in held for group in optimizer.param_groups for each in group["params"])
+        return any(id(each) in held for assign_buckets in optimizer.param_groups for each in assign_buckets["params"])
 
     def _average_closure(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -124,7 +124,7 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 # imported: copies and pickles refer to the plain class.
 
 
-def blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
+def empty_module(plain: type[nn.Module], *arguments: Any) -> nn.Module:
     """Return an empty module of a plain class, whose state is set later."""
     return plain.__new__(plain, *arguments)
 
@@ -133,7 +133,7 @@ def subclass_with(
     plain: type[nn.Module],
     forward: Callable[..., Any],
     marker: str,
-    make_copy: Callable[..., nn.Module] = blank,
+    make_copy: Callable[..., nn.Module] = empty_module,
 ) -> type[nn.Module]:
     """Return a subclass with another ``forward`` and the same name; its attribute ``marker`` is the plain class.
 
@@ -158,14 +158,14 @@ def differentiable(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def when_backward_comes_to(outputs: Any, call: Callable[[], None]) -> None:
+def before_backward(outputs: Any, call: Callable[[], None]) -> None:
     """Call ``call`` once when the first gradient of a module's outputs has been computed."""
     tensors = differentiable(outputs)
     if tensors:
         register_multi_grad_hook(tensors, lambda _: call(), mode="any")
 
 
-def when_backward_has_left(inputs: Any, call: Callable[[], None]) -> None:
+def after_backward(inputs: Any, call: Callable[[], None]) -> None:
     """Call ``call`` once when the gradients of all inputs of a module have been computed.
 
     It is never called if no input requires a gradient.

@@ -19,7 +19,7 @@ Cut = Callable[[str, Tensor], Tensor]  # maps a parameter's name in its module a
 
 # Module attribute that holds, by name, tensors that were removed before they had values (for
 # example, because they belong to another stage of a pipeline).
-GONE = "_hpctrain_gone"
+REMOVED = "_hpctrain_gone"
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -27,7 +27,7 @@ def is_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def check_drawable(model: nn.Module) -> None:
+def check_initialisable(model: nn.Module) -> None:
     """Raise ``UsageError`` for a module with meta parameters or buffers that has no initialisation method."""
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False), *_gone(module).values()]
@@ -46,7 +46,7 @@ def materialise(model: nn.Module, device: torch.device, cuts: Mapping[nn.Module,
     attribute. If the model initialises every module from its name alone, only these modules get
     values in this case. Otherwise all modules do, because each draw depends on the earlier ones.
     """
-    check_drawable(model)
+    check_initialisable(model)
     modules = list(model.named_modules())
     if not is_meta(model) and not any(_gone(module) for _, module in modules):
         return
@@ -60,13 +60,13 @@ def materialise(model: nn.Module, device: torch.device, cuts: Mapping[nn.Module,
     for name, module in reversed(modules):  # the first owner of a tied parameter initialises it last
         if module not in blank:
             continue  # it has its values, which may be slices of a draw
-        for attribute, value in draw(model, name, module, device).items():
+        for attribute, value in initial_values(model, name, module, device).items():
             parameter = cast(nn.Parameter, module._parameters[attribute])
             if cuts is None or module not in cuts:
                 _give(parameter, value)
             else:  # another owner may draw it again while it is whole
                 slices[parameter] = cuts[module](attribute, value)
-        vars(module).pop(GONE, None)
+        vars(module).pop(REMOVED, None)
     for parameter, value in slices.items():
         _give(parameter, value)
 
@@ -92,7 +92,7 @@ def make_buffers(model: nn.Module, device: torch.device) -> list[str]:
 
 
 @torch.no_grad()
-def draw(model: nn.Module, name: str, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+def initial_values(model: nn.Module, name: str, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return initial values of a module's own parameters, by attribute; initialise its buffers in place.
 
     The parameters themselves do not change.
@@ -109,7 +109,7 @@ def draw(model: nn.Module, name: str, module: nn.Module, device: torch.device) -
 
 
 def _gone(module: nn.Module) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = vars(module).get(GONE, {})
+    found: dict[str, Tensor] = vars(module).get(REMOVED, {})
     return found
 
 

@@ -26,7 +26,7 @@ from hpctrain.shard import Split
 if TYPE_CHECKING:
     from hpctrain.parallel.guard.guard import ParameterGuard, WholeStates
 
-Figures = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
+Metrics = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
 
 
 class Strategy(ABC):
@@ -165,7 +165,7 @@ class Strategy(ABC):
         """
         if self._local_weight is None or self._local_weight == self._sample_weight:
             return
-        if any(bool(numbers(gradient).any()) for _, gradient in self.local_gradients()):
+        if any(bool(element_values(gradient).any()) for _, gradient in self.local_gradients()):
             raise UsageError(
                 f"cannot add gradients of sample weight {self._sample_weight:g} to those that no_sync has accumulated "
                 f"at {self._local_weight:g}; the batches of one update must be divided over the ranks alike; "
@@ -234,7 +234,7 @@ class Strategy(ABC):
         """
         yield
 
-    def metrics(self) -> Figures:
+    def metrics(self) -> Metrics:
         """Return metrics over all ranks, for plots. Collective."""
         return {}
 
@@ -331,7 +331,7 @@ def clip_whole_gradients(model: nn.Module, max_norm: float) -> Tensor:
     for parameter in list(dense):
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()  # a row may have been looked up more than once
-            sparse.append(numbers(parameter.grad))
+            sparse.append(element_values(parameter.grad))
             dense = [one for one in dense if one is not parameter]
     norm = torch.nn.utils.get_total_norm([*(one.grad for one in dense if one.grad is not None), *sparse])
     if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
@@ -341,6 +341,6 @@ def clip_whole_gradients(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def numbers(gradient: Tensor) -> Tensor:
+def element_values(gradient: Tensor) -> Tensor:
     """Return the values of a gradient, each once; for a sparse gradient those of its rows."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

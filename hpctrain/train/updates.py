@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain import trace
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.single import SingleTransport
-from hpctrain.errors import NonFiniteError, SettingsError
+from hpctrain.errors import MismatchError, NonFiniteError, SettingsError
 from hpctrain.log import logger
-from hpctrain.parallel.strategy import Strategy, numbers, trainable
+from hpctrain.parallel.strategy import Strategy, element_values, trainable
 from hpctrain.parallel.sync_batchnorm import own_statistics
 from hpctrain.plain_tensors import as_parts
-from hpctrain.train.first_step import FirstStepChecks
+from hpctrain.train.first_step import FirstStepChecks, flat_elements, model_name
 
 Policy = Literal["abort", "skip", "rollback"]
 SKIPS = 10  # consecutive skipped updates after which the run fails
@@ -109,7 +110,7 @@ class Health:
             if not bool(torch.isfinite(parameter).all()):
                 yield f"the parameter {name} is not finite"
         for name, gradient in gradients:
-            if not bool(torch.isfinite(numbers(gradient)).all()):
+            if not bool(torch.isfinite(element_values(gradient)).all()):
                 yield f"the {kind} of {name} is not finite"
 
     def _decide(self, what: str) -> None:
@@ -158,7 +159,88 @@ def watch_scalers(optimizers: Sequence[torch.optim.Optimizer], note: Callable[[]
     return unwatch
 
 
-# Hooks around every update of a run's optimizers
+# Parameters and buffers that must be equal on several ranks -----------------------------------------------------------
+
+
+_WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes; the widest is summed fastest
+
+
+class ReplicaChecks:
+    """Comparison of the replicas of parameters and buffers; models and strategies have the same keys."""
+
+    def __init__(self, comm: Communicator, models: Mapping[str, nn.Module], strategies: Mapping[str, Strategy]) -> None:
+        self._comm, self._models, self._strategies = comm, models, strategies
+        # Asynchronous ranks must not wait for each other, and each has its own parameters.
+        self._compares = not any(strategy.asynchronous for strategy in strategies.values())
+
+    def compare(self, when: str) -> None:
+        """Compare parameters that are replicated on several ranks; ``when`` is for the message. Collective.
+
+        Raises ``MismatchError`` on all ranks if any bit differs.
+        """
+        if not self._compares:
+            return
+        differences = [self._difference(key, model, when) for key, model in self._models.items()]
+        own = next((each for each in differences if each), "")
+        found = next((each for each in self._comm.all_gather_object(own) if each), "")
+        if found:
+            raise MismatchError(found, everywhere=True)
+
+    @torch.no_grad()
+    def warn_of_buffers(self) -> None:
+        """Warn of buffers that differ between data ranks after the first step. Collective."""
+        if not self._compares:
+            return
+        for key, model in self._models.items():
+            named = dict(model.named_modules(remove_duplicate=False))
+            sums = {
+                name: _sum_of_bits(buffer)
+                for name, buffer in model.named_buffers()
+                if not isinstance(named[name.rpartition(".")[0]], _BatchNorm)
+            }
+            data = self._strategies[key].data
+            everyone = data.all_gather_object(sums)
+            own = [name for name in sums if any(other.get(name) != sums[name] for other in everyone)]
+            differ = list(dict.fromkeys(name for names in self._comm.all_gather_object(own) for name in names))
+            if differ and self._comm.rank == 0:
+                logger.warning(
+                    "buffers %s%s of %s after the first step: each data rank has different values, from its own "
+                    "samples or random numbers, and those of rank 0 are kept; one process would compute them from all "
+                    "samples; average them over the ranks in the model's forward (comm.all_reduce), or use batch norms",
+                    ", ".join(differ[:4]),
+                    ", ..." if len(differ) > 4 else "",
+                    model_name(key),
+                )
+
+    @torch.no_grad()
+    def _difference(self, key: str, model: nn.Module, when: str) -> str:
+        """Return a message about the first parameter whose replicas differ; empty if all are equal."""
+        copies = self._strategies[key].copies
+        if copies is None or copies.size == 1:
+            return ""
+        sums = {name: _sum_of_bits(parameter) for name, parameter in model.named_parameters()}
+        everyone = copies.all_gather_object((self._comm.rank, sums))
+        first, expected = everyone[0]
+        for name in expected:
+            for rank, other in everyone:
+                if other.get(name) != expected[name]:
+                    return (
+                        f"parameter {name} of {model_name(key)} {when}: rank {rank} holds other values than rank "
+                        f"{first}; data-parallel ranks must make the same update; look for values computed from one "
+                        "rank's samples or random numbers (clipping, noise, a learning rate, values set by hand)"
+                    )
+        return ""
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of the elements as integers: one pass over memory on the tensor's own device."""
+    flat = flat_elements(tensor)
+    start, size = flat.storage_offset() * flat.element_size(), flat.nbytes
+    width = next(width for width in _WIDTHS if start % width == 0 and size % width == 0)
+    return int(flat.view(_WIDTHS[width]).sum(dtype=torch.int64))
+
+
+# Hooks around every update --------------------------------------------------------------------------------------------
 
 
 Optimizers = Mapping[str, torch.optim.Optimizer]
@@ -186,6 +268,7 @@ class OptimizerHooks:
         for strategy in strategies.values():
             check_policy(strategy, policy)
         self.healths = {key: Health(one, strategies[key], comm, policy) for key, one in models.items()}
+        self.replicas = ReplicaChecks(comm, models, strategies)
         self.checks: FirstStepChecks | None = None  # for the first update, until it is done
         self._handles: list[RemovableHandle] = []
         self._unwatch: Callable[[], None] = lambda: None
@@ -234,9 +317,9 @@ class OptimizerHooks:
         note()
         trace.add("optimizer", self._began, time.monotonic())
         if self.checks is not None:
-            checks, self.checks = self.checks, None
-            checks.compare_copies("after the first update")
-            checks.warn_of_buffers()
+            self.checks = None
+            self.replicas.compare("after the first update")
+            self.replicas.warn_of_buffers()
 
 
 def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> list[str]:

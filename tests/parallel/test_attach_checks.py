@@ -20,7 +20,7 @@ from hpctrain.parallel.wrap import attach
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_embeddings_that_need_the_whole_batch_are_refused(comm: Any, strategy: str, option: Any, kind: Any) -> None:
     model = nn.Sequential(kind(4, 4, **option), nn.Linear(4, 1))
-    with pytest.raises(UsageError, match=f"^0 has {next(iter(option))}, .*; leave .* out, or train in one process"):
+    with pytest.raises(UsageError, match=f"^0 has {next(iter(option))}, .*; remove .*, or train in one process"):
         attach(model, comm, ParallelSettings(data=strategy))
     assert "Sharded" not in type(model).__name__ and all(parameter.numel() for parameter in model.parameters())
 

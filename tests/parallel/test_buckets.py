@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.parallel.buckets import group, lay_out, memory_needed
+from hpctrain.parallel.buckets import assign_buckets, make_buckets, memory_needed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -30,14 +30,14 @@ def some_groups(seed: int, count: int) -> list[list[int]]:
 
 
 def test_the_first_bucket_is_filled_less() -> None:
-    assert group([4, 4, 4, 4, 4], [0, 1, 2, 3, 4], first=4, limit=8) == [[0], [1, 2], [3, 4]]
-    assert group([3, 3, 3, 3], [3, 1, 0, 2], first=6, limit=7) == [[3, 1], [0, 2]]
-    assert group([], [], 1, 1) == []
+    assert assign_buckets([4, 4, 4, 4, 4], [0, 1, 2, 3, 4], first=4, limit=8) == [[0], [1, 2], [3, 4]]
+    assert assign_buckets([3, 3, 3, 3], [3, 1, 0, 2], first=6, limit=7) == [[3, 1], [0, 2]]
+    assert assign_buckets([], [], 1, 1) == []
 
 
 def test_a_too_large_parameter_gets_its_own_bucket() -> None:
-    assert group([1, 100, 1, 1], [0, 1, 2, 3], first=2, limit=4) == [[0], [1], [2, 3]]
-    assert group([5, 5], [1, 0], first=0, limit=0) == [[1], [0]]
+    assert assign_buckets([1, 100, 1, 1], [0, 1, 2, 3], first=2, limit=4) == [[0], [1], [2, 3]]
+    assert assign_buckets([5, 5], [1, 0], first=0, limit=0) == [[1], [0]]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -45,7 +45,7 @@ def test_groups_keep_the_order_and_the_limits(seed: int) -> None:
     numbers = random.Random(seed)
     sizes = [numbers.randint(1, 30) for _ in range(15)]
     order = numbers.sample(range(15), 15)
-    groups = group(sizes, order, first=20, limit=50)
+    groups = assign_buckets(sizes, order, first=20, limit=50)
     assert [number for members in groups for number in members] == order
     for position, members in enumerate(groups):
         assert len(members) == 1 or sum(sizes[number] for number in members) <= (50 if position else 20)
@@ -60,7 +60,7 @@ def test_any_grouping_fits_into_the_memory(seed: int, dtype: torch.dtype) -> Non
     parameters = some_parameters(seed, dtype)
     memory = torch.full((memory_needed(parameters, dtype),), torch.nan, dtype=dtype)
     groups = some_groups(seed, len(parameters))
-    buckets = lay_out(memory, parameters, groups)
+    buckets = make_buckets(memory, parameters, groups)
     assert [bucket.members for bucket in buckets] == groups
     owner = torch.full((memory.numel(),), -1)
     for bucket in buckets:
@@ -78,7 +78,7 @@ def test_any_grouping_fits_into_the_memory(seed: int, dtype: torch.dtype) -> Non
 
 def test_missing_gradients_are_copied_or_zero() -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(4)]
-    bucket = lay_out(torch.empty(memory_needed(parameters, torch.float32)), parameters, [[3, 1, 0, 2]])[0]
+    bucket = make_buckets(torch.empty(memory_needed(parameters, torch.float32)), parameters, [[3, 1, 0, 2]])[0]
     bucket.views[0].fill_(5)
     bucket.missing.discard(3)
     bucket.views[3].fill_(7)

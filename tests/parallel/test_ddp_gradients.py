@@ -55,7 +55,7 @@ def test_gradients_are_in_node_memory_and_stay_there(comm: Any, settings: Parall
         backward(model, part(comm, comm.rank, step))
         seen.append(places(model))
         if step:  # after the first step, the order of the places changes
-            assert all(comm._host.memory.place_of(parameter.grad) == "window" for parameter in model.parameters())
+            assert all(comm._host.memory.location_of(parameter.grad) == "window" for parameter in model.parameters())
         model.zero_grad(set_to_none=to_none)
     assert seen[1] == seen[2] == seen[3]
     assert all(place % 64 == 0 for place in seen[3].values())
@@ -91,7 +91,7 @@ def test_fresh_gradients_are_freed_during_the_backward_pass(comm: Any) -> None:
         model.zero_grad()
         inputs, targets = part(comm, comm.rank, step)
         # When the gradient of the input is computed, those of the last layer are complete.
-        inputs.requires_grad_().register_hook(lambda _: found.append(comm._host.memory.place_of(model.c.weight.grad)))
+        inputs.requires_grad_().register_hook(lambda _: found.append(comm._host.memory.location_of(model.c.weight.grad)))
         backward(model, (inputs, targets), 1, *"abc")
     assert found == ["window", "window"]
 

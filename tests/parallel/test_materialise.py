@@ -14,7 +14,7 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.meta_init import check_drawable, draw, is_meta, make_buffers, materialise
+from hpctrain.parallel.meta_init import check_initialisable, initial_values, is_meta, make_buffers, materialise
 
 CPU = torch.device("cpu")
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
@@ -121,9 +121,9 @@ def test_modules_that_cannot_be_initialised_are_named(buffer: bool) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Stubborn(buffer)))
 
-    check_drawable(made(make))  # in memory it needs no initialisation
+    check_initialisable(made(make))  # in memory it needs no initialisation
     model = made(make, "meta")
-    for attempt in (lambda: check_drawable(model), lambda: materialise(model, CPU)):
+    for attempt in (lambda: check_initialisable(model), lambda: materialise(model, CPU)):
         with pytest.raises(UsageError) as error:
             attempt()
         assert str(error.value) == (
@@ -133,7 +133,7 @@ def test_modules_that_cannot_be_initialised_are_named(buffer: bool) -> None:
         assert error.value.everywhere
     assert all(parameter.is_meta for parameter in model.parameters()), "something was drawn before all was checked"
     with pytest.raises(UsageError, match="module of the whole model of class Stubborn is on the meta device"):
-        check_drawable(made(lambda: Stubborn(buffer), "meta"))
+        check_initialisable(made(lambda: Stubborn(buffer), "meta"))
 
 
 def test_the_model_may_initialise_modules_that_cannot_do_so() -> None:
@@ -185,13 +185,13 @@ def test_drawing_gives_memory_only_for_its_duration() -> None:
     model = made(MAKERS["gpt"], "meta")
     plain = made(MAKERS["gpt"])
     module = model.get_submodule("blocks.1.attention.qkv")
-    values = draw(model, "blocks.1.attention.qkv", module, CPU)
+    values = initial_values(model, "blocks.1.attention.qkv", module, CPU)
     assert list(values) == ["weight", "bias"]
     for attribute, value in values.items():
         assert torch.equal(value, plain.get_parameter(f"blocks.1.attention.qkv.{attribute}"))
         assert not value.requires_grad
     assert is_meta(module) and all(isinstance(each, nn.Parameter) for each in module.parameters())
-    assert draw(model, "blocks", model.blocks, CPU) == {}
+    assert initial_values(model, "blocks", model.blocks, CPU) == {}
 
 
 def test_drawing_frees_its_memory_after_an_error() -> None:
@@ -204,7 +204,7 @@ def test_drawing_frees_its_memory_after_an_error() -> None:
     model = made(lambda: Failing(2, 2), "meta")
     before = dict(model._parameters)
     with pytest.raises(ValueError, match="no entropy"):
-        draw(model, "", model, CPU)
+        initial_values(model, "", model, CPU)
     assert all(model._parameters[name] is parameter for name, parameter in before.items())
 
 

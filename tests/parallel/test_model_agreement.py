@@ -11,7 +11,7 @@ from support.replicas import assert_same_on_all_ranks, make_gpt, make_mlp, weigh
 from torch import nn
 
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model, describe
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model, model_entries
 from hpctrain.parallel.ddp import DataParallel
 
 
@@ -91,7 +91,7 @@ def test_equal_models_may_differ_in_values(comm: Any) -> None:
 def test_the_description_contains_what_must_agree() -> None:
     model = nn.Sequential(nn.Linear(2, 3, dtype=torch.float64), nn.BatchNorm1d(3, affine=False))
     model[0].bias.requires_grad_(False)
-    assert describe(model) == [
+    assert model_entries(model) == [
         ("parameter", "0.weight", (3, 2), "float64", True),
         ("parameter", "0.bias", (3,), "float64", False),
         ("buffer", "1.running_mean", (3,), "float32", False),

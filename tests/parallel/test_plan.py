@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import SettingsError, UsageError
-from hpctrain.parallel.config import ParallelSettings, even_pieces, generator_number, microbatches_for, shape_of
+from hpctrain.parallel.config import ParallelSettings, generator_number, largest_divisor, microbatches_for, shape_of
 
 
 def test_remaining_ranks_form_the_data_axis() -> None:
@@ -34,7 +34,7 @@ def test_microbatches_that_do_not_divide_the_samples_are_refused() -> None:
 
 
 def test_even_pieces_are_as_many_as_fit() -> None:
-    assert [even_pieces(12, most) for most in (1, 2, 5, 8, 100)] == [1, 2, 4, 6, 12]
+    assert [largest_divisor(12, most) for most in (1, 2, 5, 8, 100)] == [1, 2, 4, 6, 12]
 
 
 def test_ranks_of_one_tensor_group_use_the_same_generator() -> None:

@@ -20,7 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.offload.config import OffloadSettings
-from hpctrain.parallel.strategy import Strategy, numbers
+from hpctrain.parallel.strategy import Strategy, element_values
 from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import plain_tensors
 
@@ -155,9 +155,9 @@ class StrategySuite:
     def test_a_norm_below_the_limit_changes_no_gradient(self, attached: Any) -> None:
         strategy, _, _ = attached
         passes(strategy, 0)
-        before = {name: numbers(gradient).clone() for name, gradient in strategy.reduced_gradients()}
+        before = {name: element_values(gradient).clone() for name, gradient in strategy.reduced_gradients()}
         assert float(strategy.clip_grad_norm(float("inf"))) == pytest.approx(reference().norms[0], rel=1e-4)
-        after = {name: numbers(gradient) for name, gradient in strategy.reduced_gradients()}
+        after = {name: element_values(gradient) for name, gradient in strategy.reduced_gradients()}
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
     def test_scaled_gradients_have_a_scaled_norm(self, attached: Any) -> None:

@@ -44,14 +44,14 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **settings: Any) -> None:
         self.streams, self.log = LateStreams(torch.device("cuda")), Log()
         monkeypatch.setattr(setup, "streams_of", lambda device: self.streams)
-        monkeypatch.setattr(setup, "_room", lambda pieces, comm, settings, device, *, whole: FreshPool(
-            device, len(pieces) if whole else setup.ON_DEVICE))
+        monkeypatch.setattr(setup, "_buffer_pool", lambda groups, comm, settings, device, *, all_gradients: FreshPool(
+            device, len(groups) if all_gradients else setup.ON_DEVICE))
         self._use_memory_again(monkeypatch)
         self.comm: Any = LateRank(self.streams, self.log)
         self.model, self.plain = model or Net(), Net()
         self.strategy = ShardedDataParallel(self.model, self.comm, ParallelSettings(**settings))
-        self.form: Any = self.strategy._form
-        self.comm.lasting.update(memory_of(piece.own) for piece in self.strategy._parts.pieces)
+        self.residency: Any = self.strategy._residency
+        self.comm.lasting.update(memory_of(group.shard_data) for group in self.strategy._parts.groups)
         if model is None:
             for number, layer in enumerate(self.model.layers):  # type: ignore[union-attr, arg-type]
                 layer.register_forward_pre_hook(lambda _, args, number=number: self.compute("compute", number))
@@ -65,16 +65,16 @@ class Bench:
         """Overwrite memory on the computing stream as soon as it is given back."""
         free, close = ParamGroup.free, GroupReduction.close
 
-        def freed(piece: ParamGroup) -> None:
+        def freed(group: ParamGroup) -> None:
             self.streams.finish()
-            free(piece)
+            free(group)
 
-        def closed(flow: GroupReduction) -> None:
-            flat = flow.flat
+        def closed(reduction: GroupReduction) -> None:
+            flat = reduction.flat
             assert flat is not None
             self.streams.give(self.streams.current(), lambda: flat.fill_(torch.nan))
             self.streams.finish()
-            close(flow)
+            close(reduction)
 
         monkeypatch.setattr(ParamGroup, "free", freed)
         monkeypatch.setattr(GroupReduction, "close", closed)
@@ -83,22 +83,22 @@ class Bench:
         """Let the device run only the work that must precede a computation."""
         self.streams.finish()
         if kind:
-            self.log.append((kind, number, self.whole()))
+            self.log.append((kind, number, self.unsharded_layers()))
 
-    def whole(self) -> set[int]:
+    def unsharded_layers(self) -> set[int]:
         """Return the layers whose whole parameters have memory; -1 is the model's own unit."""
-        if not isinstance(self.form, UnshardOnDemand):
+        if not isinstance(self.residency, UnshardOnDemand):
             return set()
         return {
-            station.number - 1
-            for station in self.form._stations
-            if any(piece.flat.untyped_storage().nbytes() for piece in station.pieces)
+            unit.number - 1
+            for unit in self.residency._units
+            if any(group.flat.untyped_storage().nbytes() for group in unit.groups)
         }
 
     def names(self) -> dict[int, int]:
         """Return the layer of each buffer that holds whole parameters for a while."""
-        return {memory_of(piece.flat): station.number - 1 for station in self.form._stations
-                for piece in station.pieces}
+        return {memory_of(group.flat): unit.number - 1 for unit in self.residency._units
+                for group in unit.groups}
 
     def gradients(self, batch: Tensor) -> None:
         for model in (self.model, self.plain):

@@ -7,7 +7,7 @@ from collections import Counter
 from types import TracebackType
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.parallel.strategy import Figures
+from hpctrain.parallel.strategy import Metrics
 
 LONGEST = 100  # maximum number of bars; the last one counts all updates of at least its staleness
 
@@ -22,7 +22,7 @@ class Histogram:
         """Count an update."""
         self.counts[staleness] += 1
 
-    def metrics(self, comm: Communicator) -> Figures:
+    def metrics(self, comm: Communicator) -> Metrics:
         """Return mean, maximum and histogram of all workers' updates, and reset them. Collective."""
         total: Counter[int] = Counter()
         for one in comm.all_gather_object(dict(self.counts)):
@@ -89,7 +89,7 @@ class CommunicationTime:
     ) -> None:
         self._spent += _monotonic() - self._entered
 
-    def metrics(self, comm: Communicator, *, computes: bool = True) -> Figures:
+    def metrics(self, comm: Communicator, *, computes: bool = True) -> Metrics:
         """Return the fraction, from 0 to 1, as the mean of all workers, and reset it. Collective."""
         self.pause()
         own = self._spent / self._passed if computes and self._passed else None

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.parallel.fsdp.layout import ring
+from hpctrain.parallel.fsdp.layout import ring_slots
 
 
 class BufferPool(Protocol):
     """Buffer pool for the gradients of parameter groups, in the order in which they are reduced; sizes are in bytes."""
 
-    def order(self, sizes: Sequence[int]) -> None:
+    def set_sizes(self, sizes: Sequence[int]) -> None:
         """Set the sizes of all groups, in the order in which they will be reduced."""
 
-    def before(self, number: int) -> int:
+    def groups_before(self, number: int) -> int:
         """Return the number of groups that must be reduced before there is memory for the group of this number."""
 
-    def open(self, number: int) -> Tensor:
+    def buffer(self, number: int) -> Tensor:
         """Return memory for the gradients of a group, as bytes."""
 
 
@@ -34,19 +34,19 @@ class RingPool:
 
     def __init__(self, comm: Communicator, capacity: int) -> None:
         self._memory = comm.empty(capacity, torch.uint8)
-        self.order([])
+        self.set_sizes([])
 
-    def order(self, sizes: Sequence[int]) -> None:
+    def set_sizes(self, sizes: Sequence[int]) -> None:
         """Set the order of the groups."""
-        self._sizes, self._seats = sizes, ring(sizes, self._memory.numel())
+        self._sizes, self._slots = sizes, ring_slots(sizes, self._memory.numel())
 
-    def before(self, number: int) -> int:
+    def groups_before(self, number: int) -> int:
         """Return the number of groups up to the last one whose slot overlaps the slot of this group."""
-        return self._seats[number].after
+        return self._slots[number].after
 
-    def open(self, number: int) -> Tensor:
+    def buffer(self, number: int) -> Tensor:
         """Return the slot of a group."""
-        offset = self._seats[number].offset
+        offset = self._slots[number].offset
         return self._memory[offset : offset + self._sizes[number]]
 
 
@@ -55,16 +55,16 @@ class FreshPool:
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self._device, self._limit = device, limit
-        self.order([])
+        self.set_sizes([])
 
-    def order(self, sizes: Sequence[int]) -> None:
+    def set_sizes(self, sizes: Sequence[int]) -> None:
         """Set the order of the groups."""
         self._sizes = sizes
 
-    def before(self, number: int) -> int:
+    def groups_before(self, number: int) -> int:
         """Return the number of groups that must be reduced so that at most ``limit`` are in memory."""
         return max(number + 1 - self._limit, 0)
 
-    def open(self, number: int) -> Tensor:
+    def buffer(self, number: int) -> Tensor:
         """Allocate memory for a group."""
         return torch.empty(self._sizes[number], dtype=torch.uint8, device=self._device)

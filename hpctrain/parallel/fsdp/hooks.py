@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.parallel.hooks import after_gradient, around_forward, when_backward_comes_to, when_backward_has_left
+from hpctrain.parallel.hooks import after_backward, after_gradient, around_forward, before_backward
 from hpctrain.plain_tensors import as_parts
 
 if TYPE_CHECKING:
@@ -28,60 +28,61 @@ if TYPE_CHECKING:
 class UnitHooks:
     """Hooks that unshard and reshard one unit."""
 
-    def __init__(self, passing: UnshardOnDemand, station: UnitState, begins: Callable[[], None]) -> None:
-        self._passing, self._station, self._begins = passing, station, begins
-        self._trained = [member for piece in station.pieces if piece.trained for member in piece.members]
-        self._usual = {member.name for member in self._trained}  # parameters that received a gradient in the last pass
-        self._came: set[str] = set()
-        self._left = False
+    def __init__(self, residency: UnshardOnDemand, unit: UnitState, on_backward: Callable[[], None]) -> None:
+        self._residency, self._unit, self._on_backward = residency, unit, on_backward
+        self._trained = [member for group in unit.groups if group.trained for member in group.members]
+        # parameters that received a gradient in the last pass
+        self._expected = {member.name for member in self._trained}
+        self._received: set[str] = set()
+        self._inputs_done = False
 
     def attach(self) -> list[RemovableHandle]:
         """Register hooks on the unit's module and parameters."""
-        handles = around_forward(self._station.module, self._before, self._after)
+        handles = around_forward(self._unit.module, self._before, self._after)
         for member in self._trained:
-            handles.append(after_gradient(member.whole, self._take, member.name))
+            handles.append(after_gradient(member.unsharded, self._after_gradient, member.name))
         return handles
 
     @as_parts
     def _before(self, args: Any, kwargs: Any) -> None:
-        if self._passing.idle:
+        if self._residency.idle:
             return
-        self._passing.need(self._station)
-        if torch.is_grad_enabled() and not self._passing.going_back:
-            when_backward_has_left((args, kwargs), self._leave)
+        self._residency.unshard_unit(self._unit)
+        if torch.is_grad_enabled() and not self._residency.in_backward:
+            after_backward((args, kwargs), self._after_inputs)
 
     @as_parts
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
         # The recomputation of activations does not end the unit's backward pass.
-        if self._passing.idle or self._passing.going_back:
+        if self._residency.idle or self._residency.in_backward:
             return
         if torch.is_grad_enabled():
-            when_backward_comes_to(result, self._come)
-        self._passing.release(self._station)
+            before_backward(result, self._begin_backward)
+        self._unit.reshard()
 
     @as_parts
-    def _come(self) -> None:
-        self._begins()
-        self._left = False
-        self._passing.need(self._station)
+    def _begin_backward(self) -> None:
+        self._on_backward()
+        self._inputs_done = False
+        self._residency.unshard_unit(self._unit)
 
     @as_parts
-    def _leave(self) -> None:
-        self._left = True
-        self._free()
+    def _after_inputs(self) -> None:
+        self._inputs_done = True
+        self._reshard_if_done()
 
     @as_parts
-    def _take(self, name: str, _: Tensor) -> None:
-        self._came.add(name)
-        if self._left:
-            self._free()
+    def _after_gradient(self, name: str, _: Tensor) -> None:
+        self._received.add(name)
+        if self._inputs_done:
+            self._reshard_if_done()
 
-    def _free(self) -> None:
-        if self._came >= self._usual:
-            self._passing.release(self._station)
+    def _reshard_if_done(self) -> None:
+        if self._received >= self._expected:
+            self._unit.reshard()
 
-    def end(self) -> None:
+    def end_backward(self) -> None:
         """End a backward pass."""
-        if self._came:
-            self._usual, self._came = self._came, set()
-        self._left = False
+        if self._received:
+            self._expected, self._received = self._received, set()
+        self._inputs_done = False

@@ -32,37 +32,37 @@ class HeldRange:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Layout of a flat tensor in ``ranks`` slices: parameters of ``numels`` elements at offsets ``places``."""
+    """Layout of a flat tensor in ``ranks`` slices: parameters of ``numels`` elements at offsets ``offsets``."""
 
-    places: tuple[int, ...]
+    offsets: tuple[int, ...]
     numels: tuple[int, ...]
     ranks: int
-    share: int  # elements per slice
+    slice_numel: int  # elements per slice
 
     @property
     def numel(self) -> int:
         """Return the elements of the flat tensor, padding included."""
-        return self.ranks * self.share
+        return self.ranks * self.slice_numel
 
     def held(self, rank: int) -> list[HeldRange]:
         """Return the range of each parameter that a rank holds; ranges may be empty."""
-        low, high = rank * self.share, (rank + 1) * self.share
+        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
         found = []
-        for place, numel in zip(self.places, self.numels):
-            begin, end = max(place, low), min(place + numel, high)
-            found.append(HeldRange(begin - place, end - place, begin - low) if begin < end else HeldRange(0, 0, 0))
+        for offset, numel in zip(self.offsets, self.numels):
+            begin, end = max(offset, low), min(offset + numel, high)
+            found.append(HeldRange(begin - offset, end - offset, begin - low) if begin < end else HeldRange(0, 0, 0))
         return found
 
 
 def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> FlatLayout:
     """Place parameters one after another, each aligned to a cache line; ``itemsize`` in bytes."""
     align = max(ALIGN // itemsize, 1)
-    places, end = [], 0
+    offsets, end = [], 0
     for numel in numels:
-        places.append(end)
+        offsets.append(end)
         end += -(-numel // align) * align
-    share = max(-(-end // (ranks * align)), 1) * align
-    return FlatLayout(tuple(places), tuple(numels), ranks, share)
+    slice_numel = max(-(-end // (ranks * align)), 1) * align
+    return FlatLayout(tuple(offsets), tuple(numels), ranks, slice_numel)
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,24 @@ class RingSlot:
     after: int  # number of tensors, counted from the first
 
 
-def ring(sizes: Sequence[int], capacity: int) -> list[RingSlot]:
+def ring_slots(sizes: Sequence[int], capacity: int) -> list[RingSlot]:
     """Assign slots in a ring of ``capacity`` elements to tensors that are used in order; the largest must fit."""
-    seats: list[RingSlot] = []
-    end, lap = 0, 0  # end of the last tensor, and the first tensor since the last wrap-around
+    slots: list[RingSlot] = []
+    end, first_of_lap = 0, 0  # end of the last tensor, and the first tensor since the last wrap-around
     for number, size in enumerate(sizes):
         if end + size > capacity:
-            end, lap = 0, number
+            end, first_of_lap = 0, number
         after = next(
             (
                 other + 1
-                for other in reversed(range(lap))
-                if _overlap(seats[other].offset, sizes[other], end, size)
+                for other in reversed(range(first_of_lap))
+                if _overlap(slots[other].offset, sizes[other], end, size)
             ),
             0,
         )
-        seats.append(RingSlot(end, max(after, seats[-1].after if seats else 0)))
+        slots.append(RingSlot(end, max(after, slots[-1].after if slots else 0)))
         end += size
-    return seats
+    return slots
 
 
 def _overlap(start: int, size: int, other: int, length: int) -> bool:

@@ -44,8 +44,8 @@ def norm_of(squares: Tensor, gradients: Iterable[Tensor]) -> Tensor:
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements, of shape [1], on ``device``."""
     squares = torch.zeros(1, dtype=torch.float64, device=device)
-    for place in dict.fromkeys(gradient.device for gradient in gradients):
-        norms = torch._foreach_norm([gradient for gradient in gradients if gradient.device == place])
+    for one_device in dict.fromkeys(gradient.device for gradient in gradients):
+        norms = torch._foreach_norm([gradient for gradient in gradients if gradient.device == one_device])
         squares += torch.stack([norm.double() for norm in norms]).square().sum().to(device)
     return squares
 
@@ -62,7 +62,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 # on the number of steps. This is not true of Adafactor (sums over rows and columns), Muon (works on
 # a whole matrix), LBFGS (uses all parameters) and SparseAdam (sparse gradients, which cannot be
 # reduced).
-KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -83,11 +83,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer, trusted: Sequence[str] =
     A subclass of a known optimizer counts as known if it does not override ``step``.
     """
     name = type(optimizer).__name__
-    if name in trusted or _step(type(optimizer)) in {_step(known) for known in KNOWN}:
+    if name in trusted or _step(type(optimizer)) in {_step(known) for known in ELEMENTWISE}:
         return
     raise UsageError(
         f"optimizer {name} cannot be used where parameters are split over ranks: it is not known to update every "
-        f"element by itself, as {', '.join(known.__name__ for known in KNOWN)} do; if it does, add {name!r} to "
+        f"element by itself, as {', '.join(known.__name__ for known in ELEMENTWISE)} do; if it does, add {name!r} to "
         "parallel.elementwise",
         everywhere=True,
     )
@@ -102,7 +102,7 @@ def _step(kind: type[torch.optim.Optimizer]) -> Callable[..., object]:
 # Hooks on the optimizers of the process: which of them update shards, and whether they can ----------------------------
 
 
-class Owners:
+class OptimizerHooks:
     """Hooks that call ``before`` and ``after`` around each update of ``shards`` by any optimizer.
 
     ``replaced`` holds the parameters that the model had before sharding, by name. An optimizer that
@@ -124,13 +124,13 @@ class Owners:
 
     def attach(self) -> UpdateHooks:
         """Hook all optimizers of the process; the hooks last as long as this object."""
-        return UpdateHooks(self, Owners._first, Owners._last)
+        return UpdateHooks(self, OptimizerHooks._before_step, OptimizerHooks._after_step)
 
-    def _first(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.check(optimizer):
             self._before(optimizer)
 
-    def _last(self, optimizer: torch.optim.Optimizer) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.holds(optimizer):
             self._after(optimizer)
 

@@ -27,8 +27,8 @@ from hpctrain.shard import Shard
 class StreamWork:
     """Handle of one collective that was enqueued on a ``CommStream``."""
 
-    def __init__(self, lane: CommStream, event: Any, work: Work | None) -> None:
-        self._lane, self._event, self._work = lane, event, work
+    def __init__(self, stream: CommStream, event: Any, work: Work | None) -> None:
+        self._stream, self._event, self._work = stream, event, work
 
     def done(self) -> bool:
         """Return whether the operation is complete for this host, and drive its progress if it is not."""
@@ -39,7 +39,7 @@ class StreamWork:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self._lane.join(self._event)
+        self._stream.join(self._event)
 
 
 class CommStream:
@@ -47,7 +47,7 @@ class CommStream:
 
     def __init__(self, streams: Streams) -> None:
         # the host can enqueue a collective before the previous one is complete
-        self.beside = streams.device.type != "cpu"
+        self.asynchronous = streams.device.type != "cpu"
         self._streams = streams
         self._stream = streams.new()
 
@@ -74,17 +74,17 @@ class CommStream:
 # other object in the module.
 
 
-Places = list[tuple[nn.Module, str]]
+Locations = list[tuple[nn.Module, str]]
 Memory = Callable[[int, torch.dtype], Tensor]  # allocates a flat tensor
 
 
 class HostWeights(Protocol):
     """Transfer of a rank's slice of a parameter group from host memory to the buffer in which it is gathered."""
 
-    def start(self) -> None:
+    def start_copy(self) -> None:
         """Start the transfer; called just after the memory of the unsharded parameters has been allocated."""
 
-    def deliver(self) -> None:
+    def finish_copy(self) -> None:
         """Order subsequent work after the transfer."""
 
 
@@ -93,17 +93,17 @@ class ShardedParam:
     """Sharded parameter: its shard and its unsharded form, with all modules and attributes where the model uses it."""
 
     name: str
-    places: Places
+    locations: Locations
     shape: torch.Size
     held: HeldRange
-    whole: nn.Parameter
+    unsharded: nn.Parameter
     shard: nn.Parameter
-    shown: nn.Parameter | None = None
+    registered: nn.Parameter | None = None
 
-    def check_shown(self) -> None:
+    def check_registered(self) -> None:
         """Raise ``UsageError`` if the program has replaced the parameter by another tensor."""
-        for module, attribute in self.places:
-            if module._parameters.get(attribute) is not self.shown and self.shown is not None:
+        for module, attribute in self.locations:
+            if module._parameters.get(attribute) is not self.registered and self.registered is not None:
                 raise UsageError(
                     f"parameter {self.name}: another tensor is in its place than at job.wrap, as by "
                     "torch.func.functional_call or an assignment to the module; a strategy that shards parameters "
@@ -112,73 +112,75 @@ class ShardedParam:
                     everywhere=True,
                 )
 
-    def show(self, face: nn.Parameter) -> None:
+    def register(self, parameter: nn.Parameter) -> None:
         """Register the shard or the unsharded parameter in all modules that use it."""
-        self.shown = face
-        for module, attribute in self.places:
+        self.registered = parameter
+        for module, attribute in self.locations:
             if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[attribute] = face
+                module._parameters[attribute] = parameter
             else:
-                setattr(module, attribute, face)  # modules that keep further references (nn.LSTM) update them here
+                setattr(module, attribute, parameter)  # modules that keep further references (nn.LSTM) update them here
 
 
 class ParamGroup:
     """Parameter group: parameters of one dtype, either all trained or all frozen, in one flat tensor.
 
-    ``flat`` is the memory of the unsharded parameters, and ``place`` this rank's slice of it.
-    ``own`` is the permanent memory of this rank's shards. It is the same memory as ``place`` unless
-    ``flat`` is allocated per pass or has another dtype. If ``host`` is given, it allocates ``own``.
-    The offload engine then sets the object that transfers ``own`` to ``place``.
+    ``flat`` is the memory of the unsharded parameters, and ``flat_slice`` this rank's slice of it.
+    ``shard_data`` is the permanent memory of this rank's shards. It is the same memory as
+    ``flat_slice`` unless ``flat`` is allocated per pass (``on_demand``) or has another dtype. If
+    ``host`` is given, it allocates ``shard_data``. The host optimizer then sets ``host_weights``, which
+    transfers ``shard_data`` to ``flat_slice``.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
-        places: Sequence[Places],
+        locations: Sequence[Locations],
         comm: Communicator,
         flat: Memory,
         *,
         dtype: torch.dtype,
-        passing: bool,
+        on_demand: bool,
         device: torch.device,
         host: Memory | None = None,
     ) -> None:
         first = parameters[0]
         self.comm = comm
         self.trained = first.requires_grad
-        self.passing = passing
+        self.on_demand = on_demand
         self.device = device
-        self.courier: HostWeights | None = None
-        self.alone = host is not None and comm.size == 1  # no communication is needed, and no staging through the host
+        self.host_weights: HostWeights | None = None
+        self.single_rank = host is not None and comm.size == 1  # no communication, and no staging through the host
         itemsize = min(first.itemsize, dtype.itemsize)
         self.layout: FlatLayout = lay_out([each.numel() for each in parameters], comm.size, itemsize)
         self.flat = flat(self.layout.numel, dtype)
-        start = comm.rank * self.layout.share
-        self.place = self.flat[start : start + self.layout.share]
-        self.own = self._room(first.dtype) if host is None else host(self.layout.share, first.dtype)
+        start = comm.rank * self.layout.slice_numel
+        self.flat_slice = self.flat[start : start + self.layout.slice_numel]
+        numel, dtype_of_shard = self.layout.slice_numel, first.dtype
+        self.shard_data = self._allocate_shard(dtype_of_shard) if host is None else host(numel, dtype_of_shard)
         self.members = [
             self._member(number, name, parameter, where)
-            for number, (name, parameter, where) in enumerate(zip(names, parameters, places))
+            for number, (name, parameter, where) in enumerate(zip(names, parameters, locations))
         ]
         self.free()
 
-    def _room(self, dtype: torch.dtype) -> Tensor:
+    def _allocate_shard(self, dtype: torch.dtype) -> Tensor:
         """Return device memory for this rank's shards."""
-        if self.passing or self.flat.dtype is not dtype:
-            return torch.empty(self.layout.share, dtype=dtype, device=self.device)
-        return self.place
+        if self.on_demand or self.flat.dtype is not dtype:
+            return torch.empty(self.layout.slice_numel, dtype=dtype, device=self.device)
+        return self.flat_slice
 
-    def _member(self, number: int, name: str, parameter: nn.Parameter, places: Places) -> ShardedParam:
+    def _member(self, number: int, name: str, parameter: nn.Parameter, locations: Locations) -> ShardedParam:
         held, shape = self.layout.held(self.comm.rank)[number], parameter.shape
-        place = self.layout.places[number]
+        offset = self.layout.offsets[number]
         # .data: later writes to the flat tensor must not count as in-place changes in autograd.
-        whole = self.flat.data[place : place + parameter.numel()].view(shape)
-        shard = held_in(self.own.data, held, shape)
-        faces = [nn.Parameter(tensor, requires_grad=parameter.requires_grad) for tensor in (whole, shard)]
-        for face in faces:
-            face.__dict__.update(parameter.__dict__)  # attributes that the user has set
-        return ShardedParam(name, places, shape, held, *faces)
+        unsharded = self.flat.data[offset : offset + parameter.numel()].view(shape)
+        shard = held_in(self.shard_data.data, held, shape)
+        versions = [nn.Parameter(tensor, requires_grad=parameter.requires_grad) for tensor in (unsharded, shard)]
+        for version in versions:
+            version.__dict__.update(parameter.__dict__)  # attributes that the user has set
+        return ShardedParam(name, locations, shape, held, *versions)
 
     # Values -----------------------------------------------------------------------------------------------------------
 
@@ -187,26 +189,26 @@ class ParamGroup:
 
         ``replicas`` connects the ranks that hold this slice of the other replicas of the model.
         """
-        whole = None
+        unsharded = None
         if self.comm.rank == 0:
-            whole = torch.zeros(self.layout.numel, dtype=self.own.dtype, device=self.own.device)
+            unsharded = torch.zeros(self.layout.numel, dtype=self.shard_data.dtype, device=self.shard_data.device)
             if value is not None:
-                for place, member in zip(self.layout.places, self.members):
-                    whole[place : place + member.shape.numel()].copy_(value(member).reshape(-1))
+                for offset, member in zip(self.layout.offsets, self.members):
+                    unsharded[offset : offset + member.shape.numel()].copy_(value(member).reshape(-1))
             if replicas is not None:
-                replicas.broadcast(whole)
-        self.comm.scatter(self.own, whole)
+                replicas.broadcast(unsharded)
+        self.comm.scatter(self.shard_data, unsharded)
 
-    def make_room(self) -> None:
+    def allocate(self) -> None:
         """Allocate memory for the unsharded parameters if it is not permanent, and start a transfer from the host."""
-        if self.passing:
+        if self.on_demand:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.itemsize)
-        if self.courier is not None:
-            self.courier.start()
+        if self.host_weights is not None:
+            self.host_weights.start_copy()
 
-    def contribute(self) -> None:
-        """Copy this rank's slice to its place in the flat tensor."""
-        storage = self.own.untyped_storage().data_ptr()
+    def copy_in(self) -> None:
+        """Copy this rank's shards to its slice of the flat tensor."""
+        storage = self.shard_data.untyped_storage().data_ptr()
         for member in self.members:
             if member.shard.numel() and member.shard.untyped_storage().data_ptr() != storage:
                 raise UsageError(
@@ -214,56 +216,56 @@ class ParamGroup:
                     "or exchanged (model.to, model.half, p.data = ...); convert the model before job.wrap, and copy "
                     "values by p.copy_(value)"
                 )
-        if self.courier is not None:
-            self.courier.deliver()
-        elif self.own is not self.place:
-            self.place.copy_(self.own)
+        if self.host_weights is not None:
+            self.host_weights.finish_copy()
+        elif self.shard_data is not self.flat_slice:
+            self.flat_slice.copy_(self.shard_data)
 
     def stay_on_device(self) -> None:
         """Move the memory of this rank's shards to the device for good; the shards stay the same objects."""
-        own, self.courier = self._room(self.own.dtype), None
-        self.own = own.copy_(self.own)
+        shard_data, self.host_weights = self._allocate_shard(self.shard_data.dtype), None
+        self.shard_data = shard_data.copy_(self.shard_data)
         for member in self.members:
-            member.shard.data = held_in(own.data, member.held, member.shape)
+            member.shard.data = held_in(shard_data.data, member.held, member.shape)
 
     def gather(self) -> None:
         """Gather the slices of all ranks in ``flat``. Collective."""
-        self.contribute()
-        if not self.alone:
-            self.comm.all_gather(self.flat, self.place)
+        self.copy_in()
+        if not self.single_rank:
+            self.comm.all_gather(self.flat, self.flat_slice)
 
     def free(self) -> None:
         """Free the memory of the unsharded parameters if it is not permanent."""
-        if self.passing:
+        if self.on_demand:
             self.flat.untyped_storage().resize_(0)
 
     # Sharded and unsharded parameters ---------------------------------------------------------------------------------
 
-    def show_whole(self) -> None:
+    def to_unsharded(self) -> None:
         """Register the unsharded parameters in the modules, with the ``requires_grad`` of the shards."""
         for member in self.members:
-            member.check_shown()
+            member.check_registered()
         for member in self.members:
-            if member.shard.requires_grad is not member.whole.requires_grad:
-                self._follow(member)
-            member.show(member.whole)
+            if member.shard.requires_grad is not member.unsharded.requires_grad:
+                self._set_requires_grad(member)
+            member.register(member.unsharded)
 
-    def _follow(self, member: ShardedParam) -> None:
+    def _set_requires_grad(self, member: ShardedParam) -> None:
         if not self.trained:
             raise UsageError(
                 f"parameter {member.name} was frozen when the model was wrapped, so it has no memory for gradients: "
                 "unfreeze it before, and freeze it afterwards where it is not to be trained yet"
             )
-        member.whole.requires_grad_(member.shard.requires_grad)
+        member.unsharded.requires_grad_(member.shard.requires_grad)
 
-    def show_shards(self) -> None:
+    def to_sharded(self) -> None:
         """Register the shards in the modules."""
         for member in self.members:
-            member.show(member.shard)
+            member.register(member.shard)
 
 
 def held_in(memory: Tensor, held: HeldRange, shape: torch.Size) -> Tensor:
-    """Return a rank's elements of a parameter of ``shape``, as a view of memory with the layout of ``own``."""
+    """Return a rank's elements of a parameter of ``shape``, as a view of memory with the layout of ``shard_data``."""
     return memory[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))
 
 

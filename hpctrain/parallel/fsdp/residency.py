@@ -16,20 +16,20 @@ from hpctrain.parallel.fsdp.param_group import CommStream, ParamGroup, StreamWor
 class Residency(Protocol):
     """Residency of parameters: unsharded in the passes of the model, sharded between them. Passes are collective."""
 
-    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
-        """Register hooks on modules inside the model; call ``begins`` when backward reaches the first of them."""
+    def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
+        """Register hooks on modules inside the model; call ``on_backward`` when backward reaches the first of them."""
 
-    def mark(self, *, frozen: bool = False) -> None:
+    def mark_stale(self, *, frozen: bool = False) -> None:
         """Mark the unsharded parameters as stale after a change of shards; ``frozen``: of frozen parameters too."""
 
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until no rank computes with the memory that this rank is about to change."""
 
     def begin_forward(self, *, records: bool) -> None:
         """Begin a forward pass of the whole model; ``records``: a backward pass may follow."""
 
-    def end_forward(self, *, keeps: bool) -> None:
-        """End the forward pass; ``keeps``: a backward pass may follow."""
+    def end_forward(self, *, needs_backward: bool) -> None:
+        """End the forward pass; ``needs_backward``: a backward pass may follow."""
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Begin a backward pass; ``reduces``: its gradients are reduced."""
@@ -37,7 +37,7 @@ class Residency(Protocol):
     def end_backward(self) -> None:
         """End the backward pass."""
 
-    def drain(self, world: Communicator) -> None:
+    def agree_on_order(self, world: Communicator) -> None:
         """Make the ranks agree on the order of collectives that a pass has recorded."""
 
     def join_pass(self, *, backward: bool) -> None:
@@ -63,68 +63,70 @@ class Residency(Protocol):
 class KeepUnsharded:
     """Residency that keeps all parameters unsharded, and gathers them if they are stale."""
 
-    def __init__(self, pieces: Sequence[ParamGroup], comm: Communicator, lane: CommStream, *, mapped: bool) -> None:
-        self._pieces, self._comm, self._lane = pieces, comm, lane
-        self._mapped = mapped
+    def __init__(
+        self, groups: Sequence[ParamGroup], comm: Communicator, stream: CommStream, *, node_shared: bool
+    ) -> None:
+        self._groups, self._comm, self._stream = groups, comm, stream
+        self._node_shared = node_shared
         self._stale, self._frozen_stale = True, True
-        self._tickets: list[StreamWork] = []
-        self._near = self._fence = None
-        if mapped:
-            self._near = comm if comm.nodes == 1 else comm.split(comm.node)
-            self._fence = self._near.common(64 * self._near.size, torch.uint8, must_share=True)
+        self._handles: list[StreamWork] = []
+        self._node = self._fence = None
+        if node_shared:
+            self._node = comm if comm.nodes == 1 else comm.split(comm.node)
+            self._fence = self._node.common(64 * self._node.size, torch.uint8, must_share=True)
 
-    def mark(self, *, frozen: bool = False) -> None:
+    def mark_stale(self, *, frozen: bool = False) -> None:
         """Mark the unsharded parameters as stale after a change of shards; ``frozen``: of frozen parameters too."""
         self._stale, self._frozen_stale = True, self._frozen_stale or frozen
-        if self._lane.beside and not frozen:
-            self._start()  # overlaps with the work of the caller between two steps
+        if self._stream.asynchronous and not frozen:
+            self._start_gather()  # overlaps with the work of the caller between two steps
 
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until no rank on the node computes with the parameters any more, if they are in shared memory.
 
         A gather in progress has to end first, because it writes to the memory that an update is
         about to change.
         """
-        self._settle()
-        if self._near is not None and self._fence is not None:
-            self._near.all_gather(self._fence, self._fence.chunk(self._near.size)[self._near.rank])
+        self._wait()
+        if self._node is not None and self._fence is not None:
+            self._node.all_gather(self._fence, self._fence.chunk(self._node.size)[self._node.rank])
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, records: bool) -> None:
         """Bring the unsharded parameters up to date, and register them in the modules. Collective."""
         self._gather()
-        self._show(whole=True)
+        self._register(unsharded=True)
 
-    def end_forward(self, *, keeps: bool) -> None:
+    def end_forward(self, *, needs_backward: bool) -> None:
         """Register the shards again."""
-        self._show(whole=False)
+        self._register(unsharded=False)
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Register the unsharded parameters, for the recomputation of activations."""
-        self._show(whole=True)
+        self._register(unsharded=True)
 
     def end_backward(self) -> None:
         """Register the shards again."""
-        self._show(whole=False)
+        self._register(unsharded=False)
 
-    def drain(self, world: Communicator) -> None:
+    def agree_on_order(self, world: Communicator) -> None:
         """Do nothing: no order has to be agreed on."""
 
     def unshard(self) -> None:
         """Bring all unsharded parameters up to date, and register them in the modules. Collective."""
         self._gather()
-        self._show(whole=True)
+        self._register(unsharded=True)
 
     def reshard(self) -> None:
         """Register the shards again."""
-        self._show(whole=False)
+        self._register(unsharded=False)
 
     def join_pass(self, *, backward: bool) -> None:
         """Take part in the collectives of a pass without computing."""
         self._gather()
 
-    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
+    def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
         """Do nothing: all parameters are unsharded in all passes."""
         return []
 
@@ -133,24 +135,24 @@ class KeepUnsharded:
     def _gather(self) -> None:
         """Bring the unsharded parameters up to date, and order subsequent computations after this."""
         if self._stale:
-            self._start()
-        self._settle()
+            self._start_gather()
+        self._wait()
 
-    def _settle(self) -> None:
-        for ticket in self._tickets:
-            ticket.wait()
-        self._tickets.clear()
+    def _wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
 
-    def _start(self) -> None:
-        pieces = [piece for piece in self._pieces if piece.trained or self._frozen_stale]
+    def _start_gather(self) -> None:
+        groups = [group for group in self._groups if group.trained or self._frozen_stale]
         self._stale = self._frozen_stale = False
-        if self._mapped and self._comm.nodes == 1:
-            for piece in pieces:
-                piece.contribute()
-            self.meet()
+        if self._node_shared and self._comm.nodes == 1:
+            for group in groups:
+                group.copy_in()
+            self.wait_for_readers()
         else:
-            self._tickets += [self._lane.run(piece.gather) for piece in pieces]
+            self._handles += [self._stream.run(group.gather) for group in groups]
 
-    def _show(self, *, whole: bool) -> None:
-        for piece in self._pieces:
-            piece.show_whole() if whole else piece.show_shards()
+    def _register(self, *, unsharded: bool) -> None:
+        for group in self._groups:
+            group.to_unsharded() if unsharded else group.to_sharded()

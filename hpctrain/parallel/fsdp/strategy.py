@@ -2,8 +2,8 @@
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
 2020, and Zhao et al., "PyTorch FSDP", VLDB 2023. The notes of the other files describe the details:
-how parameters are cut (``layout``), sharded and unsharded parameters (``piece``), when they are
-unsharded (``resident``, ``passing``) and how gradients are reduced (``gradients``). This file
+how parameters are cut (``layout``), sharded and unsharded parameters (``group``), when they are
+unsharded (``resident``, ``on_demand``) and how gradients are reduced (``gradients``). This file
 connects these parts to the model and its optimizer by hooks.
 """
 
@@ -22,19 +22,19 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp.optimizer import Owners, clip_shards
+from hpctrain.parallel.fsdp.optimizer import OptimizerHooks, clip_shards
 from hpctrain.parallel.fsdp.param_group import FlatSplit
-from hpctrain.parallel.fsdp.setup import Parts, assemble
+from hpctrain.parallel.fsdp.setup import shard_model
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.guard.guard import LateParameters
+from hpctrain.parallel.guard.guard import AddedParameters
 from hpctrain.parallel.hooks import (
     ModuleHook,
     UpdateHooks,
     after_gradient,
     around_forward,
+    before_backward,
     cast,
     differentiable,
-    when_backward_comes_to,
 )
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class ShardedDataParallel(Strategy):
     """Strategy that applies ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
 
-    With ``offload``, this rank's shards are stored in host memory and updated there by a ``host_optimizer``.
+    With ``offload``, this rank's shards are stored in host memory and updated there by a ``make_host_optimizer``.
 
     Create the optimizer afterwards. The constructor is collective. The parameters take the values
     of rank 0. Raises ``MismatchError`` if the ranks' models differ, ``UsageError`` for units that
@@ -62,37 +62,39 @@ class ShardedDataParallel(Strategy):
         settings: ParallelSettings = ParallelSettings(data="fsdp"),
         device: torch.device = torch.device("cpu"),
         offload: OffloadSettings | None = None,
-        host_optimizer: MakeHostOptimizer | None = None,
+        make_host_optimizer: MakeHostOptimizer | None = None,
     ) -> None:
         self.model, self.comm, self.settings = model, comm, settings
         before = {name: (p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
-        self._parts: Parts = assemble(model, comm, settings, device, offload, host_optimizer)
-        self._engine = self._parts.engine
-        self._form, self._reduction = self._parts.form, self._parts.reduction
+        self._parts = shard_model(model, comm, settings, device, offload, make_host_optimizer)
+        self._host_optimizer = self._parts.host_optimizer
+        self._residency, self._grad_reduction = self._parts.residency, self._parts.reduction
         members = self._parts.members
         self._shards = [member.shard for member in members]
         self._split = FlatSplit(self._parts.by_name)
-        self._running = False  # between the beginning of a backward pass and its end
-        self._summoned = False
+        self._in_backward = False  # between the beginning of a backward pass and its end
+        self._is_unsharded = False
         self._written = False  # whether the program itself has changed shards since the last pass
-        self._owners = Owners(
+        self._optimizer_hooks = OptimizerHooks(
             self._shards, self._parts.replaced, settings.elementwise, self._before_update, self._after_update
         )
         self._gradient_hooks = GradientHooks({member.name: member.shard for member in members})
         for member in members:
             self._gradient_hooks.take_over(member.name, *before[member.name])
-        self._late = LateParameters(model, [*model.parameters(), *(member.whole for member in members)])
+        self._added_parameters = AddedParameters(
+            model, [*model.parameters(), *(member.unsharded for member in members)]
+        )
         self._handles: list[RemovableHandle | UpdateHooks] = [
-            *self._hook(),
-            *self._form.hook(model, self._begin_backward),
-            self._owners.attach(),
-            UpdateHooks(self, lambda own, optimizer: own._late.check(optimizer)),
+            *self._register_hooks(),
+            *self._residency.register_hooks(model, self._begin_backward),
+            self._optimizer_hooks.attach(),
+            UpdateHooks(self, lambda strategy, optimizer: strategy._added_parameters.check(optimizer)),
         ]
 
     def set_sample_weight(self, weight: float) -> None:
         """Weight this rank's gradients by ``weight`` in the average over the data ranks, until the next call."""
         super().set_sample_weight(weight)
-        self._reduction.sample_weight = self._sample_weight
+        self._grad_reduction.sample_weight = self._sample_weight
 
     @as_parts
     def join_empty(self, *, backward: bool = True) -> None:
@@ -106,13 +108,13 @@ class ShardedDataParallel(Strategy):
                 f"rank {self.comm.rank} has no sample in this step, but synchronised batch norm needs some of every "
                 "rank: make the batch larger, or drop the last one"
             )
-        self._take_writes()
+        self._apply_writes()
         if backward:
             self._check_local()
             self._broadcast_buffers()
-        self._form.join_pass(backward=backward)
+        self._residency.join_pass(backward=backward)
         if backward:
-            self._finish()
+            self._finish_reduction()
 
     @contextmanager
     def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
@@ -120,41 +122,41 @@ class ShardedDataParallel(Strategy):
         if reduces:
             self._check_local()
             self._broadcast_buffers()
-        self._summon()
+        self._unshard_all()
         try:
             with self.no_sync():
                 yield
         finally:
-            self._dismiss()
+            self._reshard_all()
         if reduces:
-            self._finish()
+            self._finish_reduction()
         elif any(True for _ in self.local_gradients()):
             self._note_local()
 
     @as_parts
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
-        if self._engine is None:
+        if self._host_optimizer is None:
             return clip_shards(self._shards, self._parts.comm, max_norm)
-        return self._engine.clip(self._shards, self._parts.comm, max_norm, plain=self._is_plain)
+        return self._host_optimizer.clip(self._shards, self._parts.comm, max_norm, plain=self._is_plain)
 
     @as_parts
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
-        if self._engine is None:
+        if self._host_optimizer is None:
             super().scale_gradients(factor)
         else:
-            self._engine.gradients.scale(self._shards, factor)
+            self._host_optimizer.gradients.scale(self._shards, factor)
 
     @property
     def _is_plain(self) -> bool:
         """Return whether nothing would be sharded without offload; then a norm is that of unsharded gradients."""
-        return self.comm.size == 1 and self._parts.narrow is None
+        return self.comm.size == 1 and self._parts.compute_dtype is None
 
     def detach(self) -> None:
         """Remove all hooks from the module; its parameters stay shards."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._host_optimizer is not None:
+            self._host_optimizer.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -192,37 +194,39 @@ class ShardedDataParallel(Strategy):
                 everywhere=True,
             )
         self.drain()
-        self._summon()
+        self._unshard_all()
         try:
             if write and self.comm.rank:
                 for member in self._parts.members:  # writes of other ranks must not change shared memory
-                    member.show(nn.Parameter(member.whole.detach().clone(), requires_grad=member.whole.requires_grad))
+                    member.register(
+                        nn.Parameter(member.unsharded.detach().clone(), requires_grad=member.unsharded.requires_grad)
+                    )
             if write:
-                self._form.meet()  # another rank may still read the values that rank 0 is about to change
+                self._residency.wait_for_readers()  # another rank may still read them
             yield
             if write:
                 with plain_tensors():
-                    for piece in self._parts.pieces:
-                        value = (lambda member: member.whole.detach()) if self.comm.rank == 0 else None
-                        piece.fill(value, self._parts.replicas)
+                    for group in self._parts.groups:
+                        value = (lambda member: member.unsharded.detach()) if self.comm.rank == 0 else None
+                        group.fill(value, self._parts.replicas)
                 self.refresh()
         finally:
-            self._dismiss()
+            self._reshard_all()
 
     @as_parts
-    def _summon(self) -> None:
-        self._take_writes()
-        self._form.unshard()
-        self._summoned = True
+    def _unshard_all(self) -> None:
+        self._apply_writes()
+        self._residency.unshard()
+        self._is_unsharded = True
 
     @as_parts
-    def _dismiss(self) -> None:
-        self._summoned = False
-        self._form.reshard()
+    def _reshard_all(self) -> None:
+        self._is_unsharded = False
+        self._residency.reshard()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` unless an optimizer holds shards and updates element by element."""
-        if not self._owners.check(optimizer):
+        if not self._optimizer_hooks.check(optimizer):
             raise UsageError(
                 "the optimizer holds no parameter of the model: make it from model.parameters() after job.wrap(model)",
                 everywhere=True,
@@ -231,15 +235,15 @@ class ShardedDataParallel(Strategy):
     @as_parts
     def refresh(self) -> None:
         """Mark the parameters as changed by something other than the optimizer. Collective."""
-        if self._engine is not None:
-            self._engine.refresh()
-        self._form.mark(frozen=True)
+        if self._host_optimizer is not None:
+            self._host_optimizer.refresh()
+        self._residency.mark_stale(frozen=True)
 
     @as_parts
     def drain(self) -> None:
         """Complete an update that overlaps with the steps, and mark the parameters as changed. Collective."""
-        if self._engine is not None and self._engine.drain():
-            self._form.mark()
+        if self._host_optimizer is not None and self._host_optimizer.drain():
+            self._residency.mark_stale()
 
     @as_parts
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
@@ -248,18 +252,18 @@ class ShardedDataParallel(Strategy):
         return [(name, gradient) for name, gradient in held if gradient is not None]
 
     def _gradient(self, shard: nn.Parameter) -> Tensor | None:
-        if self._engine is None:
+        if self._host_optimizer is None:
             return shard.grad
-        self._engine.gradients.apply_scale()
-        return self._engine.gradients.of(shard)
+        self._host_optimizer.gradients.apply_scale()
+        return self._host_optimizer.gradients.of(shard)
 
     def before_write(self) -> None:
         """Wait until no rank computes with the shards; the next pass brings unsharded parameters up to date."""
         if not self._written:
             self._written = True
-            self._form.meet()
+            self._residency.wait_for_readers()
 
-    def _take_writes(self) -> None:
+    def _apply_writes(self) -> None:
         """Apply the changes that the program has made to shards since the last pass."""
         if self._written:
             self._written = False
@@ -267,8 +271,8 @@ class ShardedDataParallel(Strategy):
 
     def gradients_final(self) -> None:
         """Apply a pending scale factor to the gradients of offloaded shards."""
-        if self._engine is not None:
-            self._engine.gradients.apply_scale()
+        if self._host_optimizer is not None:
+            self._host_optimizer.gradients.apply_scale()
 
     def partial_parameters(self) -> tuple[str, dict[str, nn.Parameter], bool]:
         """Return the shards, if each parameter has more than one."""
@@ -289,17 +293,17 @@ class ShardedDataParallel(Strategy):
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
         for member in self._parts.members:
-            if member.whole.grad is not None:
-                yield member.name, member.whole.grad
+            if member.unsharded.grad is not None:
+                yield member.name, member.unsharded.grad
 
     @as_parts
     def drop_gradients(self) -> None:
         """Drop all gradients, reduced or not."""
         for member in self._parts.members:
-            member.shard.grad = member.whole.grad = None
+            member.shard.grad = member.unsharded.grad = None
         self._local_weight = None
-        if self._engine is not None:
-            self._engine.gradients.drop()
+        if self._host_optimizer is not None:
+            self._host_optimizer.gradients.drop()
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
@@ -309,104 +313,104 @@ class ShardedDataParallel(Strategy):
         The update uses the hyperparameters at the time of that pass. Shards on the host are then
         updated while the pass runs.
         """
-        if self._engine is not None:
-            self._engine.update_early(optimizer)
+        if self._host_optimizer is not None:
+            self._host_optimizer.update_early(optimizer)
 
     def announce_update(self) -> None:
         """Announce that the next backward pass is the last before an update."""
-        if self._engine is not None and self._syncing:
-            self._engine.announce()
+        if self._host_optimizer is not None and self._syncing:
+            self._host_optimizer.announce()
 
     @as_parts
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._form.meet()
-        if self._engine is not None:
-            self._engine.before(optimizer)
+        self._residency.wait_for_readers()
+        if self._host_optimizer is not None:
+            self._host_optimizer.before(optimizer)
 
     @as_parts
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._engine is not None:
-            self._engine.after(optimizer)
-        self._form.mark()
+        if self._host_optimizer is not None:
+            self._host_optimizer.after(optimizer)
+        self._residency.mark_stale()
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
-    def _hook(self) -> list[RemovableHandle]:
+    def _register_hooks(self) -> list[RemovableHandle]:
         handles = around_forward(self.model, self._before_forward, self._after_forward)
-        if self._parts.narrow is not None:
+        if self._parts.compute_dtype is not None:
             for unit in self._parts.units:
                 handles.append(unit.module.register_forward_pre_hook(ModuleHook(self._cast), with_kwargs=True))
-        for place, flow in enumerate(self._reduction.flows):
-            for number, member in enumerate(flow.piece.members):
-                handles.append(after_gradient(member.whole, self._take, place, number))
+        for index, reduction in enumerate(self._grad_reduction.reductions):
+            for number, member in enumerate(reduction.group.members):
+                handles.append(after_gradient(member.unsharded, self._after_gradient, index, number))
         return handles
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        assert self._parts.narrow is not None
-        return cast((args, kwargs), self._parts.narrow)
+        assert self._parts.compute_dtype is not None
+        return cast((args, kwargs), self._parts.compute_dtype)
 
     @as_parts
     def _before_forward(self, args: Any, kwargs: Any) -> None:
-        if self._summoned or self._running:
+        if self._is_unsharded or self._in_backward:
             return
-        self._take_writes()
+        self._apply_writes()
         if self.model.training and torch.is_grad_enabled():
             self._check_local()
             if self._syncing:
                 self._broadcast_buffers()
-        self._form.begin_forward(records=torch.is_grad_enabled())
+        self._residency.begin_forward(records=torch.is_grad_enabled())
 
     @as_parts
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
-        if self._summoned or self._running:
+        if self._is_unsharded or self._in_backward:
             return
-        keeps = torch.is_grad_enabled() and bool(differentiable(result))
-        if keeps:
-            when_backward_comes_to(result, self._begin_backward)
-        self._form.end_forward(keeps=keeps)
+        needs_backward = torch.is_grad_enabled() and bool(differentiable(result))
+        if needs_backward:
+            before_backward(result, self._begin_backward)
+        self._residency.end_forward(needs_backward=needs_backward)
 
     @as_parts
     def _begin_backward(self) -> None:
-        if self._running:
+        if self._in_backward:
             return
-        self._running = True
-        if self._engine is not None and self._engine.finder is not None:
-            self._engine.finder.begin()
+        self._in_backward = True
+        if self._host_optimizer is not None and self._host_optimizer.share_finder is not None:
+            self._host_optimizer.share_finder.begin()
         Variable._execution_engine.queue_callback(self._end_backward)
-        self._form.begin_backward(reduces=self._syncing)
+        self._residency.begin_backward(reduces=self._syncing)
 
     @as_parts
-    def _take(self, place: int, number: int, _: Tensor) -> None:
-        if self._summoned:
+    def _after_gradient(self, index: int, number: int, _: Tensor) -> None:
+        if self._is_unsharded:
             return
-        flow = self._reduction.flows[place]
+        reduction = self._grad_reduction.reductions[index]
         self._begin_backward()
         if self._syncing:
-            self._reduction.take(flow, number)
+            self._grad_reduction.add_gradient(reduction, number)
         else:
-            self._gradient_hooks.check_reduced(flow.piece.members[number].name)
+            self._gradient_hooks.check_reduced(reduction.group.members[number].name)
             self._note_local()
 
     @as_parts
     def _end_backward(self) -> None:
-        self._running = False
-        self._form.end_backward()
+        self._in_backward = False
+        self._residency.end_backward()
         if self._syncing:
-            self._finish()
-            self._form.drain(self.comm)
-        if self._engine is not None and self._engine.finder is not None:
-            self._engine.finder.end()
+            self._finish_reduction()
+            self._residency.agree_on_order(self.comm)
+        if self._host_optimizer is not None and self._host_optimizer.share_finder is not None:
+            self._host_optimizer.share_finder.end()
 
     @as_parts
-    def _finish(self) -> None:
+    def _finish_reduction(self) -> None:
         """Reduce the remaining gradients; afterwards this rank has no unreduced gradient."""
-        hooked = self._reduction.names_given = self._gradient_hooks.any
+        hooked = self._grad_reduction.records_received = self._gradient_hooks.any
         if hooked:
             self._gradient_hooks.check(lambda found: any(self.comm.all_gather_object(found)))
-        self._reduction.finish()
+        self._grad_reduction.finish()
         self._local_weight = None
         if hooked:
-            self._gradient_hooks.call(lambda name: name in self._reduction.given)
+            self._gradient_hooks.call(lambda name: name in self._grad_reduction.received)
 
     def _broadcast_buffers(self) -> None:
         if self.settings.broadcast_buffers:

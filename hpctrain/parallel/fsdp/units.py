@@ -27,7 +27,9 @@ def uncalled(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if not has_forward(module):
-            found.setdefault(module, f"never runs, being a {type(module).__name__}: name its members, '{_below(name)}'")
+            found.setdefault(
+                module, f"never runs, being a {type(module).__name__}: name its members, '{_members_of(name)}'"
+            )
         for part in _parts_read(module):
             found[part] = f"is read by the {type(module).__name__} around it and never called: name that, {name!r}"
     return found
@@ -38,7 +40,7 @@ def has_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
-def _below(name: str) -> str:
+def _members_of(name: str) -> str:
     return f"{name}.*" if name else "*"
 
 
@@ -127,18 +129,18 @@ def modules_by_size(model: nn.Module, smallest: int, largest: int) -> set[nn.Mod
     not units, but their members may be.
     """
     search = _Search(model, smallest, largest)
-    search.look_into(model, smallest)
+    search.descend(model, smallest)
     return search.chosen
 
 
 class _Search:
     def __init__(self, model: nn.Module, smallest: int, largest: int) -> None:
         self.largest = largest
-        self.short = min(smallest, size(model.parameters()) / 16)  # a list that holds less is not a list of blocks
+        self.least_list = min(smallest, size(model.parameters()) / 16)  # a list that holds less is not a list of blocks
         self.uncalled = uncalled(model)
         self.chosen: set[nn.Module] = set()
 
-    def look_into(self, module: nn.Module, smallest: float) -> None:
+    def descend(self, module: nn.Module, smallest: float) -> None:
         blocks = self.repeats(module)
         for child in module.children():
             if blocks:
@@ -157,7 +159,7 @@ class _Search:
             return
         self.chosen.add(module)
         if held > self.largest:
-            self.look_into(module, math.inf)  # only lists of blocks qualify
+            self.descend(module, math.inf)  # only lists of blocks qualify
 
     def visit(self, module: nn.Module, smallest: float) -> None:
         """Choose by size a module that is not a member of a list."""
@@ -166,18 +168,18 @@ class _Search:
             return
         callable_ = module not in self.uncalled
         if not callable_ or held > self.largest or any(self.repeats(inner) for inner in module.modules()):
-            self.look_into(module, smallest)
-            held = self.left(module)
+            self.descend(module, smallest)
+            held = self.remaining_bytes(module)
         if callable_ and held >= smallest:
             self.chosen.add(module)
 
     def repeats(self, module: nn.Module) -> bool:
         """Return whether a module's members are repeated blocks."""
-        if size(module.parameters()) < self.short:
+        if size(module.parameters()) < self.least_list:
             return False
         return isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _has_composite_members(module)
 
-    def left(self, module: nn.Module) -> int:
+    def remaining_bytes(self, module: nn.Module) -> int:
         """Return the bytes of a module that are in no unit inside it."""
         taken = {parameter for inner in module.modules() if inner in self.chosen for parameter in inner.parameters()}
         return size(parameter for parameter in module.parameters() if parameter not in taken)
@@ -214,7 +216,7 @@ class Unit:
     parameters: list[tuple[str, nn.Parameter]]
     # For each parameter, all modules and attributes where it is registered (tied ones have
     # several).
-    places: list[list[tuple[nn.Module, str]]]
+    locations: list[list[tuple[nn.Module, str]]]
 
 
 def find_units(
@@ -276,14 +278,14 @@ def _check_not_shared(uses: list[Use], names: dict[nn.Module, str]) -> None:
 
 
 def _build(model: nn.Module, names: dict[nn.Module, str], owners: dict[nn.Parameter, nn.Module]) -> list[Unit]:
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    locations: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(parameter, []).append((module, attribute))
+                locations.setdefault(parameter, []).append((module, attribute))
     units = {module: Unit(name, module, [], []) for module, name in names.items()}
     for name, parameter in model.named_parameters():
         unit = units[owners[parameter]]
         unit.parameters.append((name, parameter))
-        unit.places.append(places[parameter])
+        unit.locations.append(locations[parameter])
     return [unit for unit in units.values() if unit.parameters or unit.module is model]

@@ -31,7 +31,7 @@ class PassPlan:
     forward: list[Action]
     backward: list[Action]
 
-    def knows(self, action: Action) -> bool:
+    def contains(self, action: Action) -> bool:
         """Return whether an action is part of either pass."""
         return action in self.forward or action in self.backward
 
@@ -40,17 +40,17 @@ class PassPlan:
         return PassPlan(self.forward, [action for action in self.backward if action[0] == "gather"])
 
 
-def hastened(actions: Sequence[Action], depth: int) -> list[Action]:
-    """Move every gather before the ``depth`` reductions that precede it, so that it is complete when it is needed."""
-    found: list[Action] = []
+def hoist_gathers(actions: Sequence[Action], prefetch: int) -> list[Action]:
+    """Move every gather before the ``prefetch`` reductions that precede it, so that it is complete in time."""
+    hoisted: list[Action] = []
     for action in actions:
-        position = len(found)
+        position = len(hoisted)
         if action[0] == "gather":
-            for _ in range(depth):
-                reductions = [place for place in range(position) if found[place][0] == "reduce"]
+            for _ in range(prefetch):
+                reductions = [index for index in range(position) if hoisted[index][0] == "reduce"]
                 position = reductions[-1] if reductions else position
-        found.insert(position, action)
-    return found
+        hoisted.insert(position, action)
+    return hoisted
 
 
 class PlanCursor:
@@ -58,47 +58,47 @@ class PlanCursor:
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = actions
-        self._done = 0  # number of actions that have been executed
-        self._wanted = 0  # number of actions up to the last one that was requested
+        self._executed = 0  # number of actions that have been executed
+        self._requested = 0  # number of actions up to the last one that was requested
 
-    def until(self, action: Action) -> list[Action] | None:
+    def advance_to(self, action: Action) -> list[Action] | None:
         """Return the actions still to be executed up to ``action``, inclusive; None if it does not occur any more."""
-        for place in range(self._wanted, len(self._actions)):
-            if self._actions[place] == action:
-                self._wanted = place + 1
-                return self._up_to(place + 1)
+        for position in range(self._requested, len(self._actions)):
+            if self._actions[position] == action:
+                self._requested = position + 1
+                return self._advance(position + 1)
         return None
 
-    def before(self, action: Action) -> list[Action]:
+    def actions_before(self, action: Action) -> list[Action]:
         """Return the actions still to be executed before one that is being executed, possibly ahead of its position."""
-        if action not in self._actions[self._done :]:
+        if action not in self._actions[self._executed :]:
             return []
-        return self._up_to(self._actions.index(action, self._done) + 1)[:-1]
+        return self._advance(self._actions.index(action, self._executed) + 1)[:-1]
 
-    def ahead(self, depth: int) -> list[Action]:
-        """Return the next gathers, as long as at most ``depth`` units are gathered that were not requested yet."""
-        place = self._done
-        early = sum(kind == "gather" for kind, _ in self._actions[self._wanted : place])
-        while place < len(self._actions) and self._actions[place][0] == "gather" and early < depth:
-            place, early = place + 1, early + 1
-        return self._up_to(place)
+    def next_gathers(self, prefetch: int) -> list[Action]:
+        """Return the next gathers, as long as at most ``prefetch`` units are gathered that were not requested yet."""
+        position = self._executed
+        unrequested = sum(kind == "gather" for kind, _ in self._actions[self._requested : position])
+        while position < len(self._actions) and self._actions[position][0] == "gather" and unrequested < prefetch:
+            position, unrequested = position + 1, unrequested + 1
+        return self._advance(position)
 
-    def _up_to(self, place: int) -> list[Action]:
-        due = list(self._actions[self._done : place])
-        self._done = max(self._done, place)
+    def _advance(self, position: int) -> list[Action]:
+        due = list(self._actions[self._executed : position])
+        self._executed = max(self._executed, position)
         return due
 
-    def rest(self) -> list[Action]:
+    def remaining(self) -> list[Action]:
         """Return all actions still to be executed."""
-        self._wanted = len(self._actions)
-        return self._up_to(len(self._actions))
+        self._requested = len(self._actions)
+        return self._advance(len(self._actions))
 
 
 # Unsharding on demand (ZeRO 3)
 #
 # Note: the states of a unit in a step. A unit is gathered before its forward pass and freed after it.
 # It is gathered again when the backward pass reaches its outputs. It is freed when the gradients of
-# its inputs and of its parameters have been computed (see ``unit_hooks``). The model's own unit stays
+# its inputs and of its parameters have been computed (see ``UnitHooks``). The model's own unit stays
 # unsharded from the forward pass to the end of the backward pass. On a device with streams, the next
 # units are gathered while one computes: at most ``prefetch`` of them, because each one takes memory.
 
@@ -106,7 +106,7 @@ class PlanCursor:
 class UnitReducer(Protocol):
     """Reducer of gradients, group by group, in the order of a plan."""
 
-    def hurry(self, number: int) -> None:
+    def reduce_up_to(self, number: int) -> None:
         """Reduce the groups up to ``number``, with zeros for gradients that this rank does not compute."""
 
 
@@ -117,107 +117,105 @@ class UnitState:
     number: int
     name: str
     module: nn.Module
-    pieces: list[ParamGroup]
-    tickets: list[StreamWork] = field(
-        default_factory=list
-    )  # handles of its all-gathers until they have been waited for
+    groups: list[ParamGroup]
+    handles: list[StreamWork] = field(default_factory=list)  # of its all-gathers until they have been waited for
     gathered: bool = False
-    shown: bool = False
+    unsharded: bool = False
 
-    def show(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the all-gathers of the unit, and register its unsharded parameters in the module."""
-        for ticket in self.tickets:
-            ticket.wait()
-        self.tickets.clear()
-        if not self.shown:
-            self.shown = True
-            for piece in self.pieces:
-                piece.show_whole()
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+        if not self.unsharded:
+            self.unsharded = True
+            for group in self.groups:
+                group.to_unsharded()
 
-    def hide(self) -> None:
+    def to_sharded(self) -> None:
         """Register the shards in the module."""
-        if self.shown:
-            self.shown = False
-            for piece in self.pieces:
-                piece.show_shards()
+        if self.unsharded:
+            self.unsharded = False
+            for group in self.groups:
+                group.to_sharded()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Reshard the unit: free the memory of its unsharded parameters."""
-        self.hide()
-        for ticket in self.tickets:
-            ticket.wait()
-        self.tickets.clear()
+        self.to_sharded()
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
         if self.gathered:
             self.gathered = False
-            for piece in self.pieces:
-                piece.free()
+            for group in self.groups:
+                group.free()
 
 
 class UnshardOnDemand:
     """Residency that unshards as few units at a time as the passes allow.
 
-    All ranks gather units in the same order (see ``order``). The first of ``stations`` is the
+    All ranks gather units in the same order (see ``PassPlan``). The first of ``units`` is the
     model's own unit.
     """
 
-    def __init__(self, stations: Sequence[UnitState], comm: Communicator, lane: CommStream, prefetch: int) -> None:
-        self._stations, self._comm, self._lane = stations, comm, lane
-        self._depth = prefetch if lane.beside else 0
+    def __init__(self, units: Sequence[UnitState], comm: Communicator, stream: CommStream, prefetch: int) -> None:
+        self._units, self._comm, self._stream = units, comm, stream
+        self._prefetch = prefetch if stream.asynchronous else 0
         self._plan: PassPlan | None = None
-        self._walk: PlanCursor | None = None
+        self._cursor: PlanCursor | None = None
         self._record: PassPlan | None = None  # recorded in the first forward and backward pass
-        self._going_back = False
+        self._in_backward = False
         self._hooks: list[UnitHooks] = []
         self.reducer: UnitReducer | None = None
         self.idle = False  # while all units are unsharded at once, the hooks of units have no effect
 
-    def mark(self, *, frozen: bool = False) -> None:
+    def mark_stale(self, *, frozen: bool = False) -> None:
         """Do nothing: units are gathered again for each pass, and are never stale."""
 
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         """Do nothing: no other rank computes with this rank's memory."""
 
-    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
+    def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
         """Register the hooks that unshard and reshard units as the model runs."""
-        self._hooks = [UnitHooks(self, station, begins) for station in self._stations[1:]]
-        return [handle for unit in self._hooks for handle in unit.attach()]
+        self._hooks = [UnitHooks(self, unit, on_backward) for unit in self._units[1:]]
+        return [handle for hooks in self._hooks for handle in hooks.attach()]
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, records: bool) -> None:
         """Begin a forward pass of the whole model; ``records``: learn its order of collectives, if that is unknown."""
         self._record = PassPlan([], []) if records and self._plan is None else None
-        self._walk = PlanCursor(self._plan.forward) if self._plan else None
-        self.need(self._stations[0])
+        self._cursor = PlanCursor(self._plan.forward) if self._plan else None
+        self.unshard_unit(self._units[0])
 
-    def end_forward(self, *, keeps: bool) -> None:
-        """Execute the rest of the plan; free the model's own unit unless ``keeps``: a backward pass may follow."""
-        self._do_the_rest()
-        self._stations[0].hide()
-        if not keeps:
-            self.release(self._stations[0])
+    def end_forward(self, *, needs_backward: bool) -> None:
+        """Execute the rest of the plan; free the model's own unit unless a backward pass may follow."""
+        self._execute_remaining()
+        self._units[0].to_sharded()
+        if not needs_backward:
+            self._units[0].reshard()
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Begin a backward pass."""
-        self._going_back = True
+        self._in_backward = True
         if self._plan is not None:
             plan = self._plan if reduces else self._plan.without_reductions()
-            self._walk = PlanCursor(plan.backward)
-        self.need(self._stations[0])
+            self._cursor = PlanCursor(plan.backward)
+        self.unshard_unit(self._units[0])
 
     def end_backward(self) -> None:
         """Execute the rest of the plan, and free all units."""
-        self._do_the_rest()
-        for station in self._stations:
-            self.release(station)
-        for unit in self._hooks:
-            unit.end()
-        self._going_back = False
+        self._execute_remaining()
+        for unit in self._units:
+            unit.reshard()
+        for hooks in self._hooks:
+            hooks.end_backward()
+        self._in_backward = False
 
-    def drain(self, world: Communicator) -> None:
+    def agree_on_order(self, world: Communicator) -> None:
         """Make all ranks use the order that rank 0 has recorded. Collective, at the end of a pass."""
         if self._plan is None and (plan := world.broadcast_object(self._record)) is not None:
-            self._plan = PassPlan(plan.forward, hastened(plan.backward, self._depth))
+            self._plan = PassPlan(plan.forward, hoist_gathers(plan.backward, self._prefetch))
         self._record = None
 
     def join_pass(self, *, backward: bool) -> None:
@@ -227,104 +225,100 @@ class UnshardOnDemand:
                 f"rank {self._comm.rank} has no sample, but the first step needs some of every rank, because it shows "
                 "in which order units are gathered: make the batch larger"
             )
-        self._walk = PlanCursor(self._plan.forward)
-        self._do_the_rest()
+        self._cursor = PlanCursor(self._plan.forward)
+        self._execute_remaining()
         if backward:
-            self._walk = PlanCursor(self._plan.backward)
-            self._do_the_rest()
+            self._cursor = PlanCursor(self._plan.backward)
+            self._execute_remaining()
 
     def unshard(self) -> None:
         """Unshard all units at once. Collective."""
-        self._walk = self._record = None
-        for station in self._stations:
-            self.need(station)
+        self._cursor = self._record = None
+        for unit in self._units:
+            self.unshard_unit(unit)
         self.idle = True
 
     def reshard(self) -> None:
         """Reshard all units."""
         self.idle = False
-        for station in self._stations:
-            self.release(station)
+        for unit in self._units:
+            unit.reshard()
 
     # Units ------------------------------------------------------------------------------------------------------------
 
     @property
-    def going_back(self) -> bool:
+    def in_backward(self) -> bool:
         """Return whether a backward pass is in progress."""
-        return self._going_back
+        return self._in_backward
 
-    def need(self, station: UnitState) -> None:
+    def unshard_unit(self, unit: UnitState) -> None:
         """Unshard a unit for the computation that follows."""
-        if not station.gathered or station.tickets:
-            self._want(("gather", station.number))
-        station.show()
+        if not unit.gathered or unit.handles:
+            self._request(("gather", unit.number))
+        unit.wait_for_unshard()
 
-    def release(self, station: UnitState) -> None:
-        """Reshard a unit."""
-        station.release()
+    # Reductions (a ``ReductionObserver``) -----------------------------------------------------------------------------
 
-    # Reductions (a ``Watcher``) ---------------------------------------------------------------------------------------
-
-    def reducing(self, piece: int) -> None:
+    def before_reduction(self, number: int) -> None:
         """Execute the actions that the plan lists before a reduction that is about to start."""
-        for action in self._walk.before(("reduce", piece)) if self._walk is not None else []:
-            self._do(action)
+        for action in self._cursor.actions_before(("reduce", number)) if self._cursor is not None else []:
+            self._execute(action)
 
-    def complete(self, piece: int) -> None:
+    def group_complete(self, number: int) -> None:
         """Record that all gradients of a group have been computed."""
         if self._record is not None:
-            self._record.backward.append(("reduce", piece))
+            self._record.backward.append(("reduce", number))
 
     # Internals --------------------------------------------------------------------------------------------------------
 
-    def _want(self, action: Action) -> None:
-        if self._walk is None:
+    def _request(self, action: Action) -> None:
+        if self._cursor is None:
             if self._record is not None:
-                (self._record.backward if self._going_back else self._record.forward).append(action)
-            self._do(action)
+                (self._record.backward if self._in_backward else self._record.forward).append(action)
+            self._execute(action)
             return
-        for other in self._due(self._walk, action):
-            self._do(other)
+        for other in self._due(self._cursor, action):
+            self._execute(other)
             if other != action:
-                self._pass_by(other)
-        for other in self._walk.ahead(self._depth):
-            self._do(other)
+                self._reshard_unused(other)
+        for other in self._cursor.next_gathers(self._prefetch):
+            self._execute(other)
 
-    def _due(self, walk: PlanCursor, action: Action) -> list[Action]:
-        due = walk.until(action)
+    def _due(self, cursor: PlanCursor, action: Action) -> list[Action]:
+        due = cursor.advance_to(action)
         if due is not None:
             return due
-        if self._plan is not None and not self._plan.knows(action):
+        if self._plan is not None and not self._plan.contains(action):
             return [action]  # the first pass did not use it; now all ranks do
-        name = self._stations[action[1]].name
+        name = self._units[action[1]].name
         raise UsageError(
             f"{f'unit {name}' if name else 'the model'} runs more often, or in another order, than in the first step, "
             "whose order all ranks keep to: let units run in one order, make one unit of what changes places, and "
             "checkpoint activations with use_reentrant=False"
         )
 
-    def _do(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         kind, number = action
         if kind == "gather":
-            self._gather(self._stations[number])
+            self._gather(self._units[number])
         elif self.reducer is not None:
-            self.reducer.hurry(number)
+            self.reducer.reduce_up_to(number)
 
-    def _gather(self, station: UnitState) -> None:
-        if station.gathered:
+    def _gather(self, unit: UnitState) -> None:
+        if unit.gathered:
             return
-        station.gathered = True
-        for piece in station.pieces:
-            piece.make_room()
-            station.tickets.append(self._lane.run(piece.gather))
+        unit.gathered = True
+        for group in unit.groups:
+            group.allocate()
+            unit.handles.append(self._stream.run(group.gather))
 
-    def _pass_by(self, action: Action) -> None:
+    def _reshard_unused(self, action: Action) -> None:
         """Free a unit that was gathered only because other ranks need it."""
-        if action[0] == "gather" and not self._stations[action[1]].shown:
-            self._stations[action[1]].release()
+        if action[0] == "gather" and not self._units[action[1]].unsharded:
+            self._units[action[1]].reshard()
 
-    def _do_the_rest(self) -> None:
-        walk, self._walk = self._walk, None
-        for action in walk.rest() if walk is not None else []:
-            self._do(action)
-            self._pass_by(action)
+    def _execute_remaining(self) -> None:
+        cursor, self._cursor = self._cursor, None
+        for action in cursor.remaining() if cursor is not None else []:
+            self._execute(action)
+            self._reshard_unused(action)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.errors import UsageError
 from hpctrain.parallel.guard import torch_functions
 from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, mark, part_of, unmark
-from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, around_forward, when_backward_comes_to
+from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, around_forward, before_backward
 from hpctrain.plain_tensors import as_parts, plain_tensors
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
 # Checks before each update of an optimizer for mistakes that would let replicas diverge -------------------------------
 
 
-class LateParameters:
+class AddedParameters:
     """Parameters that a program has created after its model was wrapped: no strategy reduces their gradients."""
 
     def __init__(self, model: nn.Module, held: Iterable[nn.Parameter]) -> None:
@@ -222,7 +222,7 @@ class ParameterGuard:
 
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
         if torch.is_grad_enabled():
-            when_backward_comes_to(result, self._begin_backward)
+            before_backward(result, self._begin_backward)
         self._end()
 
     def _begin_backward(self) -> None:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hpctrain.comm.device.streams import streams_of
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.offload.memory import HostMemory
-from hpctrain.parallel.offload.weights import Arrival, Transfer
+from hpctrain.parallel.offload.weights import CopyHandle, Transfer
 from hpctrain.parallel.recompute import keep_inputs
 
 
@@ -32,61 +32,61 @@ def offload_activations(
     memory = HostMemory(replace(settings, disk=""), device, rank)
     activations = Activations(Transfer(streams_of(device)), Buffers(memory.empty), device)
     for unit in units:
-        keep_inputs(unit, activations.keeping)
+        keep_inputs(unit, activations.save_context)
     return activations
 
 
 class Buffers:
-    """Pool of host buffers; ``room`` allocates new ones."""
+    """Pool of host buffers; ``allocate`` allocates new ones."""
 
-    def __init__(self, room: Callable[[int, torch.dtype], Tensor]) -> None:
-        self._room = room
-        self._free: dict[int, list[tuple[Tensor, Arrival | None]]] = {}
+    def __init__(self, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
+        self._allocate = allocate
+        self._free: dict[int, list[tuple[Tensor, CopyHandle | None]]] = {}
 
-    def lend(self, nbytes: int) -> tuple[Tensor, Arrival | None]:
+    def take(self, nbytes: int) -> tuple[Tensor, CopyHandle | None]:
         """Return a buffer, and the copy that may still read from it."""
         free = self._free.get(nbytes)
-        return free.pop() if free else (self._room(nbytes, torch.uint8), None)
+        return free.pop() if free else (self._allocate(nbytes, torch.uint8), None)
 
-    def take_back(self, buffer: Tensor, read_by: Arrival | None) -> None:
+    def give_back(self, buffer: Tensor, read_by: CopyHandle | None) -> None:
         """Return a buffer to the pool; the caller starts no more copies from it."""
         self._free.setdefault(buffer.numel(), []).append((buffer, read_by))
 
 
-class _Given:
+class _CallTensors:
     """Saved tensors of one call of a unit, in order, with a reference to those of the previous call."""
 
-    def __init__(self, before: _Given | None) -> None:
-        self._before = weakref.ref(before) if before is not None else lambda: None
-        self._kept: list[weakref.ref[_SavedTensor]] = []
+    def __init__(self, previous: _CallTensors | None) -> None:
+        self._previous = weakref.ref(previous) if previous is not None else lambda: None
+        self._tensors: list[weakref.ref[_SavedTensor]] = []
 
-    def add(self, kept: _SavedTensor) -> None:
+    def add(self, saved: _SavedTensor) -> None:
         """Add one saved tensor."""
-        self._kept.append(weakref.ref(kept))
+        self._tensors.append(weakref.ref(saved))
 
-    def fetch(self, *, before: bool) -> None:
-        """Start copying all tensors to the device; with ``before``, then also those of the previous call."""
-        for kept in [reference() for reference in self._kept]:
-            if kept is not None:
-                kept.fetch()
-        earlier = self._before()
-        if before and earlier is not None:
-            earlier.fetch(before=False)
+    def fetch(self, *, previous: bool) -> None:
+        """Start copying all tensors to the device; with ``previous``, then also those of the previous call."""
+        for saved in [reference() for reference in self._tensors]:
+            if saved is not None:
+                saved.fetch()
+        earlier = self._previous()
+        if previous and earlier is not None:
+            earlier.fetch(previous=False)
 
 
 class _SavedTensor:
     """One saved tensor, in host memory."""
 
-    def __init__(self, tensor: Tensor, given: _Given, transfer: Transfer, buffers: Buffers) -> None:
-        self.given = given
+    def __init__(self, tensor: Tensor, call: _CallTensors, transfer: Transfer, buffers: Buffers) -> None:
+        self.call = call
         self._transfer, self._buffers = transfer, buffers
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        self._buffer, self._arrival = buffers.lend(tensor.nbytes)
-        if self._arrival is not None:
-            transfer.down_after(self._arrival)
+        self._buffer, self._copy_to_device = buffers.take(tensor.nbytes)
+        if self._copy_to_device is not None:
+            transfer.host_copies_after(self._copy_to_device)
         flat = tensor.detach().view(-1)
-        self._down = transfer.down(self._buffer.view(self._dtype), flat)
-        transfer.keep(flat)
+        self._copy_to_host = transfer.to_host(self._buffer.view(self._dtype), flat)
+        transfer.record_use(flat)
         self._fetched: Tensor | None = None
         self._taken = False
 
@@ -95,22 +95,22 @@ class _SavedTensor:
         if self._fetched is None and not self._taken:
             self._fetched = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             source = self._buffer.view(self._dtype)
-            self._arrival = self._transfer.up(self._fetched.view(-1), source, after=self._down)
-            self._transfer.keep(self._fetched)
+            self._copy_to_device = self._transfer.to_device(self._fetched.view(-1), source, after=self._copy_to_host)
+            self._transfer.record_use(self._fetched)
 
     def take(self) -> Tensor:
         """Return the tensor on the device. Each further call returns another copy."""
         self._taken = False
-        self.given.fetch(before=True)
+        self.call.fetch(previous=True)
         self.fetch()
         found, self._fetched = self._fetched, None
-        assert found is not None and self._arrival is not None
-        self._arrival.join()
+        assert found is not None and self._copy_to_device is not None
+        self._copy_to_device.wait()
         self._taken = True
         return found
 
     def __del__(self) -> None:
-        self._buffers.take_back(self._buffer, self._arrival)
+        self._buffers.give_back(self._buffer, self._copy_to_device)
 
 
 class Activations:
@@ -118,27 +118,32 @@ class Activations:
 
     def __init__(self, transfer: Transfer, buffers: Buffers, device: torch.device) -> None:
         self._transfer, self._buffers, self._device = transfer, buffers, device
-        self._last: weakref.ref[_Given] | None = None
+        self._last: weakref.ref[_CallTensors] | None = None
 
-    def keeping(self) -> AbstractContextManager[object]:
+    def save_context(self) -> AbstractContextManager[object]:
         """Return a context that copies the tensors that autograd saves, during one call of a unit, to the host."""
-        given = _Given(self._last() if self._last is not None else None)
-        self._last = weakref.ref(given)
+        call = _CallTensors(self._last() if self._last is not None else None)
+        self._last = weakref.ref(call)
 
         def pack(tensor: Tensor) -> Tensor | _SavedTensor:
-            if not self._moves(tensor):
+            if not self._is_offloaded(tensor):
                 return tensor
-            kept = _SavedTensor(tensor, given, self._transfer, self._buffers)
-            given.add(kept)
-            return kept
+            saved = _SavedTensor(tensor, call, self._transfer, self._buffers)
+            call.add(saved)
+            return saved
 
         return saved_tensors_hooks(pack, _unpack)
 
-    def _moves(self, tensor: Tensor) -> bool:
+    def _is_offloaded(self, tensor: Tensor) -> bool:
         """Return whether a tensor is to be offloaded: it is contiguous, on the device, and not a parameter."""
-        here = tensor.device.type == self._device.type and tensor.layout is torch.strided
-        return here and tensor.numel() > 0 and tensor.is_contiguous() and not (tensor.is_leaf and tensor.requires_grad)
+        on_device = tensor.device.type == self._device.type and tensor.layout is torch.strided
+        return (
+            on_device
+            and tensor.numel() > 0
+            and tensor.is_contiguous()
+            and not (tensor.is_leaf and tensor.requires_grad)
+        )
 
 
-def _unpack(kept: Tensor | _SavedTensor) -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.take()
+def _unpack(saved: Tensor | _SavedTensor) -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.take()

@@ -51,15 +51,15 @@ def share_on_device(
     return max(0.0, 1.0 - max(backward, 0.0) / needed) if needed else 0.0
 
 
-def last_pieces(numels: Sequence[int], share: float) -> list[int]:
+def last_groups(numels: Sequence[int], share: float) -> list[int]:
     """Return the indices of the last parameter groups whose elements together are closest to a share of all elements.
 
     The groups are in the order in which their gradients are computed. The last gradients have the
     least time to overlap with the backward pass, and the next forward pass needs these parameters
     first.
     """
-    wanted, found, first = share * sum(numels), 0, len(numels)
-    while first and abs(found + numels[first - 1] - wanted) < abs(found - wanted):
+    target, found, first = share * sum(numels), 0, len(numels)
+    while first and abs(found + numels[first - 1] - target) < abs(found - target):
         first -= 1
         found += numels[first]
     return list(range(first, len(numels)))
@@ -74,8 +74,8 @@ def last_pieces(numels: Sequence[int], share: float) -> list[int]:
 # the device.
 
 
-WARM, STEPS = 2, 3  # steps that are not representative, and the step after which the share is chosen
-ROOM = 0.8  # usable share of the free device memory: passes of other sizes may follow
+WARMUP_STEPS, MEASURED_STEPS = 2, 3  # steps that are not representative, and the step after which the share is chosen
+MEMORY_SHARE = 0.8  # usable share of the free device memory: passes of other sizes may follow
 FLOATS = 4  # per parameter: master, gradient, two moments
 
 
@@ -85,57 +85,57 @@ class ShareFinder:
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device, self._streams = device, streams
         self._steps, self._backward, self._began = 0, 0.0, 0.0
-        self._before = 0, 0.0  # elements and seconds of the updates before the measurement
+        self._at_warmup = 0, 0.0  # elements and seconds of the updates before the measurement
         self.decided = False
 
     def begin(self) -> None:
         """Record the beginning of a backward pass."""
         if not self.decided:
-            self._finish()
+            self._synchronise()
             self._began = time.perf_counter()
 
     def end(self) -> None:
         """Record the end of a backward pass."""
         if not self.decided:
-            self._finish()
+            self._synchronise()
             self._backward += time.perf_counter() - self._began
 
-    def _finish(self) -> None:
+    def _synchronise(self) -> None:
         self._streams.synchronize(self._streams.record(self._streams.current()))
 
-    def pieces(self, one_pass: OnePass, nbytes: Sequence[int]) -> list[int]:
+    def groups_to_move(self, one_pass: OnePass, nbytes: Sequence[int]) -> list[int]:
         """Return the indices of the groups that move to the device after this step; an empty list if it is too early.
 
         ``nbytes`` are the sizes of the groups' masters, in the order in which their gradients are
         computed.
         """
         self._steps += 1
-        if self._steps == WARM:
-            self._before, self._backward = (one_pass.elements, one_pass.seconds), 0.0
-        if self._steps < STEPS:
+        if self._steps == WARMUP_STEPS:
+            self._at_warmup, self._backward = (one_pass.elements, one_pass.seconds), 0.0
+        if self._steps < MEASURED_STEPS:
             return []
         self.decided = True
-        elements, seconds = one_pass.elements - self._before[0], one_pass.seconds - self._before[1]
+        elements, seconds = one_pass.elements - self._at_warmup[0], one_pass.seconds - self._at_warmup[1]
         if not elements or not seconds:
             return []  # the optimizer does not update in slices: nothing was measured
-        backward = self._backward / (STEPS - WARM)
+        backward = self._backward / (MEASURED_STEPS - WARMUP_STEPS)
         share = share_on_device(elements, backward, elements / seconds, host_bytes=1, link_bytes=0)
-        return fitting(last_pieces(nbytes, share), nbytes, self.room())
+        return limit_to_memory(last_groups(nbytes, share), nbytes, self.free_bytes())
 
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Return the bytes of device memory that may be used."""
         free, total = torch.cuda.mem_get_info(self._device)
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         reserved, most = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
-        return int(ROOM * max(min(free + reserved, cap) - most, 0))
+        return int(MEMORY_SHARE * max(min(free + reserved, cap) - most, 0))
 
 
-def fitting(numbers: Sequence[int], nbytes: Sequence[int], room: int) -> list[int]:
-    """Return as many of the last groups as fit into ``room`` bytes with their gradients and moments."""
-    found, taken = [], 0
+def limit_to_memory(numbers: Sequence[int], nbytes: Sequence[int], free_bytes: int) -> list[int]:
+    """Return as many of the last groups as fit into ``free_bytes`` with their gradients and moments."""
+    found, needed = [], 0
     for number in reversed(numbers):
-        taken += FLOATS * nbytes[number]
-        if taken > room:
+        needed += FLOATS * nbytes[number]
+        if needed > free_bytes:
             break
         found.append(number)
     return sorted(found)

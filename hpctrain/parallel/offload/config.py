@@ -105,7 +105,7 @@ def _refuse(message: str) -> None:
     raise SettingsError(message)
 
 
-def tell_what_is_gained(device: torch.device, comm: Communicator) -> None:
+def warn_if_useless(device: torch.device, comm: Communicator) -> None:
     """Log on rank 0 that offload has no benefit if the device is the CPU itself."""
     if comm.rank == 0 and device.type == "cpu":
         logger.info("offload moves nothing on a CPU, whose memory is the host's: it costs some copies, gains nothing")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpctrain.parallel.fsdp.param_group import ParamGroup, held_in
 from hpctrain.parallel.fsdp.reduce import GroupReduction
-from hpctrain.parallel.offload.weights import Arrival, Transfer
+from hpctrain.parallel.offload.weights import CopyHandle, Transfer
 
 
 class Gradients:
@@ -23,14 +23,14 @@ class Gradients:
 
     def __init__(self) -> None:
         self.offloaded: set[nn.Parameter] = set()
-        self._aside: dict[nn.Parameter, Tensor] = {}
-        self._taken: dict[nn.Parameter, Tensor] = {}
-        self._noted: dict[nn.Parameter, Tensor] = {}
+        self._set_aside: dict[nn.Parameter, Tensor] = {}
+        self._in_update: dict[nn.Parameter, Tensor] = {}
+        self._unscaled: dict[nn.Parameter, Tensor] = {}
         self._factor = 1.0
 
     def of(self, shard: nn.Parameter) -> Tensor | None:
         """Return the gradient of a shard, unscaled."""
-        return self._aside.get(shard, shard.grad)
+        return self._set_aside.get(shard, shard.grad)
 
     def scale(self, shards: list[nn.Parameter], factor: Tensor) -> None:
         """Multiply the gradients of shards; those of offloaded shards are multiplied when they are used."""
@@ -41,24 +41,24 @@ class Gradients:
         self._factor = float(factor)
         if self._factor != 1.0:
             found = {shard: self.of(shard) for shard in shards if shard in self.offloaded}
-            self._noted = {shard: gradient for shard, gradient in found.items() if gradient is not None}
+            self._unscaled = {shard: gradient for shard, gradient in found.items() if gradient is not None}
 
     def apply_scale(self, shards: Iterable[nn.Parameter] | None = None) -> None:
         """Apply pending factors now, to all gradients or to those of some shards."""
-        for shard in list(self._noted) if shards is None else shards:
-            gradient = self._noted.pop(shard, None)
-            if gradient is not None and gradient is self._present(shard):
+        for shard in list(self._unscaled) if shards is None else shards:
+            gradient = self._unscaled.pop(shard, None)
+            if gradient is not None and gradient is self._current(shard):
                 gradient.mul_(self._factor)
 
     def factor(self, shard: nn.Parameter) -> float:
         """Return the factor by which the gradient of a shard is still to be multiplied."""
-        noted = self._noted.get(shard)
-        return self._factor if noted is not None and noted is self._present(shard) else 1.0
+        pending = self._unscaled.get(shard)
+        return self._factor if pending is not None and pending is self._current(shard) else 1.0
 
-    def _present(self, shard: nn.Parameter) -> Tensor | None:
-        return self._taken.get(shard, self.of(shard))
+    def _current(self, shard: nn.Parameter) -> Tensor | None:
+        return self._in_update.get(shard, self.of(shard))
 
-    def leave(self, shard: nn.Parameter, device: torch.device) -> None:
+    def move_to_device(self, shard: nn.Parameter, device: torch.device) -> None:
         """Remove a shard that has moved to the device, and move its gradient there."""
         self.apply_scale([shard])
         self.offloaded.discard(shard)
@@ -67,33 +67,33 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop the gradients that are set aside."""
-        self._aside, self._noted = {}, {}
+        self._set_aside, self._unscaled = {}, {}
 
     # Around an update -------------------------------------------------------------------------------------------------
 
     def set_aside(self, held: set[nn.Parameter]) -> None:
         """Hide the gradients of offloaded shards that an optimizer holds."""
-        self._aside = {}
+        self._set_aside = {}
         for shard in self.offloaded & held:
             if shard.grad is not None:
-                self._aside[shard], shard.grad = shard.grad, None
+                self._set_aside[shard], shard.grad = shard.grad, None
 
-    def taken(self) -> dict[nn.Parameter, Tensor]:
+    def take(self) -> dict[nn.Parameter, Tensor]:
         """Return the gradients that were set aside, except for shards that a closure has given new gradients since."""
-        self._taken = {shard: gradient for shard, gradient in self._aside.items() if shard.grad is None}
-        self._aside = {}
-        return dict(self._taken)
+        self._in_update = {shard: gradient for shard, gradient in self._set_aside.items() if shard.grad is None}
+        self._set_aside = {}
+        return dict(self._in_update)
 
-    def forget_taken(self) -> None:
-        """Drop the references to the gradients that ``taken`` returned; the caller owns them."""
-        self._taken, self._noted = {}, {}
+    def forget(self) -> None:
+        """Drop the references to the gradients that ``take`` returned; the caller owns them."""
+        self._in_update, self._unscaled = {}, {}
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the ``grad`` of shards, which exists after a step of any optimizer."""
-        for shard, gradient in self._taken.items():
+        for shard, gradient in self._in_update.items():
             if shard.grad is None:
                 shard.grad = gradient
-        self._taken = {}
+        self._in_update = {}
 
 
 # Gradient offload: reduced gradients are copied to the host and become the gradients of the shards there --------------
@@ -104,169 +104,172 @@ class Gradients:
 # At most two chunks occupy device memory, however slow the link to the host is.
 
 
-ROOMS = 2
+STAGING_BUFFERS = 2
 Memory = Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass(eq=False)
-class _HostPool:
+class _StagingBuffer:
     """Staging buffer on the device, and the copy to the host that empties it."""
 
     memory: Tensor
-    leaving: Arrival | None = None
+    copy: CopyHandle | None = None
 
 
 class GradOffload:
-    """Offload of gradient slices to memory from ``host``, in chunks of ``nbytes``; ``twice``: two buffers per slice.
+    """Offload of gradient slices to memory from ``host``, in chunks of ``nbytes``.
 
-    ``landed`` is called for each slice whose copy has started, ``before_adding`` before a slice is
-    added to another.
+    Each slice has two buffers if ``double_buffered``. ``on_copy_started`` is called for each slice
+    whose copy has started, ``before_adding`` before a slice is added to another.
     """
 
-    def __init__(self, transfer: Transfer, host: Memory, device: torch.device, nbytes: int, *, twice: bool) -> None:
-        self.host, self.twice = host, twice
+    def __init__(
+        self, transfer: Transfer, host: Memory, device: torch.device, nbytes: int, *, double_buffered: bool
+    ) -> None:
+        self.host, self.double_buffered = host, double_buffered
         self._transfer, self._device, self._nbytes = transfer, device, nbytes
-        self._rooms: list[_HostPool] = []
-        self._spare: list[Tensor] = []
-        self._users: list[GradOffloadReduction | None] = [None] * ROOMS
+        self._staging: list[_StagingBuffer] = []
+        self._sum_buffers: list[Tensor] = []
+        self._sum_users: list[GradOffloadReduction | None] = [None] * STAGING_BUFFERS
         self._largest = 0  # bytes per slice
-        self._next_room = self._next_spare = 0
-        self.landed: Callable[[GradOffloadReduction], None] = lambda flow: None
+        self._next_index = self._next_sum = 0
+        self.on_copy_started: Callable[[GradOffloadReduction], None] = lambda reduction: None
         self.before_adding: Callable[[], None] = lambda: None
 
-    def flow(self, piece: ParamGroup, number: int, first: int, dtype: torch.dtype) -> GradOffloadReduction:
-        """Return the flow of a group's gradients."""
-        flow = GradOffloadReduction(piece, number, first, dtype)
-        flow.landing = self
-        self._largest = max(self._largest, piece.layout.share * piece.own.itemsize)
-        return flow
+    def make_reduction(self, group: ParamGroup, number: int, first: int, dtype: torch.dtype) -> GradOffloadReduction:
+        """Return the reduction of a group's gradients."""
+        reduction = GradOffloadReduction(group, number, first, dtype)
+        reduction.grad_offload = self
+        self._largest = max(self._largest, group.layout.slice_numel * group.shard_data.itemsize)
+        return reduction
 
-    def bring(self, target: Tensor, source: Tensor) -> Arrival:
+    def copy_to_host(self, target: Tensor, source: Tensor) -> CopyHandle:
         """Copy a slice to the host, in the dtype of ``target``.
 
         The memory of ``source`` may be reused by work that is enqueued on the current stream
         afterwards.
         """
-        step, arrival = max(self._nbytes // target.itemsize, 1), None
+        step, copy_handle = max(self._nbytes // target.itemsize, 1), None
         for begin in range(0, target.numel(), step):
             part = target[begin : begin + step]
-            room = self._room()
-            memory = room.memory.view(target.dtype)[: part.numel()]
+            staging = self._next_staging()
+            memory = staging.memory.view(target.dtype)[: part.numel()]
             memory.copy_(source[begin : begin + step])
-            arrival = room.leaving = self._transfer.down(part, memory)
-        assert arrival is not None, "no piece is empty"
-        return arrival
+            copy_handle = staging.copy = self._transfer.to_host(part, memory)
+        assert copy_handle is not None, "no slice is empty"
+        return copy_handle
 
-    def _room(self) -> _HostPool:
+    def _next_staging(self) -> _StagingBuffer:
         """Return the next staging buffer; subsequent work waits until it is empty."""
-        if not self._rooms:
+        if not self._staging:
             size = -(-min(self._nbytes, self._largest) // 8) * 8
-            self._rooms = [_HostPool(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(ROOMS)]
-        room = self._rooms[self._next_room]
-        self._next_room = (self._next_room + 1) % ROOMS
-        if room.leaving is not None:
-            room.leaving.join()
-        return room
+            empty = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(STAGING_BUFFERS)]
+            self._staging = [_StagingBuffer(memory) for memory in empty]
+        staging = self._staging[self._next_index]
+        self._next_index = (self._next_index + 1) % STAGING_BUFFERS
+        if staging.copy is not None:
+            staging.copy.wait()
+        return staging
 
-    def spare(self, flow: GradOffloadReduction) -> Tensor:
+    def sum_buffer(self, reduction: GradOffloadReduction) -> Tensor:
         """Return host memory for a slice to be added to another; the previous user first completes its addition."""
-        number, self._next_spare = self._next_spare, (self._next_spare + 1) % ROOMS
-        if (user := self._users[number]) is not None and user.adds:
-            user.absorb()
-        self._users[number] = flow
-        nbytes = flow.piece.own.nbytes
-        self._spare += [torch.empty(0, dtype=torch.uint8)] * (ROOMS - len(self._spare))
-        if self._spare[number].numel() < nbytes:
-            self._spare[number] = self.host(nbytes, torch.uint8)
-        return self._spare[number][:nbytes].view(flow.piece.own.dtype)
+        number, self._next_sum = self._next_sum, (self._next_sum + 1) % STAGING_BUFFERS
+        if (user := self._sum_users[number]) is not None and user.is_adding:
+            user.finish_sum()
+        self._sum_users[number] = reduction
+        nbytes = reduction.group.shard_data.nbytes
+        self._sum_buffers += [torch.empty(0, dtype=torch.uint8)] * (STAGING_BUFFERS - len(self._sum_buffers))
+        if self._sum_buffers[number].numel() < nbytes:
+            self._sum_buffers[number] = self.host(nbytes, torch.uint8)
+        return self._sum_buffers[number][:nbytes].view(reduction.group.shard_data.dtype)
 
 
 class GradOffloadReduction(GroupReduction):
-    """Flow of one group's gradients to the host; as in ``GroupReduction`` for a group that stays on the device."""
+    """Reduction of one group's gradients to the host; as in ``GroupReduction`` for a group that stays on the device."""
 
-    landing: GradOffload
-    arrival: Arrival | None = None
-    _other: Tensor | None = None
-    _adding: Tensor | None = None  # a slice that is to be added to the gradients of the shards
-    _leaving: Tensor | None = None  # device memory of a slice, until the caller's stream has been joined
+    grad_offload: GradOffload
+    copy_handle: CopyHandle | None = None
+    _other_buffer: Tensor | None = None
+    _summand: Tensor | None = None  # a slice that is to be added to the gradients of the shards
+    _device_slice: Tensor | None = None  # device memory of a slice, until the caller's stream has been joined
 
     @property
-    def adds(self) -> bool:
+    def is_adding(self) -> bool:
         """Return whether a slice is to be added to existing gradients."""
-        return self._adding is not None
+        return self._summand is not None
 
     @property
-    def _lands(self) -> bool:
-        return self.piece.courier is not None
+    def _is_offloaded(self) -> bool:
+        return self.group.host_weights is not None
 
-    def aim(self) -> Tensor:
+    def allocate_target(self) -> Tensor:
         """Return device memory for this rank's slice; on a single rank, the unsharded gradients themselves."""
-        if not self._lands:
-            return super().aim()
-        self.arrival = None
-        if self.piece.comm.size == 1:
+        if not self._is_offloaded:
+            return super().allocate_target()
+        self.copy_handle = None
+        if self.group.comm.size == 1:
             assert self.flat is not None
             self.target = self.flat
         else:
-            self.target = torch.empty(self.piece.layout.share, dtype=self.dtype, device=self.piece.device)
+            self.target = torch.empty(self.group.layout.slice_numel, dtype=self.dtype, device=self.group.device)
         return self.target
 
-    def land(self) -> None:
+    def after_reduce(self) -> None:
         """Start copying the slice to the host, and release it."""
-        if not self._lands or self.target is None:
+        if not self._is_offloaded or self.target is None:
             return
         source, self.target = self.target, None
-        self._leaving = source
-        if any(member.shard.grad is not None and member.shard.numel() for member in self.piece.members):
-            self.landing.before_adding()
-            self._adding = self.landing.spare(self)
-            self.arrival = self.landing.bring(self._adding, source)
+        self._device_slice = source
+        if any(member.shard.grad is not None and member.shard.numel() for member in self.group.members):
+            self.grad_offload.before_adding()
+            self._summand = self.grad_offload.sum_buffer(self)
+            self.copy_handle = self.grad_offload.copy_to_host(self._summand, source)
         else:
-            self.arrival = self.landing.bring(self.slice, source)
-            self.landing.landed(self)
+            self.copy_handle = self.grad_offload.copy_to_host(self.slice, source)
+            self.grad_offload.on_copy_started(self)
 
     def close(self) -> None:
         """Release the device memory; subsequent work is ordered after its use."""
         super().close()
-        self._leaving = None
+        self._device_slice = None
 
     @property
     def slice(self) -> Tensor:
         """Return the host memory of this group's gradients."""
         if self._slice is None:
-            self._slice = self.landing.host(self.piece.layout.share, self.piece.own.dtype)
+            self._slice = self.grad_offload.host(self.group.layout.slice_numel, self.group.shard_data.dtype)
         return self._slice
 
-    def turn(self) -> None:
+    def swap_buffers(self) -> None:
         """Switch to the other host buffer, if there are two: the current one is still being read."""
-        if self.landing.twice:
-            self._slice, self._other = self._other, self._slice
+        if self.grad_offload.double_buffered:
+            self._slice, self._other_buffer = self._other_buffer, self._slice
 
-    def absorb(self) -> None:
+    def finish_sum(self) -> None:
         """Wait for the slice, and add it to existing gradients."""
-        assert self.arrival is not None
-        self.arrival.wait()
-        if self._adding is None:
+        assert self.copy_handle is not None
+        self.copy_handle.synchronize()
+        if self._summand is None:
             return
-        new, self._adding = self._adding, None
-        for member in self.piece.members:
+        new, self._summand = self._summand, None
+        for member in self.group.members:
             part = held_in(new, member.held, member.shape)
             if member.shard.grad is not None:
                 member.shard.grad.add_(part)
             else:
                 held_in(self.slice, member.held, member.shape).copy_(part)
 
-    def hand_out(self, used: list[bool]) -> None:
+    def assign_gradients(self, used: list[bool]) -> None:
         """Assign the gradients to the shards; parameters not ``used`` on any rank keep the gradient that they had."""
-        if not self._lands:
-            super().hand_out(used)
+        if not self._is_offloaded:
+            super().assign_gradients(used)
             return
-        self.absorb()
-        for member, wanted in zip(self.piece.members, used):
-            if wanted and member.shard.grad is None:
+        self.finish_sum()
+        for member, is_used in zip(self.group.members, used):
+            if is_used and member.shard.grad is None:
                 member.shard.grad = held_in(self.slice, member.held, member.shape)
-        self.arrived.clear()
+        self.computed.clear()
 
     def stay_on_device(self) -> None:
         """Release the host memory; from now on gradients stay on the device."""
-        self._slice = self._other = None
+        self._slice = self._other_buffer = None

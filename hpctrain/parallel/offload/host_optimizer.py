@@ -1,10 +1,10 @@
 """Update of parameters on the host: the work around each step of an optimizer that holds offloaded shards.
 
 Note: which code makes the update. The user's own optimizer holds shards in host memory. Before its
-step, the engine sets their gradients aside, so that torch skips these shards. Torch updates the
-shards that stayed on the device as usual. After the step, the engine updates the other shards, a
+step, this module sets their gradients aside, so that torch skips these shards. Torch updates the
+shards that stayed on the device as usual. After the step, it updates the other shards, a
 few parameter groups at a time, each in one pass over memory. It transfers groups to the device
-while it updates the next ones. Groups with an ``early`` update were updated during the backward
+while it updates the next ones. Groups with an ``early_update`` update were updated during the backward
 pass. With ``delayed``, updates overlap with the passes of the next step and take effect after them.
 """
 
@@ -23,96 +23,100 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.optimizer import clip_factor, global_norm
 from hpctrain.parallel.fsdp.param_group import ParamGroup, held_in
 from hpctrain.parallel.fsdp.reduce import GroupReduction
-from hpctrain.parallel.offload.autotune import ShareFinder, last_pieces, move_states
+from hpctrain.parallel.offload.autotune import ShareFinder, last_groups, move_states
 from hpctrain.parallel.offload.config import CHOOSE, OffloadSettings
 from hpctrain.parallel.offload.gradients import Gradients, GradOffload, GradOffloadReduction
 from hpctrain.parallel.offload.memory import HostMemory
 from hpctrain.parallel.offload.one_pass import OnePass
 from hpctrain.parallel.offload.threads import JobHandle, WorkerThread
 from hpctrain.parallel.offload.updates import HostGroup, HostUpdates
-from hpctrain.parallel.offload.weights import Arrival, MasterWeights, Transfer
+from hpctrain.parallel.offload.weights import CopyHandle, MasterWeights, Transfer
 
 MIB = 2**20
-KEPT = 3  # tensors per parameter on the disk: master and two moments
+TENSORS_ON_DISK = 3  # tensors per parameter on the disk: master and two moments
 LINE = 64  # bytes of padding per parameter slice, because slices start at cache lines
 
 
 class HostOptimizer:
-    """Offload engine: masters, gradients and states of this rank in host memory, and their updates."""
+    """Masters, gradients and optimizer states of this rank in host memory, and their updates by the host."""
 
     def __init__(self, settings: OffloadSettings, device: torch.device, comm: Communicator) -> None:
         self.settings, self.device = settings, device
-        self._masters = HostMemory(settings, device, comm.rank)
-        self._memory = HostMemory(replace(settings, disk=""), device, comm.rank) if settings.disk else self._masters
+        self._master_memory = HostMemory(settings, device, comm.rank)
+        self._host_memory = (
+            HostMemory(replace(settings, disk=""), device, comm.rank) if settings.disk else self._master_memory
+        )
         self._transfer = Transfer(streams_of(device))
-        self._piece_bytes = int(settings.piece_mib * MIB)
-        self.landing = GradOffload(
-            self._transfer, self._memory.empty, device, self._piece_bytes, twice=settings.delayed
+        self._chunk_bytes = int(settings.piece_mib * MIB)
+        self.grad_offload = GradOffload(
+            self._transfer, self._host_memory.empty, device, self._chunk_bytes, double_buffered=settings.delayed
         )
         self._worker = WorkerThread("hpctrain-offload")
-        self._kept: list[HostGroup] = []
-        self._couriers: list[MasterWeights] = []
-        self._by_flow: dict[int, HostGroup] = {}
-        self._early_for: torch.optim.Optimizer | None = None
+        self._host_groups: list[HostGroup] = []
+        self._weights: list[MasterWeights] = []
+        self._by_reduction: dict[int, HostGroup] = {}
+        self._early_optimizer: torch.optim.Optimizer | None = None
         self._announced = False  # whether the next gradients are those of the next update
         self._pending: tuple[list[JobHandle[None]], list[HostGroup]] | None = None  # update that overlaps with the step
         self.gradients = Gradients()
-        disk = self._masters.empty if settings.disk else None
-        self._updates = HostUpdates(self._kept, self.gradients, self._piece_bytes, disk)
+        disk = self._master_memory.empty if settings.disk else None
+        self._updates = HostUpdates(self._host_groups, self.gradients, self._chunk_bytes, disk)
         chooses = settings.device_fraction == CHOOSE and device.type != "cpu" and not settings.delayed
-        self.finder = ShareFinder(device, self._transfer.streams) if chooses else None
+        self.share_finder = ShareFinder(device, self._transfer.streams) if chooses else None
 
     # Location of the data ---------------------------------------------------------------------------------------------
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate host memory for masters."""
-        return self._masters.empty(numel, dtype)
+        return self._master_memory.empty(numel, dtype)
 
     def reserve(self, parameters: Iterable[Tensor], ranks: int) -> None:
         """Reserve disk space for this rank's masters, and two states each, before anything is allocated."""
         if self.settings.disk:
-            self._masters.reserve(sum(KEPT * (-(-each.nbytes // ranks) + LINE) for each in parameters))
+            self._master_memory.reserve(sum(TENSORS_ON_DISK * (-(-each.nbytes // ranks) + LINE) for each in parameters))
 
-    def adopt(self, pieces: Sequence[ParamGroup], reduced: Sequence[GroupReduction]) -> None:
-        """Take over parameter groups in host memory; ``reduced`` holds the flows of the trained ones, in order.
+    def take_over(self, groups: Sequence[ParamGroup], reduced: Sequence[GroupReduction]) -> None:
+        """Take over parameter groups in host memory; ``reduced`` holds the reductions of the trained ones.
 
         The last trained groups, whose gradients are computed last, move to the device, up to the
         configured share.
         """
-        flows = [flow for flow in reduced if isinstance(flow, GradOffloadReduction)]
+        reductions = [reduction for reduction in reduced if isinstance(reduction, GradOffloadReduction)]
         share = max(self.settings.device_fraction, 0.0)
-        staying = set(last_pieces([flow.piece.own.numel() for flow in flows], share))
-        for number, flow in enumerate(flows):
-            if number in staying:
-                flow.piece.stay_on_device()
+        resident = set(last_groups([reduction.group.shard_data.numel() for reduction in reductions], share))
+        for number, reduction in enumerate(reductions):
+            if number in resident:
+                reduction.group.stay_on_device()
             else:
-                self._kept.append(HostGroup(flow.piece, self._courier(flow.piece), flow))
+                weights = self._add_weights(reduction.group)
+                self._host_groups.append(HostGroup(reduction.group, weights, reduction))
         if self.settings.parameters:
-            for piece in pieces:
-                if not piece.trained:
-                    self._courier(piece)
-        self._by_flow = {id(kept.flow): kept for kept in self._kept}
-        self.landing.landed, self.landing.before_adding = self._begin_early, self.gradients.apply_scale
-        self.gradients.offloaded = {member.shard for kept in self._kept for member in kept.piece.members}
+            for group in groups:
+                if not group.trained:
+                    self._add_weights(group)
+        self._by_reduction = {id(each.reduction): each for each in self._host_groups}
+        self.grad_offload.on_copy_started = self._begin_early
+        self.grad_offload.before_adding = self.gradients.apply_scale
+        self.gradients.offloaded = {member.shard for each in self._host_groups for member in each.group.members}
 
-    def _courier(self, piece: ParamGroup) -> MasterWeights:
-        dtype, share = piece.flat.dtype, piece.layout.share
-        stays: Tensor | None = piece.place
-        if piece.passing:
-            resides = not self.settings.parameters
-            stays = torch.empty(share, dtype=dtype, device=self.device) if resides else None
-        mirrors = dtype is not piece.own.dtype or self.settings.delayed and stays is None
-        mirror = self._memory.empty(share, dtype) if mirrors else None
-        courier = MasterWeights(piece, self._transfer, mirror, stays)
-        piece.courier = courier
-        self._couriers.append(courier)
-        return courier
+    def _add_weights(self, group: ParamGroup) -> MasterWeights:
+        dtype, slice_numel = group.flat.dtype, group.layout.slice_numel
+        resident: Tensor | None = group.flat_slice
+        if group.on_demand:
+            is_resident = not self.settings.parameters
+            resident = torch.empty(slice_numel, dtype=dtype, device=self.device) if is_resident else None
+        mirrors = dtype is not group.shard_data.dtype or self.settings.delayed and resident is None
+        mirror = self._host_memory.empty(slice_numel, dtype) if mirrors else None
+        host_weights = MasterWeights(group, self._transfer, mirror, resident)
+        group.host_weights = host_weights
+        self._weights.append(host_weights)
+        return host_weights
 
     def refresh(self) -> None:
         """Mark masters, and possibly optimizer states, as changed by other code."""
         self.drain()
-        for courier in self._couriers:
-            courier.mark()
+        for host_weights in self._weights:
+            host_weights.mark_stale()
 
     def close(self) -> None:
         """Complete work in progress, and stop the worker thread."""
@@ -128,7 +132,7 @@ class HostOptimizer:
         on a single rank.
         """
         clips = math.isfinite(max_norm)
-        if clips and any(kept.early is not None for kept in self._kept):
+        if clips and any(host_group.early_update is not None for host_group in self._host_groups):
             raise UsageError(
                 "gradients cannot be clipped any more: update_early permitted updates during the backward pass, "
                 "which have been made",
@@ -151,86 +155,93 @@ class HostOptimizer:
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the update, start it, or complete the updates that were made early."""
-        for kept in self._kept:
-            if any(member.shard.grad is not None for member in kept.piece.members):
-                kept.courier.mark()  # a closure has computed gradients, and torch has made the update
-        one_pass, aside = self._updates.pass_of(optimizer), self.gradients.taken()
+        for host_group in self._host_groups:
+            if any(member.shard.grad is not None for member in host_group.group.members):
+                # a closure has computed gradients, and torch has made the update
+                host_group.host_weights.mark_stale()
+        one_pass, gradients = self._updates.one_pass_of(optimizer), self.gradients.take()
         self.drain()
         if self.settings.delayed:
-            self._delay(one_pass, aside)
+            self._delay(one_pass, gradients)
             return
-        self._end_early(aside)
-        for batch in self._updates.batches(aside, one_pass):
-            self._updates.make(one_pass, batch, aside, mirrors=True)
-            for kept in batch:
-                kept.courier.renew(mirrored=True)
-            self._updates.settle_states(optimizer, batch)
-        self.gradients.give_back()
-        if self.finder is not None and not self.finder.decided:
-            nbytes = [kept.piece.own.nbytes for kept in self._kept]
-            self.stay_on_device(optimizer, self.finder.pieces(one_pass, nbytes))
+        self._end_early(gradients)
+        for batch in self._updates.batches(gradients, one_pass):
+            self._updates.update(one_pass, batch, gradients, mirrors=True)
+            for host_group in batch:
+                host_group.host_weights.update_copies(mirror_written=True)
+            self._updates.place_new_states(optimizer, batch)
+        self.gradients.restore()
+        if self.share_finder is not None and not self.share_finder.decided:
+            nbytes = [host_group.group.shard_data.nbytes for host_group in self._host_groups]
+            self.stay_on_device(optimizer, self.share_finder.groups_to_move(one_pass, nbytes))
 
     def stay_on_device(self, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
         """Move the groups of these indices to the device for good, with their optimizer states."""
-        moving = [self._kept[number] for number in numbers]
-        for kept in moving:
-            kept.courier.quiet()
-            kept.piece.stay_on_device()
-            kept.flow.stay_on_device()
-            self._kept.remove(kept)
-            self._couriers.remove(kept.courier)
-            for shard in (member.shard for member in kept.piece.members):
-                self.gradients.leave(shard, self.device)
+        moving = [self._host_groups[number] for number in numbers]
+        for host_group in moving:
+            host_group.host_weights.wait_for_reads()
+            host_group.group.stay_on_device()
+            host_group.reduction.stay_on_device()
+            self._host_groups.remove(host_group)
+            self._weights.remove(host_group.host_weights)
+            for shard in (member.shard for member in host_group.group.members):
+                self.gradients.move_to_device(shard, self.device)
                 move_states(optimizer, shard, self.device)
-                self._updates.pass_of(optimizer).forget(shard)
+                self._updates.one_pass_of(optimizer).forget(shard)
 
     # Updates before the step ------------------------------------------------------------------------------------------
 
     def update_early(self, optimizer: torch.optim.Optimizer) -> None:
         """Allow updates of groups as soon as their gradients are complete, in passes after ``announce``."""
-        self._early_for = None if self.settings.delayed else optimizer
+        self._early_optimizer = None if self.settings.delayed else optimizer
 
     def announce(self) -> None:
         """Record that the next reduced gradients are those of the next update."""
-        self._announced = self._early_for is not None
+        self._announced = self._early_optimizer is not None
 
-    def _begin_early(self, flow: GradOffloadReduction) -> None:
+    def _begin_early(self, reduction: GradOffloadReduction) -> None:
         """Update a group while its gradients are copied to the host, if its result does not depend on the other groups.
 
         A parameter without a gradient on this rank may be unused on all ranks, and then it must not
         be updated. Therefore all gradients of the group must have been computed on this rank.
         """
-        kept, optimizer = self._by_flow.get(id(flow)), self._early_for
-        if not self._announced or kept is None or optimizer is None or not flow.complete or kept.courier.is_read:
+        host_group, optimizer = self._by_reduction.get(id(reduction)), self._early_optimizer
+        if not self._announced or host_group is None or optimizer is None or not reduction.complete:
+            return
+        weights = host_group.host_weights
+        if weights.is_copy_source:
             return
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        one_pass = self._updates.pass_of(optimizer)
-        members = [each for each in kept.piece.members if each.shard.numel()]
+        one_pass = self._updates.one_pass_of(optimizer)
+        members = [each for each in host_group.group.members if each.shard.numel()]
         if not all(member.shard in held and one_pass.slices(member.shard) for member in members):
             return
-        gradients = {member.shard: held_in(flow.slice, member.held, member.shape) for member in members}
-        kept.early = self._beside(one_pass, [kept], gradients, flow.arrival, mirrors=kept.courier.resides)
-        kept.updated = set(gradients)
+        gradients = {member.shard: held_in(reduction.slice, member.held, member.shape) for member in members}
+        host_group.early_update = self._submit(
+            one_pass, [host_group], gradients, reduction.copy_handle, mirrors=weights.is_resident
+        )
+        host_group.updated = set(gradients)
 
-    def _end_early(self, aside: dict[nn.Parameter, Tensor]) -> None:
-        """Wait for early updates, transfer their results, and remove their gradients from ``aside``."""
+    def _end_early(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Wait for early updates, transfer their results, and remove their gradients from ``gradients``."""
         self._announced = False
-        for kept in self._kept:
-            if kept.early is not None:
-                ticket, kept.early = kept.early, None
-                ticket.wait()
-                kept.courier.renew(mirrored=kept.courier.resides)
-                for shard in kept.updated:
-                    aside.pop(shard, None)
+        for host_group in self._host_groups:
+            if host_group.early_update is not None:
+                handle, host_group.early_update = host_group.early_update, None
+                handle.wait()
+                weights = host_group.host_weights
+                weights.update_copies(mirror_written=weights.is_resident)
+                for shard in host_group.updated:
+                    gradients.pop(shard, None)
 
     # Updates that overlap with the steps ------------------------------------------------------------------------------
 
-    def _beside(
+    def _submit(
         self,
         one_pass: OnePass,
         batch: Sequence[HostGroup],
         gradients: dict[nn.Parameter, Tensor],
-        arrival: Arrival | None = None,
+        copy_handle: CopyHandle | None = None,
         *,
         mirrors: bool,
     ) -> JobHandle[None]:
@@ -238,35 +249,35 @@ class HostOptimizer:
         options, factors = one_pass.options(), {shard: self.gradients.factor(shard) for shard in gradients}
 
         def update() -> None:
-            if arrival is not None:
-                arrival.poll()
-            self._updates.make(one_pass, batch, gradients, factors, options, mirrors=mirrors)
+            if copy_handle is not None:
+                copy_handle.poll()
+            self._updates.update(one_pass, batch, gradients, factors, options, mirrors=mirrors)
 
         return self._worker.submit(update)
 
-    def _delay(self, one_pass: OnePass, aside: dict[nn.Parameter, Tensor]) -> None:
+    def _delay(self, one_pass: OnePass, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Start the updates that can overlap with the next step, and make the others at once.
 
         The results of both take effect at the next update.
         """
-        slices = {shard: gradient for shard, gradient in aside.items() if one_pass.slices(shard)}
-        others = {shard: gradient for shard, gradient in aside.items() if shard not in slices}
-        batches = list(self._updates.batches(aside, one_pass))
+        slices = {shard: gradient for shard, gradient in gradients.items() if one_pass.slices(shard)}
+        others = {shard: gradient for shard, gradient in gradients.items() if shard not in slices}
+        batches = list(self._updates.batches(gradients, one_pass))
         for batch in batches:
-            self._updates.make(one_pass, batch, others, mirrors=False)
-        tickets = [self._beside(one_pass, batch, slices, mirrors=False) for batch in batches]
-        self._pending = tickets, [kept for batch in batches for kept in batch]
-        for kept in self._pending[1]:
-            kept.flow.turn()
-        self.gradients.forget_taken()
+            self._updates.update(one_pass, batch, others, mirrors=False)
+        handles = [self._submit(one_pass, batch, slices, mirrors=False) for batch in batches]
+        self._pending = handles, [host_group for batch in batches for host_group in batch]
+        for host_group in self._pending[1]:
+            host_group.reduction.swap_buffers()
+        self.gradients.forget()
 
     def drain(self) -> bool:
         """Complete an update that overlaps with the step, and transfer its results; return whether there was one."""
         if self._pending is None:
             return False
-        (tickets, pieces), self._pending = self._pending, None
-        for ticket in tickets:
-            ticket.wait()
-        for kept in pieces:
-            kept.courier.renew()
+        (handles, groups), self._pending = self._pending, None
+        for handle in handles:
+            handle.wait()
+        for host_group in groups:
+            host_group.host_weights.update_copies()
         return True

@@ -18,39 +18,43 @@ from torch import Tensor, nn
 from torch.optim.adam import Adam, adam
 from torch.optim.sgd import SGD, sgd
 
-from hpctrain.parallel.fsdp.optimizer import KNOWN
+from hpctrain.parallel.fsdp.optimizer import ELEMENTWISE
 
 # options of a group, and those of its parameters that are to be updated
 Group = tuple[Mapping[str, Any], Sequence[nn.Parameter]]
 
 
-def step_alone(
+def step_subset(
     optimizer: torch.optim.Optimizer, groups: Sequence[Group], gradients: Mapping[nn.Parameter, Tensor]
 ) -> None:
     """Run the optimizer's own step on these parameters, with these options and gradients, without calling hooks."""
-    stands = {parameter: _stand_in(parameter, gradients[parameter]) for _, some in groups for parameter in some}
+    substitutes = {parameter: _substitute(parameter, gradients[parameter]) for _, some in groups for parameter in some}
     state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
-    state |= {stand: optimizer.state[parameter] for parameter, stand in stands.items() if parameter in optimizer.state}
-    double = object.__new__(type(optimizer))
-    vars(double).update(vars(optimizer), state=state)
-    double.param_groups = [{**options, "params": [stands[one] for one in some]} for options, some in groups]
+    state |= {
+        substitute: optimizer.state[parameter]
+        for parameter, substitute in substitutes.items()
+        if parameter in optimizer.state
+    }
+    second = object.__new__(type(optimizer))
+    vars(second).update(vars(optimizer), state=state)
+    second.param_groups = [{**options, "params": [substitutes[one] for one in some]} for options, some in groups]
     with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(double)
-    for parameter, stand in stands.items():
-        if stand in state:
-            optimizer.state[parameter] = state[stand]
+        inspect.unwrap(type(optimizer).step)(second)
+    for parameter, substitute in substitutes.items():
+        if substitute in state:
+            optimizer.state[parameter] = state[substitute]
 
 
-def keeps_to_states(optimizer: torch.optim.Optimizer) -> bool:
+def only_uses_states(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is known to store data only in its states; a second object would lose other data."""
-    return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(known.step) for known in KNOWN}
+    return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(known.step) for known in ELEMENTWISE}
 
 
-def _stand_in(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
-    stand = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    stand.__dict__.update(parameter.__dict__)  # attributes that the user has set
-    stand.grad = gradient.view_as(parameter)
-    return stand
+def _substitute(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
+    substitute = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    substitute.__dict__.update(parameter.__dict__)  # attributes that the user has set
+    substitute.grad = gradient.view_as(parameter)
+    return substitute
 
 
 # Optimizers whose update can be made slice by slice, with the same result as their own step ---------------------------
@@ -104,9 +108,9 @@ class _AdamKernel:
         self._names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(options["amsgrad"])
         beta1, beta2 = options["betas"]
         names = ("amsgrad", "lr", "weight_decay", "eps", "maximize")
-        self._how: dict[str, Any] = {name: options[name] for name in names} | {"beta1": beta1, "beta2": beta2}
+        self._arguments: dict[str, Any] = {name: options[name] for name in names} | {"beta1": beta1, "beta2": beta2}
         self._decoupled = options["decoupled_weight_decay"]
-        self._kind: dict[str, Any] = {name: options[name] for name in ("fused", "foreach", "decoupled_weight_decay")}
+        self._variant: dict[str, Any] = {name: options[name] for name in ("fused", "foreach", "decoupled_weight_decay")}
         # The wrapper of the kernel sorts tensors, which takes longer than the kernel takes for a
         # slice.
         self._direct = options["fused"] and not any(isinstance(one, Tensor) for one in (options["lr"], beta1, beta2))
@@ -119,13 +123,13 @@ class _AdamKernel:
         self, parameters: list[Tensor], gradients: list[Tensor], columns: Sequence[list[Tensor]], steps: list[Tensor]
     ) -> None:
         """Update slices."""
-        means, squares, most = columns if self._how["amsgrad"] else (*columns, [])
+        means, squares, most = columns if self._arguments["amsgrad"] else (*columns, [])
         if self._direct:
             kernel = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
-            kernel(parameters, gradients, means, squares, most, steps, **self._how)
+            kernel(parameters, gradients, means, squares, most, steps, **self._arguments)
             return
         before = [step - 1 for step in steps]  # the function increments the count
-        adam(parameters, gradients, means, squares, most, before, **self._kind, **self._how)
+        adam(parameters, gradients, means, squares, most, before, **self._variant, **self._arguments)
 
 
 class _SgdKernel:
@@ -133,11 +137,11 @@ class _SgdKernel:
 
     def __init__(self, options: Options) -> None:
         names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "foreach", "fused")
-        self._how = {name: options[name] for name in names}
+        self._arguments = {name: options[name] for name in names}
 
     def columns(self, state: Mapping[str, Any]) -> list[Tensor] | None:
         """Return the momentum buffer; an empty list without momentum."""
-        if self._how["momentum"] == 0:
+        if self._arguments["momentum"] == 0:
             return []
         buffer = state.get("momentum_buffer")
         return None if buffer is None else [buffer]
@@ -147,4 +151,4 @@ class _SgdKernel:
     ) -> None:
         """Update slices."""
         buffers: list[Any] = list(columns[0]) if columns else [None] * len(parameters)
-        sgd(parameters, gradients, buffers, **self._how)
+        sgd(parameters, gradients, buffers, **self._arguments)

@@ -35,18 +35,18 @@ class Disk:
 
     def __init__(self, folder: str, rank: int) -> None:
         self._folder = Path(folder).expanduser()
-        self._mark = f"hpctrain-offload-rank{rank}-"
+        self._prefix = f"hpctrain-offload-rank{rank}-"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for left in sorted(self._folder.glob(f"{self._mark}{socket.gethostname()}-*")):
-                if not _remove_unless_locked(left):
-                    logger.warning("%s belongs to another user: it is left there", printable(left))
+            for leftover in sorted(self._folder.glob(f"{self._prefix}{socket.gethostname()}-*")):
+                if not _remove_unless_locked(leftover):
+                    logger.warning("%s belongs to another user: it is left there", printable(leftover))
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._error(error) from error
 
     def __call__(self, nbytes: int) -> Tensor:
         """Return memory of a new file; all its blocks are allocated, so that later writes cannot lack space."""
-        path = self._folder / f"{self._mark}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+        path = self._folder / f"{self._prefix}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
         try:
             self._check_space(nbytes)
             descriptor = atomic.create(path, 0o600)
@@ -60,7 +60,7 @@ class Disk:
                 path.unlink()
                 os.close(descriptor)
         except OSError as error:
-            raise self._refused(error, nbytes) from error
+            raise self._error(error, nbytes) from error
 
     def _check_space(self, nbytes: int) -> None:
         """Raise ``OSError`` if the disk has less free space; posix_fallocate would fill the disk before it fails."""
@@ -68,7 +68,7 @@ class Disk:
         if system.f_bavail * system.f_frsize < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _refused(self, error: OSError, nbytes: int = 0) -> UsageError:
+    def _error(self, error: OSError, nbytes: int = 0) -> UsageError:
         what = f"setting offload.disk = {self._folder}"
         if error.errno not in _FULL:
             return UsageError(f"{what}: {error.strerror}: must be a folder in which every rank can create files")
@@ -119,50 +119,50 @@ class HostMemory:
     """
 
     def __init__(self, settings: OffloadSettings, device: torch.device, rank: int, chunk: int = CHUNK) -> None:
-        self._allocate: Callable[[int], Tensor] = _pinned if device.type == "cuda" else _plain
+        self._allocate: Callable[[int], Tensor] = _pinned if device.type == "cuda" else _pageable
         if settings.disk:
             self._allocate = Disk(settings.disk, rank)
-        self._chunk = 0 if self._allocate is _plain else chunk
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._chunk = 0 if self._allocate is _pageable else chunk
+        self._unused = torch.empty(0, dtype=torch.uint8)
         self.nbytes = 0  # allocated from the system
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory for ``numel`` elements."""
         nbytes = numel * dtype.itemsize
         taken = -(-nbytes // _LINE) * _LINE
-        if taken > self._left.numel():
+        if taken > self._unused.numel():
             if not self._chunk:  # reserved memory is kept for other tensors
-                return self._take(taken)[:nbytes].view(dtype)
+                return self._allocate_bytes(taken)[:nbytes].view(dtype)
             self.reserve(taken)
-        memory, self._left = self._left[:nbytes], self._left[taken:]
+        memory, self._unused = self._unused[:nbytes], self._unused[taken:]
         return memory.view(dtype)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate at least ``nbytes`` of contiguous memory from the system now, unless that much is left."""
-        if nbytes > self._left.numel():
-            self._left = self._take(max(nbytes, self._chunk))
+        if nbytes > self._unused.numel():
+            self._unused = self._allocate_bytes(max(nbytes, self._chunk))
 
-    def _take(self, nbytes: int) -> Tensor:
+    def _allocate_bytes(self, nbytes: int) -> Tensor:
         taken = self._allocate(nbytes)
         self.nbytes += taken.numel()
         return taken
 
 
-def _plain(nbytes: int) -> Tensor:
+def _pageable(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8).zero_()
 
 
 def _pinned(nbytes: int) -> Tensor:
     """Return pinned memory, of the size that torch rounds up to; pageable memory if pinning fails."""
-    whole = 1 << (nbytes - 1).bit_length()
+    rounded = 1 << (nbytes - 1).bit_length()
     try:
-        return torch.empty(whole, dtype=torch.uint8, pin_memory=True).zero_()
+        return torch.empty(rounded, dtype=torch.uint8, pin_memory=True).zero_()
     except RuntimeError as error:
-        _tell(str(error).splitlines()[0])
-        return _plain(nbytes)
+        _warn(str(error).splitlines()[0])
+        return _pageable(nbytes)
 
 
 @cache
-def _tell(why: str) -> None:
+def _warn(reason: str) -> None:
     """Log once why the allocation of pinned memory failed."""
-    logger.warning("offload: no more pinned memory (%s): copies from and to the device will be slower", why)
+    logger.warning("offload: no more pinned memory (%s): copies from and to the device will be slower", reason)

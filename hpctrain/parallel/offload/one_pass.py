@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.offload.kernels import LINE, Options, UpdateKernel, keeps_to_states, kernel_for, step_alone
-from hpctrain.parallel.offload.threads import shared
+from hpctrain.parallel.offload.kernels import LINE, Options, UpdateKernel, kernel_for, only_uses_states, step_subset
+from hpctrain.parallel.offload.threads import shared_threads
 
 _GRADIENTS = (torch.float32, torch.bfloat16)
-_own = threading.local()
+_thread_local = threading.local()
 
 
 @dataclass(slots=True)
@@ -52,17 +52,17 @@ class ParameterRow:
         )
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def memory_key(self) -> tuple[object, ...]:
         """Return a key that distinguishes the memory that is kept between updates from other memory."""
         copy = () if self.copy is None else (self.copy.data_ptr(), self.copy.dtype)
         return self.parameter.data_ptr(), copy, *(one.data_ptr() for one in self.columns)
 
 
-class Cut:
+class ParameterSlices:
     """Slices of the data that is kept between updates: a parameter, its copy, its states."""
 
     def __init__(self, row: ParameterRow, numel: int) -> None:
-        self.made_for = numel, row.place
+        self.made_for = numel, row.memory_key
         self.parameters: Sequence[Tensor] = torch.split(row.parameter.view(-1), numel)
         nothing = [None] * len(self.parameters)
         self.copies: Sequence[Tensor | None] = nothing if row.copy is None else torch.split(row.copy.view(-1), numel)
@@ -91,12 +91,14 @@ class SliceGroup:
                 copy.copy_(parameter)
 
 
-def batches(kernel: UpdateKernel, rows: Iterable[tuple[ParameterRow, Cut]], numel: int) -> Iterator[SliceGroup]:
+def slice_groups(
+    kernel: UpdateKernel, rows: Iterable[tuple[ParameterRow, ParameterSlices]], numel: int
+) -> Iterator[SliceGroup]:
     """Put slices that one kernel updates into batches of at most ``numel`` elements, a multiple of ``LINE``."""
     batch = None
-    for row, cut in rows:
+    for row, slices in rows:
         gradients = torch.split(row.gradient.view(-1), numel)
-        for number, (parameter, gradient) in enumerate(zip(cut.parameters, gradients)):
+        for number, (parameter, gradient) in enumerate(zip(slices.parameters, gradients)):
             room = _aligned(parameter.numel())
             if batch is None or batch.room + room > numel:
                 if batch is not None:
@@ -105,8 +107,8 @@ def batches(kernel: UpdateKernel, rows: Iterable[tuple[ParameterRow, Cut]], nume
             batch.parameters.append(parameter)
             batch.gradients.append(gradient)
             batch.exact &= gradient.dtype is torch.float32
-            batch.copies.append(cut.copies[number])
-            for kind, column in zip(batch.columns, cut.columns):
+            batch.copies.append(slices.copies[number])
+            for kind, column in zip(batch.columns, slices.columns):
                 kind.append(column[number])
             if row.step is not None:
                 batch.steps.append(row.step)
@@ -117,9 +119,9 @@ def batches(kernel: UpdateKernel, rows: Iterable[tuple[ParameterRow, Cut]], nume
 
 def _scaled(gradients: list[Tensor], scale: Tensor | None, numel: int) -> list[Tensor]:
     """Return gradients as float32, times ``scale``, in memory of this thread that stays in its cache."""
-    room: Tensor | None = getattr(_own, "room", None)
+    room: Tensor | None = getattr(_thread_local, "room", None)
     if room is None or room.numel() < numel:
-        room = _own.room = torch.empty(numel, dtype=torch.float32)
+        room = _thread_local.room = torch.empty(numel, dtype=torch.float32)
     scaled, first = [], 0
     for gradient in gradients:
         size = gradient.numel()
@@ -161,14 +163,14 @@ class OnePass:
         self.elements, self.seconds = 0, 0.0
         self._optimizer = optimizer
         self._numel = max(slice_bytes // _ITEM // LINE, 1) * LINE
-        self._hands, self._hands_always = shared(threads), threads is not None
-        self._places: dict[int, int] = {}  # maps the id of a parameter to the index of its group
-        self._cuts: dict[int, Cut] = {}
+        self._threads, self._always_threads = shared_threads(threads), threads is not None
+        self._group_of: dict[int, int] = {}  # maps the id of a parameter to the index of its group
+        self._slices: dict[int, ParameterSlices] = {}
 
     def options(self) -> list[Options]:
         """Return the current options of the optimizer's groups, for an update to be made later."""
         return [
-            {name: _kept(value) for name, value in group.items() if name != "params"}
+            {name: _frozen(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
 
@@ -188,29 +190,29 @@ class OnePass:
         """
         said = self.options() if options is None else options
         kernels = [kernel_for(self._optimizer, each) for each in said]
-        sliced: dict[int, list[tuple[ParameterRow, Cut]]] = {}
-        alone: dict[int, list[_Job]] = {}
+        sliced: dict[int, list[tuple[ParameterRow, ParameterSlices]]] = {}
+        unsliced: dict[int, list[_Job]] = {}
         copies = copies or [None] * len(parameters)
         for job in zip(parameters, gradients, copies, strict=True):
             group = self._group(job[0])
             row = self._row(kernels[group], job)
             if row is None:
-                alone.setdefault(group, []).append(job)
+                unsliced.setdefault(group, []).append(job)
             else:
-                sliced.setdefault(group, []).append((row, self._cut_of(job[0], row)))
+                sliced.setdefault(group, []).append((row, self._slices_of(job[0], row)))
         with torch.no_grad():
-            cut = [batch for group, rows in sliced.items() for batch in self._cut(kernels[group], rows)]
-            self._update(cut, scale)
-            self._alone(said, alone, scale)
+            slices = [batch for group, rows in sliced.items() for batch in self._batches(kernels[group], rows)]
+            self._update(slices, scale)
+            self._update_unsliced(said, unsliced, scale)
 
     @property
-    def runs_beside(self) -> bool:
+    def runs_concurrently(self) -> bool:
         """Return whether a step may run in another thread, concurrently with any use of the model and the optimizer.
 
         This is false if the optimizer may store more than states; such data is updated for all
         parameters at once.
         """
-        return keeps_to_states(self._optimizer)
+        return only_uses_states(self._optimizer)
 
     def slices(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter can be updated in slices now.
@@ -223,16 +225,16 @@ class OnePass:
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Release the cached slices of a parameter that is updated elsewhere from now on, and their memory."""
-        self._cuts.pop(id(parameter), None)
+        self._slices.pop(id(parameter), None)
 
     def _group(self, parameter: nn.Parameter) -> int:
         """Return the index of the group of a parameter."""
-        if id(parameter) not in self._places:
+        if id(parameter) not in self._group_of:
             groups = self._optimizer.param_groups
-            self._places = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
-        if id(parameter) not in self._places:
+            self._group_of = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
+        if id(parameter) not in self._group_of:
             raise UsageError(f"a parameter of shape {list(parameter.shape)} is not in the optimizer that updates it")
-        return self._places[id(parameter)]
+        return self._group_of[id(parameter)]
 
     def _row(self, kernel: UpdateKernel | None, job: _Job) -> ParameterRow | None:
         """Return the tensors of a parameter; None if it cannot be updated in slices."""
@@ -244,22 +246,24 @@ class OnePass:
         row = ParameterRow(parameter.detach(), gradient, copy, columns, state.get("step"))
         return row if row.fits() else None
 
-    def _cut_of(self, parameter: nn.Parameter, row: ParameterRow) -> Cut:
+    def _slices_of(self, parameter: nn.Parameter, row: ParameterRow) -> ParameterSlices:
         """Return the slices of a parameter; those of its last update are reused if the memory is the same."""
-        cut = self._cuts.get(id(parameter))
-        if cut is None or cut.made_for != (self._numel, row.place):
-            cut = self._cuts[id(parameter)] = Cut(row, self._numel)
-        return cut
+        slices = self._slices.get(id(parameter))
+        if slices is None or slices.made_for != (self._numel, row.memory_key):
+            slices = self._slices[id(parameter)] = ParameterSlices(row, self._numel)
+        return slices
 
-    def _cut(self, kernel: UpdateKernel | None, rows: Sequence[tuple[ParameterRow, Cut]]) -> Sequence[SliceGroup]:
+    def _batches(
+        self, kernel: UpdateKernel | None, rows: Sequence[tuple[ParameterRow, ParameterSlices]]
+    ) -> Sequence[SliceGroup]:
         """Increment the step counts, and divide the update into batches for the threads."""
         assert kernel is not None, "rows were made by it"
         steps = [row.step for row, _ in rows if row.step is not None]
         if steps:
             torch._foreach_add_(steps, 1)
-        return list(batches(kernel, rows, self._numel))
+        return list(slice_groups(kernel, rows, self._numel))
 
-    def _update(self, cut: Sequence[SliceGroup], scale: float) -> None:
+    def _update(self, slices: Sequence[SliceGroup], scale: float) -> None:
         began = time.perf_counter()
         # A tensor, because a Python number would double the cost of each call.
         factor = torch.tensor(scale, dtype=torch.float32) if scale != 1 else None
@@ -269,15 +273,15 @@ class OnePass:
 
         # While other threads compute, torch's threads wait for each other in every call (see
         # ``hands``). Otherwise torch's threads are faster.
-        if self._hands_always or threading.current_thread() is not threading.main_thread():
-            self._hands.each(update, cut)
+        if self._always_threads or threading.current_thread() is not threading.main_thread():
+            self._threads.each(update, slices)
         else:
-            for batch in cut:
+            for batch in slices:
                 update(batch)
         self.seconds += time.perf_counter() - began
-        self.elements += sum(parameter.numel() for batch in cut for parameter in batch.parameters)
+        self.elements += sum(parameter.numel() for batch in slices for parameter in batch.parameters)
 
-    def _alone(self, said: Sequence[Options], jobs: dict[int, list[_Job]], scale: float) -> None:
+    def _update_unsliced(self, said: Sequence[Options], jobs: dict[int, list[_Job]], scale: float) -> None:
         """Run the optimizer's own step on parameters that cannot be sliced, in passes over all of memory."""
         gradients = {}
         for parameter, gradient, _ in (job for group in jobs.values() for job in group):
@@ -286,7 +290,7 @@ class OnePass:
         if not gradients:
             return
         groups = [(said[group], [job[0] for job in some]) for group, some in jobs.items()]
-        step_alone(self._optimizer, groups, gradients)
+        step_subset(self._optimizer, groups, gradients)
         for parameter, _, copy in (job for group in jobs.values() for job in group):
             if copy is not None:
                 copy.view_as(parameter).copy_(parameter)
@@ -299,6 +303,6 @@ def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter).copy_(gradient)
 
 
-def _kept(value: Any) -> Any:
+def _frozen(value: Any) -> Any:
     """Return a value that does not change if the group's value is changed in place."""
     return value.clone() if isinstance(value, Tensor) else value

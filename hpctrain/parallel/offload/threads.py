@@ -24,7 +24,7 @@ from hpctrain.comm.transport.waiting import timeout_seconds
 from hpctrain.errors import DeadlineError, UsageError
 
 T = TypeVar("T")
-FAREWELL = 10.0  # seconds to wait for the job in progress when the program ends
+EXIT_TIMEOUT = 10.0  # seconds to wait for the job in progress when the program ends
 
 
 class JobHandle(Generic[T]):
@@ -81,15 +81,15 @@ class WorkerThread:
     def __init__(self, name: str = "hpctrain-worker", prepare: Callable[[], object] | None = None) -> None:
         self.name, self._prepare = name, prepare
         self._process: int | None = None
-        self._leave: weakref.finalize[..., WorkerThread]
+        self._finalizer: weakref.finalize[..., WorkerThread]
 
     def submit(self, job: Callable[[], T]) -> JobHandle[T]:
         """Submit a job, which runs after all earlier jobs."""
         if self._process != os.getpid():
             self._start()
-        ticket = JobHandle(job, self.name)
-        self._jobs.put(ticket)
-        return ticket
+        handle = JobHandle(job, self.name)
+        self._jobs.put(handle)
+        return handle
 
     def close(self) -> None:
         """Wait for all jobs, then end the thread; a later job starts another thread."""
@@ -97,37 +97,37 @@ class WorkerThread:
             return
         self._jobs.put(None)
         self._thread.join(timeout_seconds())
-        self._leave.detach()
+        self._finalizer.detach()
         self._process = None
 
     def _start(self) -> None:
         if self._process is not None:
-            self._leave.detach()  # of the process that was forked
+            self._finalizer.detach()  # of the process that was forked
         self._process, self._jobs = os.getpid(), Jobs()
         self._thread = threading.Thread(target=_work, args=(self._jobs, self._prepare), name=self.name, daemon=True)
         self._thread.start()
-        self._leave = weakref.finalize(self, _leave, self._jobs, self._thread)
+        self._finalizer = weakref.finalize(self, _end_thread, self._jobs, self._thread)
 
 
 def _work(jobs: Jobs, prepare: Callable[[], object] | None) -> None:
     """Run jobs until None is received. The thread does not reference the worker, which may be garbage-collected."""
     if prepare is not None:
         prepare()
-    while (ticket := jobs.get()) is not None:
-        ticket.run()
-        del ticket  # so that its objects are freed while this waits
+    while (handle := jobs.get()) is not None:
+        handle.run()
+        del handle  # so that its objects are freed while this waits
 
 
-def _leave(jobs: Jobs, thread: threading.Thread) -> None:
+def _end_thread(jobs: Jobs, thread: threading.Thread) -> None:
     """Drop the jobs that have not started, and wait for the job in progress."""
     try:
-        while (ticket := jobs.get_nowait()) is not None:
-            ticket.drop()
+        while (handle := jobs.get_nowait()) is not None:
+            handle.drop()
     except Empty:
         pass
     jobs.put(None)
     if thread is not threading.current_thread():
-        thread.join(FAREWELL)
+        thread.join(EXIT_TIMEOUT)
 
 
 # Thread pool for slices of memory: each thread takes the next slice when it has finished one --------------------------
@@ -143,20 +143,20 @@ class SliceThreads:
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count or torch.get_num_threads()
-        self._workers = [WorkerThread(f"hpctrain-hand-{number}", compute_alone) for number in range(self.count)]
+        self._workers = [WorkerThread(f"hpctrain-hand-{number}", use_one_thread) for number in range(self.count)]
 
-    def each(self, do: Callable[[T], None], items: Sequence[T]) -> None:
-        """Call ``do`` with every item, in no particular order; raise the error of the first failed call."""
+    def each(self, function: Callable[[T], None], items: Sequence[T]) -> None:
+        """Call ``function`` with every item, in no particular order; raise the error of the first failed call."""
         if min(self.count, len(items)) < 2:
             for item in items:
-                do(item)
+                function(item)
             return
-        left = deque(items)
-        tickets = [worker.submit(lambda: _take(left, do)) for worker in self._workers[: len(items)]]
+        remaining = deque(items)
+        handles = [worker.submit(lambda: _process(remaining, function)) for worker in self._workers[: len(items)]]
         errors = []
-        for ticket in tickets:  # wait for all of them: no thread may write any more after the return
+        for handle in handles:  # wait for all of them: no thread may write any more after the return
             try:
-                ticket.wait()
+                handle.wait()
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -164,27 +164,27 @@ class SliceThreads:
 
 
 @cache
-def shared(count: int | None = None) -> SliceThreads:
+def shared_threads(count: int | None = None) -> SliceThreads:
     """Return the thread pool of this process. There is one pool for all optimizers, because they share the cores."""
     return SliceThreads(count)
 
 
-def _take(left: deque[T], do: Callable[[T], None]) -> None:
+def _process(remaining: deque[T], function: Callable[[T], None]) -> None:
     """Process the remaining items one by one, without gradients; that mode is per thread."""
     torch.set_grad_enabled(False)
-    while left:
+    while remaining:
         try:
-            item = left.popleft()
+            item = remaining.popleft()
         except IndexError:
             return  # another thread took it
         try:
-            do(item)
+            function(item)
         except BaseException:
-            left.clear()  # the remaining results would be useless
+            remaining.clear()  # the remaining results would be useless
             raise
 
 
-def compute_alone() -> None:
+def use_one_thread() -> None:
     """Make torch use no further threads for calls from this thread.
 
     ``torch.set_num_threads`` would change the number for future threads and for MKL in the whole

@@ -17,29 +17,29 @@ from hpctrain.parallel.offload.one_pass import OnePass
 from hpctrain.parallel.offload.threads import JobHandle
 from hpctrain.parallel.offload.weights import MasterWeights
 
-Room = Callable[[int, torch.dtype], Tensor]  # allocates memory for a number of elements
+Memory = Callable[[int, torch.dtype], Tensor]  # allocates memory for a number of elements
 
 
-def place(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], room: Room) -> None:
-    """Move the states of parameters that have the parameter's shape into memory that ``room`` allocates.
+def place_states(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], allocate: Memory) -> None:
+    """Move the states of parameters that have the parameter's shape into memory that ``allocate`` allocates.
 
     Values are unchanged. Other states (step counts) stay where they are. States are created by the
     first update.
     """
     for parameter in parameters:
         for name, value in _shaped_like(optimizer, parameter):
-            optimizer.state[parameter][name] = room(value.numel(), value.dtype).view_as(value).copy_(value)
+            optimizer.state[parameter][name] = allocate(value.numel(), value.dtype).view_as(value).copy_(value)
 
 
 class PlacedStates:
-    """States of an optimizer's parameters in memory that ``room`` allocates, also after ``load_state_dict``.
+    """States of an optimizer's parameters in memory that ``allocate`` allocates, also after ``load_state_dict``.
 
     Each state gets its memory once. The tensors that ``load_state_dict`` assigns are copied there.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], room: Room) -> None:
-        self._optimizer, self._parameters, self._room = optimizer, list(parameters), room
-        self._places: dict[tuple[nn.Parameter, str], Tensor] = {}
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], allocate: Memory) -> None:
+        self._optimizer, self._parameters, self._allocate = optimizer, list(parameters), allocate
+        self._memory: dict[tuple[nn.Parameter, str], Tensor] = {}
         own = weakref.ref(self)
 
         def loaded(_: torch.optim.Optimizer) -> None:
@@ -54,12 +54,12 @@ class PlacedStates:
         """Move states that were created or replaced since the last call, of all parameters or of some."""
         for parameter in self._parameters if parameters is None else parameters:
             for name, value in _shaped_like(self._optimizer, parameter):
-                place = self._places.get((parameter, name))
-                if place is None or place.dtype is not value.dtype or place.shape != value.shape:
-                    place = self._room(value.numel(), value.dtype).view_as(value)
-                    self._places[parameter, name] = place
-                if value.data_ptr() != place.data_ptr():
-                    self._optimizer.state[parameter][name] = place.copy_(value)
+                memory = self._memory.get((parameter, name))
+                if memory is None or memory.dtype is not value.dtype or memory.shape != value.shape:
+                    memory = self._allocate(value.numel(), value.dtype).view_as(value)
+                    self._memory[parameter, name] = memory
+                if value.data_ptr() != memory.data_ptr():
+                    self._optimizer.state[parameter][name] = memory.copy_(value)
 
 
 def _shaped_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
@@ -79,24 +79,24 @@ def _shaped_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> l
 class HostGroup:
     """One trained parameter group whose master is stored on the host."""
 
-    piece: ParamGroup
-    courier: MasterWeights
-    flow: GradOffloadReduction
-    early: JobHandle[None] | None = None  # handle of an update before the optimizer's step
+    group: ParamGroup
+    host_weights: MasterWeights
+    reduction: GradOffloadReduction
+    early_update: JobHandle[None] | None = None  # handle of an update before the optimizer's step
     updated: set[nn.Parameter] = field(default_factory=set)  # the shards that this update covers
 
 
 class HostUpdates:
-    """Update of the groups ``kept`` by their gradients, ``nbytes`` at a time; ``disk`` allocates memory for states."""
+    """Update of ``host_groups`` by their gradients, ``nbytes`` at a time; ``disk`` allocates memory for states."""
 
     def __init__(
         self,
-        kept: Sequence[HostGroup],
+        host_groups: Sequence[HostGroup],
         gradients: Gradients,
         nbytes: int,
         disk: Callable[[int, torch.dtype], Tensor] | None,
     ) -> None:
-        self._kept, self._gradients, self._nbytes, self._disk = kept, gradients, nbytes, disk
+        self._host_groups, self._gradients, self._nbytes, self._disk = host_groups, gradients, nbytes, disk
         self._passes: dict[int, OnePass] = {}
         self._states: dict[int, PlacedStates] = {}
 
@@ -104,17 +104,17 @@ class HostUpdates:
         """Yield the groups that have gradients, in batches of groups that are transferred together."""
         batch: list[HostGroup] = []
         # some optimizers can only update all parameters in one step
-        limit = self._nbytes if one_pass.runs_beside else math.inf
-        for kept in self._kept:
-            if any(member.shard in gradients for member in kept.piece.members):
-                batch.append(kept)
-            if sum(each.piece.own.nbytes for each in batch) >= limit:
+        limit = self._nbytes if one_pass.runs_concurrently else math.inf
+        for host_group in self._host_groups:
+            if any(member.shard in gradients for member in host_group.group.members):
+                batch.append(host_group)
+            if sum(each.group.shard_data.nbytes for each in batch) >= limit:
                 yield batch
                 batch = []
         if batch:
             yield batch
 
-    def make(
+    def update(
         self,
         one_pass: OnePass,
         batch: Sequence[HostGroup],
@@ -126,15 +126,15 @@ class HostUpdates:
     ) -> None:
         """Update the parameters with gradients in some groups, and write the new contents of their mirrors."""
         by_factor: dict[float, list[tuple[HostGroup, ShardedParam]]] = {}
-        for kept in batch:
-            kept.courier.quiet()
-            for member in kept.piece.members:
+        for host_group in batch:
+            host_group.host_weights.wait_for_reads()
+            for member in host_group.group.members:
                 if member.shard in gradients:
                     factor = factors[member.shard] if factors else self._factor(one_pass, member.shard)
-                    by_factor.setdefault(factor, []).append((kept, member))
+                    by_factor.setdefault(factor, []).append((host_group, member))
         for factor, members in by_factor.items():
             shards = [member.shard for _, member in members]
-            copies = [_mirrored(kept, member) if mirrors else None for kept, member in members]
+            copies = [_mirrored(host_group, member) if mirrors else None for host_group, member in members]
             one_pass.step(shards, [gradients[shard] for shard in shards], factor, copies, options)
 
     def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
@@ -143,21 +143,21 @@ class HostUpdates:
             self._gradients.apply_scale([shard])
         return self._gradients.factor(shard)
 
-    def pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
+    def one_pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
         """Return the ``OnePass`` of an optimizer, always the same object."""
         if id(optimizer) not in self._passes:
             self._passes[id(optimizer)] = OnePass(optimizer)
         return self._passes[id(optimizer)]
 
-    def settle_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[HostGroup]) -> None:
+    def place_new_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[HostGroup]) -> None:
         """Move states that were just created or loaded to the disk."""
         if self._disk is None:
             return
         if id(optimizer) not in self._states:
             self._states[id(optimizer)] = PlacedStates(optimizer, [], self._disk)
-        self._states[id(optimizer)].drain(member.shard for kept in batch for member in kept.piece.members)
+        self._states[id(optimizer)].drain(member.shard for host_group in batch for member in host_group.group.members)
 
 
-def _mirrored(kept: HostGroup, member: ShardedParam) -> Tensor | None:
-    mirror = kept.courier.mirror
+def _mirrored(host_group: HostGroup, member: ShardedParam) -> Tensor | None:
+    mirror = host_group.host_weights.mirror
     return None if mirror is None else held_in(mirror, member.held, member.shape)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.parallel.meta_init import GONE
+from hpctrain.parallel.meta_init import REMOVED
 from hpctrain.parallel.pipeline.layers import Layer
 
 
@@ -43,7 +43,7 @@ def prune(model: nn.Module, layers: Sequence[Layer], held: Collection[int]) -> N
 
 def _take_out(module: nn.Module, name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
-        vars(module).setdefault(GONE, {})[name] = tensor
+        vars(module).setdefault(REMOVED, {})[name] = tensor
     setattr(module, name, None)  # not through the dictionary: recurrent layers keep their own list
 
 

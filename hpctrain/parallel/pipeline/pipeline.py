@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from hpctrain.comm.agreement import on_first_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, SettingsError, UsageError
-from hpctrain.parallel.config import A_STAGE, ParallelSettings, even_pieces, microbatches_for
+from hpctrain.parallel.config import MICROBATCHES_PER_STAGE, ParallelSettings, largest_divisor, microbatches_for
 from hpctrain.parallel.inputs import ONE_TENSOR, CallArguments, cut, put_together, samples_of
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall
@@ -101,7 +101,7 @@ class Pipeline:
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
         """Return the loss on every rank."""
         arguments = CallArguments.of(inputs)
-        pieces = even_pieces(arguments.samples, self.settings.microbatches or A_STAGE * self.comm.size)
+        pieces = largest_divisor(arguments.samples, self.settings.microbatches or MICROBATCHES_PER_STAGE * self.comm.size)
         schedule = forward_only(self.comm.size, pieces, self.settings.chunks_a_rank)
         route, work = self._prepare(schedule, arguments, targets, objective, 1.0)
         with self._generators.drawing():

@@ -12,7 +12,7 @@ from torch import nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import check_same_model
-from hpctrain.parallel.meta_init import check_drawable, materialise
+from hpctrain.parallel.meta_init import check_initialisable, materialise
 from hpctrain.parallel.rng import Region, agree, can_drop
 from hpctrain.parallel.tensor import sequence as sequences
 from hpctrain.parallel.tensor.functional import bounds
@@ -76,7 +76,7 @@ def apply(
     _check_shared(model, changes)
     if sequence:
         _check_sequence(chosen)
-    check_drawable(model)
+    check_initialisable(model)
     check_same_model(model, comm)
     # Dropout, and modules that are still to be initialised, must draw alike on all ranks.
     agree(comm, *dict.fromkeys((torch.device("cpu"), device)))

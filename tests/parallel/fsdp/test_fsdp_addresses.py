@@ -23,9 +23,9 @@ def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def make(comm: Any, value: float) -> ParamGroup:
     parameter = nn.Parameter(torch.full((NUMEL,), value))
     cpu = torch.device("cpu")
-    piece = ParamGroup(["x"], [parameter], [[]], comm, empty, dtype=torch.float32, passing=True, device=cpu)
-    piece.fill((lambda _: parameter.detach()) if comm.rank == 0 else None)
-    return piece
+    group = ParamGroup(["x"], [parameter], [[]], comm, empty, dtype=torch.float32, on_demand=True, device=cpu)
+    group.fill((lambda _: parameter.detach()) if comm.rank == 0 else None)
+    return group
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
@@ -34,15 +34,15 @@ def test_equal_pieces_reuse_the_same_memory_in_turn(
 ) -> None:
     with communicator(comm, FORMS["fsdp_alone"]) as own:
         monkeypatch.setattr(own, "all_gather", partial(own.all_gather, algorithm=algorithm))
-        pieces = [make(own, 1.0), make(own, 2.0)]
+        groups = [make(own, 1.0), make(own, 2.0)]
         before, again = -1, 0
         for turn in range(40):
-            piece = pieces[turn % 2]
-            piece.make_room()
-            again += piece.flat.data_ptr() == before
-            piece.flat.zero_()
-            piece.gather()
-            assert piece.flat[:NUMEL].eq(1.0 + turn % 2).all()
-            before = piece.flat.data_ptr()
-            piece.free()
+            group = groups[turn % 2]
+            group.allocate()
+            again += group.flat.data_ptr() == before
+            group.flat.zero_()
+            group.gather()
+            assert group.flat[:NUMEL].eq(1.0 + turn % 2).all()
+            before = group.flat.data_ptr()
+            group.free()
         assert any(own.all_gather_object(again)), "no address was used again: nothing was tested"

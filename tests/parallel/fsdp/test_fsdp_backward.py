@@ -45,7 +45,7 @@ def test_reductions_overlap_the_backward_pass_if_memory_is_to_be_saved(
         first = next(module for module in model.modules() if isinstance(module, nn.Linear))
 
         def when_only_the_first_layer_is_left(module: nn.Module, args: Any, result: Tensor) -> None:
-            result.register_hook(lambda _: begun.append(strategy._reduction._next))
+            result.register_hook(lambda _: begun.append(strategy._grad_reduction._next))
 
         first.register_forward_hook(when_only_the_first_layer_is_left)
         for step in range(3):
@@ -59,9 +59,9 @@ def test_pending_reductions_progress_whenever_another_begins(
     asked: list[int] = []
     done = StreamWork.done
 
-    def counted(ticket: StreamWork) -> bool:
+    def counted(handle: StreamWork) -> bool:
         asked.append(1)
-        return done(ticket)
+        return done(handle)
 
     monkeypatch.setattr(StreamWork, "done", counted)
     with communicator(comm, FORMS["fsdp"]) as own:

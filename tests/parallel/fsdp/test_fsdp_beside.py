@@ -108,18 +108,18 @@ def test_gathers_and_reductions_have_a_fixed_order(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("data", ["zero2", "fsdp"])
 def test_whole_gradients_exist_for_a_limited_number_of_pieces(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     bench = Bench(monkeypatch, data=data, units=("Linear",), bucket_mib=1e-6)
-    flows = bench.strategy._reduction.flows
-    assert len(flows) > LAYERS
+    reductions = bench.strategy._parts.reduction.reductions
+    assert len(reductions) > LAYERS
     counts, opened = [], GroupReduction.open
 
-    def count(flow: GroupReduction, memory: Tensor) -> None:
-        opened(flow, memory)
-        counts.append(sum(each.flat is not None for each in flows))
+    def count(reduction: GroupReduction, memory: Tensor) -> None:
+        opened(reduction, memory)
+        counts.append(sum(each.flat is not None for each in reductions))
 
     monkeypatch.setattr(GroupReduction, "open", count)
     for step in range(3):
         bench.gradients(batch(step))
-        assert all(flow.flat is None for flow in flows)
+        assert all(reduction.flat is None for reduction in reductions)
     assert max(counts) == setup.ON_DEVICE
 
 
@@ -132,12 +132,12 @@ def kinds(log: Log) -> list[str]:
 
 def test_an_update_is_followed_immediately_by_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, data="zero1", bucket_mib=1e-6, mixed_precision="bfloat16")
-    pieces = len(list(bench.model.parameters()))
+    groups = len(list(bench.model.parameters()))
     (optimizer,) = sgd(bench.model)
     bench.model(batch(0)).float().square().mean().backward()
     bench.log.clear()
     bench.step(optimizer)
-    assert kinds(bench.log) == ["gather"] * pieces
+    assert kinds(bench.log) == ["gather"] * groups
     bench.log.clear()
     with torch.no_grad():
         found = bench.model(batch(1))

@@ -23,7 +23,7 @@ def streams() -> LateStreams:
 
 
 @pytest.fixture
-def lane(streams: LateStreams) -> CommStream:
+def stream(streams: LateStreams) -> CommStream:
     return CommStream(streams)
 
 
@@ -54,99 +54,99 @@ def compute(streams: LateStreams, action: Callable[[], object]) -> None:
     streams.give(streams.caller, action)
 
 
-def test_collectives_overlap_on_a_device_and_not_on_the_host(lane: CommStream) -> None:
-    assert lane.beside
-    assert not CommStream(LateStreams(torch.device("cpu"))).beside and not CommStream(HostStreams()).beside
+def test_collectives_overlap_on_a_device_and_not_on_the_host(stream: CommStream) -> None:
+    assert stream.asynchronous
+    assert not CommStream(LateStreams(torch.device("cpu"))).asynchronous and not CommStream(HostStreams()).asynchronous
 
 
-def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LateStreams, lane: CommStream) -> None:
+def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LateStreams, stream: CommStream) -> None:
     first, second, third = (torch.zeros(3) for _ in range(3))
     compute(streams, lambda: first.fill_(1))
-    ticket = lane.run(copying(streams, second, first))
-    ticket.wait()
+    handle = stream.run(copying(streams, second, first))
+    handle.wait()
     compute(streams, lambda: third.copy_(second))
     assert bool((third == 0).all()), "the host has waited"
     streams.finish()
     assert bool((third == 1).all())
 
 
-def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, lane: CommStream) -> None:
+def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, stream: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
-    ticket = lane.run(copying(streams, target, source))
+    handle = stream.run(copying(streams, target, source))
     streams.finish()
     assert bool((target == 0).all()), "the computing stream waits although no wait was requested"
-    ticket.wait()
+    handle.wait()
     streams.finish()
     assert bool((target == 1).all())
 
 
-def test_later_computation_does_not_delay_a_collective(streams: LateStreams, lane: CommStream) -> None:
+def test_later_computation_does_not_delay_a_collective(streams: LateStreams, stream: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
-    ticket = lane.run(copying(streams, target, source))
+    handle = stream.run(copying(streams, target, source))
     compute(streams, lambda: source.fill_(2))  # as if the memory were reused without a wait
-    ticket.wait()
+    handle.wait()
     streams.finish()
     assert bool((target == 2).all()), "the collective did not wait, so it read a later value"
     source.fill_(1)
-    ticket = lane.run(copying(streams, target, source))
-    ticket.wait()
+    handle = stream.run(copying(streams, target, source))
+    handle.wait()
     compute(streams, lambda: source.fill_(2))
     streams.finish()
     assert bool((target == 1).all())
 
 
-def test_collectives_keep_their_order(streams: LateStreams, lane: CommStream) -> None:
+def test_collectives_keep_their_order(streams: LateStreams, stream: CommStream) -> None:
     done: list[int] = []
-    tickets = []
+    handles = []
     for number in range(5):
-        tickets.append(lane.run(lambda number=number: streams.give(streams.current(), lambda: done.append(number))))
-    tickets[3].wait()
+        handles.append(stream.run(lambda number=number: streams.give(streams.current(), lambda: done.append(number))))
+    handles[3].wait()
     streams.finish()
     assert done == [0, 1, 2, 3]
-    tickets[1].wait()
+    handles[1].wait()
     streams.finish()
     assert done == [0, 1, 2, 3]
 
 
-def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateStreams, lane: CommStream) -> None:
+def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateStreams, stream: CommStream) -> None:
     seen = []
     for _ in range(3):
-        lane.run(lambda: seen.append(streams.current()))
+        stream.run(lambda: seen.append(streams.current()))
     assert len({each.name for each in seen}) == 1 and seen[0] is not streams.caller
     assert streams.current() is streams.caller
 
 
-def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStreams, lane: CommStream) -> None:
+def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStreams, stream: CommStream) -> None:
     def broken() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        lane.run(broken)
+        stream.run(broken)
     assert streams.current().name == "caller"
 
 
-def test_the_host_never_waits(streams: LateStreams, lane: CommStream) -> None:
+def test_the_host_never_waits(streams: LateStreams, stream: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     for _ in range(3):
-        ticket = lane.run(copying(streams, target, source))
-        assert ticket.done()
-        ticket.wait()
+        handle = stream.run(copying(streams, target, source))
+        assert handle.done()
+        handle.wait()
     assert not any("host waits" in line for line in streams.log)
 
 
 @pytest.mark.parametrize("streams", [LateStreams(), HostStreams()], ids=["late", "host"])
 def test_completed_work_is_not_polled_or_waited_for_again(streams: LateStreams) -> None:
     work = Counting(2)
-    ticket = CommStream(streams).run(lambda: work)
-    assert [ticket.done() for _ in range(3)] == [False, False, True]
-    ticket.wait()
-    ticket.wait()
-    assert work.waits == 1 and ticket.done()
+    handle = CommStream(streams).run(lambda: work)
+    assert [handle.done() for _ in range(3)] == [False, False, True]
+    handle.wait()
+    handle.wait()
+    assert work.waits == 1 and handle.done()
 
 
 def test_on_the_host_a_collective_runs_immediately() -> None:
     done: list[int] = []
-    ticket = CommStream(HostStreams()).run(lambda: done.append(1))
-    assert done == [1] and ticket.done()
-    ticket.wait()
+    handle = CommStream(HostStreams()).run(lambda: done.append(1))
+    assert done == [1] and handle.done()
+    handle.wait()
     assert done == [1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.optimizer import KNOWN, check_elementwise
+from hpctrain.parallel.fsdp.optimizer import ELEMENTWISE, check_elementwise
 
 SHAPE, STEPS = (6, 35), 6
 CUTS = [1, 53, 140]  # offsets within 210 elements, not at ends of rows
@@ -19,7 +19,7 @@ ALL = [
     for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 ]
-OTHERS = [kind for kind in ALL if kind not in KNOWN]
+OTHERS = [kind for kind in ALL if kind not in ELEMENTWISE]
 REFUSALS = {"Muon": "only supports 2D parameters", "SparseAdam": "does not support dense gradients"}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.1}, {}],
@@ -34,7 +34,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 CASES = [
     (kind, options, form)
-    for kind in KNOWN
+    for kind in ELEMENTWISE
     for options in OPTIONS.get(kind.__name__, [{}])
     for form in FORMS
     if set(form) <= set(inspect.signature(kind).parameters)
@@ -46,7 +46,7 @@ def name_of(value: Any) -> str:
 
 
 def cut(tensor: Tensor) -> list[Tensor]:
-    return [piece.clone() for piece in tensor.reshape(-1).tensor_split(CUTS)]
+    return [group.clone() for group in tensor.reshape(-1).tensor_split(CUTS)]
 
 
 def update(kind: Any, tensors: list[Tensor], gradients: list[list[Tensor]], options: dict[str, Any]) -> Tensor:
@@ -67,7 +67,7 @@ def whole_and_pieces(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor
     gradients = [torch.randn(SHAPE, generator=generator) * 10 ** (step - 2) for step in range(STEPS)]
     whole = update(kind, [start], [[gradient] for gradient in gradients], options)
     assert not torch.equal(whole, start.reshape(-1))
-    parts = [update(kind, [piece], [[cut(g)[n]] for g in gradients], options) for n, piece in enumerate(cut(start))]
+    parts = [update(kind, [group], [[cut(g)[n]] for g in gradients], options) for n, group in enumerate(cut(start))]
     return whole, torch.cat(parts)
 
 
@@ -75,11 +75,11 @@ def whole_and_pieces(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor
 def test_known_optimizers_update_pieces_like_the_whole(
     kind: Any, options: dict[str, Any], form: dict[str, bool]
 ) -> None:
-    whole, pieces = whole_and_pieces(kind, {**options, **form})
+    whole, groups = whole_and_pieces(kind, {**options, **form})
     nothing = torch.empty(0)  # small parameters leave some ranks without an element of them
     update(kind, [nothing], [[nothing]] * 2, {**options, **form})
-    torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)
-    assert form.get("fused") or torch.equal(pieces, whole)  # vectorised code may round the last elements differently
+    torch.testing.assert_close(groups, whole, rtol=1e-6, atol=1e-6)
+    assert form.get("fused") or torch.equal(groups, whole)  # vectorised code may round the last elements differently
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=name_of)
@@ -88,16 +88,16 @@ def test_other_optimizers_of_torch_fail_or_differ(kind: Any) -> None:
         with pytest.raises((RuntimeError, ValueError), match=REFUSALS[kind.__name__]):
             whole_and_pieces(kind, {})
     else:
-        whole, pieces = whole_and_pieces(kind, {})
-        assert (whole - pieces).abs().max() > 1e-4
+        whole, groups = whole_and_pieces(kind, {})
+        assert (whole - groups).abs().max() > 1e-4
 
 
 def test_all_of_torchs_optimizers_are_tried() -> None:
     assert {"Adafactor", "Muon", "LBFGS", "SparseAdam"} == {kind.__name__ for kind in OTHERS}
-    assert set(KNOWN) < set(ALL)
+    assert set(ELEMENTWISE) < set(ALL)
 
 
-@pytest.mark.parametrize("kind", KNOWN, ids=name_of)
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=name_of)
 def test_known_optimizers_are_accepted_before_and_after_use(kind: Any) -> None:
     optimizer = kind([nn.Parameter(torch.zeros(1))])
     check_elementwise(optimizer)

@@ -79,9 +79,9 @@ def test_accumulated_gradients_equal_those_of_one_large_batch(some_place: Any, r
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
     for step in range(3):
-        for piece in range(3):
-            inputs, targets = (share(tensor, comm).chunk(3)[piece] for tensor in vectors(step, 36))
-            if piece < 2 and not reduced:
+        for group in range(3):
+            inputs, targets = (share(tensor, comm).chunk(3)[group] for tensor in vectors(step, 36))
+            if group < 2 and not reduced:
                 with strategy.no_sync():
                     backward(model, (inputs, targets), 1 / 3)
             else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.hooks import around_forward, cast, differentiable, when_backward_comes_to, when_backward_has_left
+from hpctrain.parallel.hooks import after_backward, around_forward, before_backward, cast, differentiable
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_tensors_are_found_in_nested_values() -> None:
 def test_the_backward_hook_precedes_the_backward_of_inner_modules(log: list[str]) -> None:
     x = leaf()
     inside = told(x, log, "inside")
-    when_backward_comes_to({"out": [inside]}, lambda: log.append("came"))
+    before_backward({"out": [inside]}, lambda: log.append("came"))
     told(inside, log, "after").sum().backward()
     assert log == ["after", "came", "inside"]
 
@@ -59,7 +59,7 @@ def test_the_backward_hook_precedes_the_backward_of_inner_modules(log: list[str]
 def test_the_backward_hook_runs_once_for_several_results(log: list[str]) -> None:
     x = leaf()
     results = [told(x, log, "first"), torch.ones(3), told(x, log, "second")]
-    when_backward_comes_to(results, lambda: log.append("came"))
+    before_backward(results, lambda: log.append("came"))
     (results[0] + 2 * results[2]).sum().backward()
     assert sorted(log) == ["came", "first", "second"] and log[0] == "came"
 
@@ -67,20 +67,20 @@ def test_the_backward_hook_runs_once_for_several_results(log: list[str]) -> None
 def test_the_backward_hook_runs_for_one_of_several_results(log: list[str]) -> None:
     x = leaf()
     results = [told(x, log, "first"), told(x, log, "second")]
-    when_backward_comes_to(results, lambda: log.append("came"))
+    before_backward(results, lambda: log.append("came"))
     results[1].sum().backward()
     assert log == ["came", "second"]
 
 
 def test_the_backward_hook_does_not_run_without_gradients(log: list[str]) -> None:
-    when_backward_comes_to([torch.ones(2), None, 3], lambda: log.append("came"))
-    when_backward_has_left([torch.ones(2), None, 3], lambda: log.append("left"))
+    before_backward([torch.ones(2), None, 3], lambda: log.append("came"))
+    after_backward([torch.ones(2), None, 3], lambda: log.append("left"))
     assert log == []
 
 
 def test_the_end_hook_runs_after_the_gradients_of_all_inputs(log: list[str]) -> None:
     one, two = told(leaf(), log, "before one"), told(leaf(), log, "before two")
-    when_backward_has_left(((one, torch.ones(3)), {"y": two}), lambda: log.append("left"))
+    after_backward(((one, torch.ones(3)), {"y": two}), lambda: log.append("left"))
     product = told(one * told(two, log, "inside"), log, "end")
     product.sum().backward()
     assert log.index("left") > log.index("inside") > log.index("end")
@@ -89,7 +89,7 @@ def test_the_end_hook_runs_after_the_gradients_of_all_inputs(log: list[str]) -> 
 
 def test_the_end_hook_does_not_wait_for_inputs_without_gradients(log: list[str]) -> None:
     one, two = leaf(), leaf()
-    when_backward_has_left([one, two], lambda: log.append("left"))
+    after_backward([one, two], lambda: log.append("left"))
     (told(one, log, "inside") * 2).sum().backward()
     assert log == ["inside", "left"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hpctrain.parallel.fsdp.layout import ALIGN, FlatLayout, HeldRange, lay_out, ring
+from hpctrain.parallel.fsdp.layout import ALIGN, FlatLayout, HeldRange, lay_out, ring_slots
 
 Case = tuple[list[int], int, int]  # elements of the parameters, ranks, bytes per element
 CASES: list[Case] = [
@@ -36,10 +36,10 @@ def every_case(check: Callable[[list[int], int, int], None]) -> Callable[[], Non
 def flat_array(layout: FlatLayout) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return the flat memory and the parameters in it; every element is a different number, padding is -1."""
     flat, parameters, first = np.full(layout.numel, -1), [], 0
-    for place, numel in zip(layout.places, layout.numels):
+    for offset, numel in zip(layout.offsets, layout.numels):
         parameters.append(np.arange(first, first + numel))
-        assert (flat[place : place + numel] == -1).all(), "two parameters in one place"
-        flat[place : place + numel] = parameters[-1]
+        assert (flat[offset : offset + numel] == -1).all(), "two parameters in one place"
+        flat[offset : offset + numel] = parameters[-1]
         first += numel
     return flat, parameters
 
@@ -48,10 +48,10 @@ def flat_array(layout: FlatLayout) -> tuple[np.ndarray, list[np.ndarray]]:
 def test_slices_equal_numpys_split_of_the_flat_tensor(numels: list[int], ranks: int, itemsize: int) -> None:
     layout = lay_out(numels, ranks, itemsize)
     flat, parameters = flat_array(layout)
-    assert layout.numels == tuple(numels) and flat.size == ranks * layout.share
+    assert layout.numels == tuple(numels) and flat.size == ranks * layout.slice_numel
     seen: list[list[int]] = [[] for _ in numels]
     for rank, own in enumerate(np.split(flat, ranks)):
-        assert own.size == layout.share
+        assert own.size == layout.slice_numel
         rest = np.ones(own.size, bool)
         for held, parameter, elements in zip(layout.held(rank), parameters, seen):
             assert held.numel == held.end - held.begin >= 0
@@ -69,11 +69,11 @@ def test_parameters_and_slices_are_aligned_to_cache_lines_with_minimal_padding(
     numels: list[int], ranks: int, itemsize: int
 ) -> None:
     layout = lay_out(numels, ranks, itemsize)
-    starts = [*layout.places, layout.share]
+    starts = [*layout.offsets, layout.slice_numel]
     assert all(start * itemsize % ALIGN == 0 for start in starts)
     lines = [-(-numel * itemsize // ALIGN) for numel in numels]
-    assert list(layout.places) == [sum(lines[:number]) * ALIGN // itemsize for number in range(len(numels))]
-    assert layout.share * itemsize == ALIGN * max(1, -(-sum(lines) // ranks))
+    assert list(layout.offsets) == [sum(lines[:number]) * ALIGN // itemsize for number in range(len(numels))]
+    assert layout.slice_numel * itemsize == ALIGN * max(1, -(-sum(lines) // ranks))
 
 
 def test_a_parameter_without_local_elements_is_an_empty_slice_at_0() -> None:
@@ -102,15 +102,15 @@ def overlapping(offset: int, size: int, other: int, length: int) -> bool:
 
 def test_an_offset_is_free_when_the_tensors_before_it_are_done() -> None:
     for sizes, capacity in rings():
-        seats = ring(sizes, capacity)
-        assert len(seats) == len(sizes)
+        slots = ring_slots(sizes, capacity)
+        assert len(slots) == len(sizes)
         last = 0
-        for number, (seat, size) in enumerate(zip(seats, sizes)):
-            assert 0 <= seat.offset and seat.offset + size <= capacity
+        for number, (slot, size) in enumerate(zip(slots, sizes)):
+            assert 0 <= slot.offset and slot.offset + size <= capacity
             # The wait is minimal, except for tensors that the previous one waits for: they are done in order.
-            below = [k + 1 for k in range(number) if overlapping(seat.offset, size, seats[k].offset, sizes[k])]
+            below = [k + 1 for k in range(number) if overlapping(slot.offset, size, slots[k].offset, sizes[k])]
             last = max([last, *below])
-            assert seat.after == last <= number, (sizes, capacity, number)
+            assert slot.after == last <= number, (sizes, capacity, number)
 
 
 def test_writers_may_come_in_any_order_and_readers_in_sequence() -> None:
@@ -121,34 +121,34 @@ def test_writers_may_come_in_any_order_and_readers_in_sequence() -> None:
 
 def play(sizes: list[int], capacity: int, draw: random.Random) -> None:
     """Write tensors whenever there is space; read and release them one after the other."""
-    seats, memory = ring(sizes, capacity), np.full(capacity, -1)
-    places = [memory[seat.offset : seat.offset + size] for seat, size in zip(seats, sizes)]
+    slots, memory = ring_slots(sizes, capacity), np.full(capacity, -1)
+    offsets = [memory[slot.offset : slot.offset + size] for slot, size in zip(slots, sizes)]
     done, written = 0, set[int]()
     while done < len(sizes):
-        free = [k for k in range(done, len(sizes)) if k not in written and seats[k].after <= done]
+        free = [k for k in range(done, len(sizes)) if k not in written and slots[k].after <= done]
         if done in written and (not free or draw.random() < 0.4):
-            assert (places[done] == done).all(), f"{done} was overwritten"
-            places[done][:] = -1
+            assert (offsets[done] == done).all(), f"{done} was overwritten"
+            offsets[done][:] = -1
             done += 1
             continue
         assert free, "no writer can continue"
         chosen = draw.choice(free)
-        assert (places[chosen] == -1).all(), f"{chosen} is written where {set(places[chosen])} is still stored"
-        places[chosen][:] = chosen
+        assert (offsets[chosen] == -1).all(), f"{chosen} is written where {set(offsets[chosen])} is still stored"
+        offsets[chosen][:] = chosen
         written.add(chosen)
 
 
 def waits(sizes: Sequence[int], capacity: int) -> list[int]:
-    return [seat.after for seat in ring(sizes, capacity)]
+    return [slot.after for slot in ring_slots(sizes, capacity)]
 
 
 def test_a_ring_with_space_for_all_never_waits() -> None:
     assert waits([3, 9, 1, 4], 17) == [0, 0, 0, 0]
-    assert [seat.offset for seat in ring([3, 9, 1, 4], 17)] == [0, 3, 12, 13]
+    assert [slot.offset for slot in ring_slots([3, 9, 1, 4], 17)] == [0, 3, 12, 13]
 
 
 def test_as_many_tensors_as_fit_are_held_together() -> None:
     assert waits([2] * 7, 6) == [0, 0, 0, 1, 2, 3, 4]
     assert waits([6, 2, 2, 2, 6], 6) == [0, 1, 1, 1, 4]
     assert waits([5, 4, 5], 5) == [0, 1, 2]
-    assert ring([], 4) == []
+    assert ring_slots([], 4) == []

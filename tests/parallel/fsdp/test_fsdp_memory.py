@@ -30,8 +30,8 @@ def apart(comm: Any) -> Iterator[Any]:
 def gathered(strategy: ShardedDataParallel) -> dict[str, int]:
     """Return the bytes of whole parameters that have memory now, by unit."""
     return {
-        station.name: sum(piece.flat.untyped_storage().nbytes() for piece in station.pieces)
-        for station in getattr(strategy._form, "_stations")
+        unit.name: sum(group.flat.untyped_storage().nbytes() for group in unit.groups)
+        for unit in getattr(strategy._residency, "_units")
     }
 
 
@@ -93,8 +93,8 @@ def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, form: str) 
     model = make_gpt()
     total = sum(parameter.numel() for parameter in model.parameters())
     strategy = shard(model, apart, FORMS[form], **BLOCKS)
-    padded = sum(piece.layout.numel for piece in strategy._parts.pieces)
-    assert sum(piece.own.numel() for piece in strategy._parts.pieces) * apart.size == padded
+    padded = sum(group.layout.numel for group in strategy._parts.groups)
+    assert sum(group.shard_data.numel() for group in strategy._parts.groups) * apart.size == padded
     optimizer = torch.optim.AdamW(model.parameters())
     backward(model, apart)
     optimizer.step()
@@ -104,17 +104,25 @@ def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, form: str) 
         mine = sum(state.untyped_storage().nbytes() // 4 for state in states)
         assert mine <= padded // apart.size  # minus this rank's padding
         assert sum(apart.all_gather_object(mine)) == total
-    gradients = {parameter.grad.untyped_storage()._cdata: parameter.grad.untyped_storage().nbytes()
-                 for parameter in model.parameters() if parameter.grad is not None}
+    gradients = {
+        parameter.grad.untyped_storage()._cdata: parameter.grad.untyped_storage().nbytes()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    }
     assert sum(gradients.values()) * apart.size == 4 * padded
 
 
 def tensors_of(shape: tuple[int, ...]) -> list[Tensor]:
     """Return all tensors of a shape that are alive and have memory."""
     gc.collect()
-    return [each for each in gc.get_objects()
-            if type(each) in (Tensor, nn.Parameter) and tuple(each.shape) == shape
-            and not each.is_meta and each.untyped_storage().nbytes()]
+    return [
+        each
+        for each in gc.get_objects()
+        if type(each) in (Tensor, nn.Parameter)
+        and tuple(each.shape) == shape
+        and not each.is_meta
+        and each.untyped_storage().nbytes()
+    ]
 
 
 # A shape for each that no other tensor has.
@@ -144,15 +152,15 @@ def test_a_dropped_model_is_freed(comm: Any, form: str) -> None:
         strategy = shard(model, own, FORMS[form], **BLOCKS)
         backward(model, own)
         strategy.detach()
-        witnesses = [weakref.ref(model), weakref.ref(strategy), weakref.ref(strategy._parts.members[0].whole)]
+        witnesses = [weakref.ref(model), weakref.ref(strategy), weakref.ref(strategy._parts.members[0].unsharded)]
         del model, strategy
         for _ in range(3):  # nodes of autograd reference each other, so that several collections are needed
             gc.collect()
         assert [witness() is None for witness in witnesses] == [True] * 3
 
 
-def room(strategy: ShardedDataParallel) -> Tensor:
-    memory: Tensor = getattr(strategy._reduction._room, "_memory")
+def gradient_memory(strategy: ShardedDataParallel) -> Tensor:
+    memory: Tensor = getattr(strategy._parts.reduction._buffers, "_memory")
     return memory
 
 
@@ -161,10 +169,10 @@ def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> N
         for limit in (0.001, 4.0):
             model = make_gpt()
             strategy = shard(model, apart, FORMS[form], **BLOCKS, bucket_mib=limit)
-            sizes = [4 * piece.layout.numel for piece in strategy._parts.pieces]
+            sizes = [4 * group.layout.numel for group in strategy._parts.groups]
             few = max(max(sizes), IN_FLIGHT * int(limit * 2**20))
             expected = sum(sizes) if form == "zero1_alone" else min(sum(sizes), few)
-            assert room(strategy).nbytes == expected
+            assert gradient_memory(strategy).nbytes == expected
             assert limit == 4 or form == "zero1_alone" or expected < sum(sizes)
             backward(model, apart)
 
@@ -173,14 +181,14 @@ def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> N
 def test_mapped_parameters_share_one_memory_per_node(near: Any, data: str) -> None:
     model = make_gpt()
     strategy = shard(model, near, FORMS[data], **BLOCKS)
-    for number, piece in enumerate(strategy._parts.pieces):
-        assert piece.own.data_ptr() == piece.place.data_ptr()
+    for number, group in enumerate(strategy._parts.groups):
+        assert group.shard_data.data_ptr() == group.flat_slice.data_ptr()
         for writer in range(near.size):
             near.barrier()
             if near.rank == writer:
-                piece.flat.fill_(100 * number + writer)
+                group.flat.fill_(100 * number + writer)
             near.barrier()
-            assert bool((piece.flat == 100 * number + writer).all())
+            assert bool((group.flat == 100 * number + writer).all())
 
 
 def test_shards_of_mapped_parameters_are_views_of_them(near: Any) -> None:
@@ -190,6 +198,7 @@ def test_shards_of_mapped_parameters_are_views_of_them(near: Any) -> None:
         for parameter in model.parameters():
             parameter.fill_(near.rank + 1)
     near.barrier()
-    found = [int((member.whole == rank + 1).sum()) for member in strategy._parts.members for rank in range(near.size)]
-    held = near.all_gather_object([member.held.numel for member in strategy._parts.members])
+    members = strategy._parts.members
+    found = [int((member.unsharded == rank + 1).sum()) for member in members for rank in range(near.size)]
+    held = near.all_gather_object([member.held.numel for member in members])
     assert found == [count for column in zip(*held) for count in column]

@@ -34,12 +34,12 @@ def apart(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def psi(strategy: ShardedDataParallel, own_unit: bool = True) -> int:
-    """Return the bytes of all flat pieces, padding included, with or without the model's own unit."""
-    pieces = strategy._parts.pieces
+    """Return the bytes of all flat tensors, padding included, with or without the model's own unit."""
+    groups = strategy._parts.groups
     if not own_unit:
-        own = getattr(strategy._form, "_stations")[0].pieces
-        pieces = [piece for piece in pieces if piece not in own]
-    return sum(piece.flat.numel() * piece.flat.itemsize for piece in pieces)
+        own = getattr(strategy._residency, "_units")[0].groups
+        groups = [group for group in groups if group not in own]
+    return sum(group.flat.numel() * group.flat.itemsize for group in groups)
 
 
 def used(comm: Any, parameters: int) -> int:
@@ -100,10 +100,10 @@ def test_mpi_gathers_and_reduces_the_same_bytes(comm: Any) -> None:
         with communicator(comm, FORMS[data]) as own:
             model = make_even()
             strategy = shard(model, own, FORMS[data], units=("Linear",))
-            pieces = len(strategy._parts.pieces)
+            groups = len(strategy._parts.groups)
             for recorder in train(model, own, "even"):
                 # MPI is called with this rank's share for a gather, and with the whole tensor for a reduction.
-                assert recorder.calls == {"all_gather": gathered * pieces, "reduce_scatter": pieces, "all_to_all": 2}
+                assert recorder.calls == {"all_gather": gathered * groups, "reduce_scatter": groups, "all_to_all": 2}
                 assert recorder.bytes["all_gather"] * own.size == gathered * psi(strategy)
                 assert recorder.bytes["reduce_scatter"] == psi(strategy)
 

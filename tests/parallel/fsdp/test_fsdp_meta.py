@@ -133,14 +133,14 @@ def test_no_rank_ever_holds_the_whole_model_in_memory(comm: Any, name: str) -> N
         total = sum(parameter.nbytes for parameter in model.parameters())
         with Watch() as watch:
             strategy = shard(model, own, FORMS[name], units=("Block",), bucket_mib=limit)
-        pieces = strategy._parts.pieces
+        groups = strategy._parts.groups
         modules = make("cpu", **shape).modules()
         module = max(sum(each.nbytes for each in module.parameters(recurse=False)) for module in modules)
         # torch does not allocate node memory, so neither the shards nor the buffers of gradients are counted.
-        share = sum(piece.own.nbytes for piece in pieces) if name == "fsdp_alone" else 0
-        piece = max(piece.layout.numel * 4 for piece in pieces)
-        room = max(IN_FLIGHT * int(limit * 2**20), piece) if name == "fsdp_alone" else 0
+        share = sum(group.own.nbytes for group in groups) if name == "fsdp_alone" else 0
+        group = max(group.layout.numel * 4 for group in groups)
+        room = max(IN_FLIGHT * int(limit * 2**20), group) if name == "fsdp_alone" else 0
         small = 2**12  # digests, counts, fences
-        assert watch.peak <= share + max(2 * piece + module, room) + small
-        assert share + 2 * piece + module < 0.9 * total, "the model is too small to show anything"
+        assert watch.peak <= share + max(2 * group + module, room) + small
+        assert share + 2 * group + module < 0.9 * total, "the model is too small to show anything"
         assert own.size < 3 or own.rank == 0 or watch.peak < 0.7 * total

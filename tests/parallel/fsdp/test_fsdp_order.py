@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.parallel.fsdp.unshard import Action, PassPlan, PlanCursor, hastened
+from hpctrain.parallel.fsdp.unshard import Action, PassPlan, PlanCursor, hoist_gathers
 
 SEEDS = range(200)
 
@@ -34,8 +34,8 @@ def random_numbers(draw: random.Random) -> list[int]:
 
 def test_a_plan_knows_the_actions_of_any_pass() -> None:
     plan = PassPlan(gather(0, 1), [*gather(1), *reduce(7)])
-    assert all(plan.knows(action) for action in [*gather(0, 1), *reduce(7)])
-    assert not any(plan.knows(action) for action in [*gather(7), *reduce(0, 1)])
+    assert all(plan.contains(action) for action in [*gather(0, 1), *reduce(7)])
+    assert not any(plan.contains(action) for action in [*gather(7), *reduce(0, 1)])
 
 
 def test_a_plan_without_reductions_has_only_gathers() -> None:
@@ -45,10 +45,10 @@ def test_a_plan_without_reductions_has_only_gathers() -> None:
 
 def test_gathers_move_ahead_as_written_by_hand() -> None:
     actions = [*gather(3), *reduce(0), *gather(2), *reduce(1), *gather(1), *reduce(2)]
-    assert hastened(actions, 0) == actions
-    assert hastened(actions, 1) == [*gather(3, 2), *reduce(0), *gather(1), *reduce(1, 2)]
-    assert hastened(actions, 2) == [*gather(3, 2, 1), *reduce(0, 1, 2)]
-    assert hastened([], 3) == []
+    assert hoist_gathers(actions, 0) == actions
+    assert hoist_gathers(actions, 1) == [*gather(3, 2), *reduce(0), *gather(1), *reduce(1, 2)]
+    assert hoist_gathers(actions, 2) == [*gather(3, 2, 1), *reduce(0, 1, 2)]
+    assert hoist_gathers([], 3) == []
 
 
 @pytest.mark.parametrize("depth", range(4))
@@ -57,7 +57,7 @@ def test_a_gather_moves_ahead_of_some_reductions_and_nothing_else_changes(depth:
         draw = random.Random(seed)
         actions = random_actions(draw, True)
         draw.shuffle(actions)
-        found = hastened(actions, depth)
+        found = hoist_gathers(actions, depth)
         for kind in ("gather", "reduce"):
             assert [each for each in found if each[0] == kind] == [each for each in actions if each[0] == kind]
         for action in actions:
@@ -72,27 +72,27 @@ def reductions_before(one: Action, line: list[Action]) -> int:
 # Walks ----------------------------------------------------------------------------------------------------------------
 
 
-def ranks_walk(draw: random.Random, actions: list[Action], depth: int) -> list[Action]:
+def actions_of_a_rank(draw: random.Random, actions: list[Action], depth: int) -> list[Action]:
     """Return the actions of a rank that requests some of them, in order, and then finishes."""
-    walk, done, wanted = PlanCursor(actions), list[Action](), 0
+    cursor, done, wanted = PlanCursor(actions), list[Action](), 0
     for place, action in enumerate(actions):
         if draw.random() < 0.4:
             continue
         if action[0] == "reduce" and draw.random() < 0.5:
             # A reduction that was not requested here is done after the actions before it.
             late = action in done
-            due = walk.before(action)
+            due = cursor.actions_before(action)
             done += due if late else [*due, action]
             continue
-        due = walk.until(action)
+        due = cursor.advance_to(action)
         assert due is not None and (not due or due[-1] == action)
         done += due
         assert action in done, "what is wanted has not been done"
         wanted = max(wanted, place + 1)
         before = sum(kind == "gather" for kind, _ in done[wanted:])
-        done += walk.ahead(depth)
+        done += cursor.next_gathers(depth)
         assert sum(kind == "gather" for kind, _ in done[wanted:]) <= max(before, depth)
-    return done + walk.rest()
+    return done + cursor.remaining()
 
 
 @pytest.mark.parametrize("depth", range(4))
@@ -102,46 +102,48 @@ def test_ranks_that_need_different_units_do_the_same_actions(depth: int, reducti
         draw = random.Random(seed)
         actions = random_actions(draw, reductions)
         for _ in range(4):
-            assert ranks_walk(draw, actions, depth) == actions
+            assert actions_of_a_rank(draw, actions, depth) == actions
 
 
 def test_prefetch_is_limited() -> None:
-    walk = PlanCursor(gather(0, 1, 2, 3, 4))
-    assert walk.until(("gather", 0)) == gather(0)
-    assert walk.ahead(2) == gather(1, 2)
-    assert walk.ahead(2) == []
-    assert walk.until(("gather", 1)) == []  # it is already gathered
-    assert walk.ahead(2) == gather(3)
-    assert walk.until(("gather", 3)) == []  # units gathered but not used here are no longer ahead
-    assert walk.ahead(2) == gather(4)
-    assert walk.ahead(2) == [] and walk.rest() == [] and walk.rest() == []
+    cursor = PlanCursor(gather(0, 1, 2, 3, 4))
+    assert cursor.advance_to(("gather", 0)) == gather(0)
+    assert cursor.next_gathers(2) == gather(1, 2)
+    assert cursor.next_gathers(2) == []
+    assert cursor.advance_to(("gather", 1)) == []  # it is already gathered
+    assert cursor.next_gathers(2) == gather(3)
+    assert cursor.advance_to(("gather", 3)) == []  # units gathered but not used here are no longer ahead
+    assert cursor.next_gathers(2) == gather(4)
+    assert cursor.next_gathers(2) == [] and cursor.remaining() == [] and cursor.remaining() == []
 
 
 def test_no_unit_is_gathered_ahead_of_a_reduction() -> None:
-    walk = PlanCursor([*gather(0), *reduce(0), *gather(1)])
-    assert walk.until(("gather", 0)) == gather(0)
-    assert walk.ahead(5) == []
-    assert walk.until(("gather", 1)) == [*reduce(0), *gather(1)]
+    cursor = PlanCursor([*gather(0), *reduce(0), *gather(1)])
+    assert cursor.advance_to(("gather", 0)) == gather(0)
+    assert cursor.next_gathers(5) == []
+    assert cursor.advance_to(("gather", 1)) == [*reduce(0), *gather(1)]
 
 
 def test_skipped_actions_are_done_together_with_other_ranks() -> None:
-    walk = PlanCursor(gather(0, 1, 2, 3))
-    assert walk.until(("gather", 2)) == gather(0, 1, 2)
-    assert walk.until(("gather", 1)) is None  # too late: the other ranks have already done it
-    assert walk.rest() == gather(3)
-    assert walk.until(("gather", 3)) is None
+    cursor = PlanCursor(gather(0, 1, 2, 3))
+    assert cursor.advance_to(("gather", 2)) == gather(0, 1, 2)
+    assert cursor.advance_to(("gather", 1)) is None  # too late: the other ranks have already done it
+    assert cursor.remaining() == gather(3)
+    assert cursor.advance_to(("gather", 3)) is None
 
 
 def test_a_repeated_action_must_be_requested_twice() -> None:
-    walk = PlanCursor(gather(0, 1, 0))
-    assert walk.until(("gather", 0)) == gather(0)
-    assert walk.until(("gather", 0)) == gather(1, 0)
-    assert walk.until(("gather", 0)) is None
+    cursor = PlanCursor(gather(0, 1, 0))
+    assert cursor.advance_to(("gather", 0)) == gather(0)
+    assert cursor.advance_to(("gather", 0)) == gather(1, 0)
+    assert cursor.advance_to(("gather", 0)) is None
 
 
 def test_earlier_actions_of_the_list_precede_a_reduction() -> None:
-    walk = PlanCursor([*gather(2), *reduce(0), *gather(1), *reduce(1)])
-    assert walk.before(("reduce", 1)) == [*gather(2), *reduce(0), *gather(1)]
-    assert walk.before(("reduce", 1)) == walk.before(("reduce", 0)) == []  # they are done, or being done
-    assert walk.before(("reduce", 9)) == []  # not in the list
-    assert walk.rest() == []
+    cursor = PlanCursor([*gather(2), *reduce(0), *gather(1), *reduce(1)])
+    assert cursor.actions_before(("reduce", 1)) == [*gather(2), *reduce(0), *gather(1)]
+    assert (
+        cursor.actions_before(("reduce", 1)) == cursor.actions_before(("reduce", 0)) == []
+    )  # they are done, or being done
+    assert cursor.actions_before(("reduce", 9)) == []  # not in the list
+    assert cursor.remaining() == []

@@ -13,7 +13,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel import hooks as update_hooks
-from hpctrain.parallel.fsdp.optimizer import Owners
+from hpctrain.parallel.fsdp.optimizer import OptimizerHooks
 
 
 class Watched:
@@ -27,7 +27,7 @@ class Watched:
             parameter.grad = torch.ones_like(parameter)
         replaced = {part: weakref.ref(old) for part, old in self.old.items()}
         before, after = (lambda _: log.append(f"{name} before")), (lambda _: log.append(f"{name} after"))
-        self.owners = Owners(self.shards, replaced, trusted, before, after)
+        self.owners = OptimizerHooks(self.shards, replaced, trusted, before, after)
         self.hooks = self.owners.attach()
 
 
@@ -69,7 +69,9 @@ class Telling(torch.optim.SGD):
 
 
 def test_callbacks_run_before_and_after_an_update(watched: Watched, log: list[str]) -> None:
-    owners = Owners(watched.shards, {}, ("Telling",), lambda _: log.append("before"), lambda _: log.append("after"))
+    owners = OptimizerHooks(
+        watched.shards, {}, ("Telling",), lambda _: log.append("before"), lambda _: log.append("after")
+    )
     watched.hooks.remove()
     hooks = owners.attach()
     Telling(log, watched.shards).step()

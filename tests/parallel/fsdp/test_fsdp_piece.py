@@ -1,4 +1,4 @@
-"""Pieces of flat parameters, shown sharded or whole; the ranks are simulated one after the other."""
+"""Parameter groups, sharded or unsharded; the ranks are simulated one after the other."""
 
 from __future__ import annotations
 
@@ -55,121 +55,128 @@ class Root:
         out.chunk(self.size)[self.rank].copy_(own)
 
 
-def pieces(size: int, **options: Any) -> list[tuple[ParamGroup, list[nn.Module]]]:
-    """Return the filled piece of every rank, and the modules that show it."""
+def groups(size: int, **options: Any) -> list[tuple[ParamGroup, list[nn.Module]]]:
+    """Return the filled group of every rank, and the modules that use it."""
     mail: dict[str, Tensor] = {}
     found = []
     for rank in range(size):
         whole = parameters(trained=options.get("trained", True))
         modules = holders(whole)
         comm: Any = Root(rank, size, mail)
-        piece = ParamGroup(
+        group = ParamGroup(
             [f"p{number}" for number in range(len(whole))],
             whole,
             [[(module, "weight")] for module in modules],
             comm,
             lambda numel, dtype: torch.full((numel,), 99, dtype=dtype),
             dtype=options.get("dtype", torch.float32),
-            passing=options.get("passing", False),
+            on_demand=options.get("on_demand", False),
             device=CPU,
         )
         values = {f"p{number}": parameter.detach() for number, parameter in enumerate(whole)}
-        piece.fill((lambda member, values=values: values[member.name]) if rank == 0 else None)
-        found.append((piece, modules))
+        group.fill((lambda member, values=values: values[member.name]) if rank == 0 else None)
+        found.append((group, modules))
     return found
 
 
 def together(ranks: list[tuple[ParamGroup, list[nn.Module]]], number: int) -> list[float]:
     """Return the elements of a parameter that the ranks hold, in rank order."""
-    return [value for piece, _ in ranks for value in piece.members[number].shard.detach().flatten().tolist()]
+    return [value for group, _ in ranks for value in group.members[number].shard.detach().flatten().tolist()]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
-def test_shards_are_slices_of_rank_0s_parameters(size: int, passing: bool) -> None:
-    ranks = pieces(size, passing=passing)
+@pytest.mark.parametrize("on_demand", [False, True], ids=["kept_unsharded", "on_demand"])
+def test_shards_are_slices_of_rank_0s_parameters(size: int, on_demand: bool) -> None:
+    ranks = groups(size, on_demand=on_demand)
     for number, parameter in enumerate(parameters()):
         assert together(ranks, number) == parameter.flatten().tolist()
-        for piece, _ in ranks:
-            shard = piece.members[number].shard
+        for group, _ in ranks:
+            shard = group.members[number].shard
             assert shard.dim() == max(parameter.dim(), 1) and shard.shape[1:] == (1,) * (parameter.dim() - 1)
             assert shard.is_leaf and shard.requires_grad
     # Padding is zero on all ranks: it does not change a norm and cannot become NaN.
     held = sum(shape.numel() for shape in map(torch.Size, SHAPES))
     total = sum(float(parameter.detach().sum()) for parameter in parameters())
-    assert sum(float(piece.own.sum()) for piece, _ in ranks) == total
-    assert sum(int((piece.own == 0).sum()) for piece, _ in ranks) == ranks[0][0].layout.numel - held
+    assert sum(float(group.shard_data.sum()) for group, _ in ranks) == total
+    assert sum(int((group.shard_data == 0).sum()) for group, _ in ranks) == ranks[0][0].layout.numel - held
 
 
-@pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
-def test_gathering_gives_whole_parameters(passing: bool) -> None:
-    for piece, _ in pieces(3, passing=passing):
-        piece.make_room()
-        piece.gather()
-        for member, parameter in zip(piece.members, parameters()):
-            assert torch.equal(member.whole, parameter) and member.whole.shape == parameter.shape
-            assert member.whole.is_contiguous() and member.whole.is_leaf
+@pytest.mark.parametrize("on_demand", [False, True], ids=["kept_unsharded", "on_demand"])
+def test_gathering_gives_whole_parameters(on_demand: bool) -> None:
+    for group, _ in groups(3, on_demand=on_demand):
+        group.allocate()
+        group.gather()
+        for member, parameter in zip(group.members, parameters()):
+            assert torch.equal(member.unsharded, parameter) and member.unsharded.shape == parameter.shape
+            assert member.unsharded.is_contiguous() and member.unsharded.is_leaf
 
 
 def test_whole_parameters_have_memory_only_while_gathered() -> None:
-    for piece, _ in pieces(2, passing=True):
-        nbytes = 4 * piece.layout.numel
-        assert piece.flat.untyped_storage().nbytes() == 0
-        assert piece.own.untyped_storage().nbytes() == nbytes / 2
-        piece.make_room()
-        assert piece.flat.untyped_storage().nbytes() == nbytes
-        piece.free()
-        assert piece.flat.untyped_storage().nbytes() == 0
+    for group, _ in groups(2, on_demand=True):
+        nbytes = 4 * group.layout.numel
+        assert group.flat.untyped_storage().nbytes() == 0
+        assert group.shard_data.untyped_storage().nbytes() == nbytes / 2
+        group.allocate()
+        assert group.flat.untyped_storage().nbytes() == nbytes
+        group.free()
+        assert group.flat.untyped_storage().nbytes() == 0
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16], ids=["double", "bfloat16"])
 def test_converted_shards_are_refused(change: Any) -> None:
-    (piece, modules), *_ = pieces(2)
-    piece.show_shards()
-    piece.contribute()
+    (group, modules), *_ = groups(2)
+    group.to_sharded()
+    group.copy_in()
     change(modules[0])
     with pytest.raises(UsageError, match=r"parameter p0 has other memory than job.wrap\(model\) gave it"):
-        piece.contribute()
+        group.copy_in()
 
 
 def test_parameters_that_stay_whole_are_held_once() -> None:
-    for piece, _ in pieces(2):
-        assert piece.own.data_ptr() == piece.place.data_ptr()
-        piece.free()
-        piece.make_room()
-        assert piece.flat.untyped_storage().nbytes() == 4 * piece.layout.numel
+    for group, _ in groups(2):
+        assert group.shard_data.data_ptr() == group.flat_slice.data_ptr()
+        group.free()
+        group.allocate()
+        assert group.flat.untyped_storage().nbytes() == 4 * group.layout.numel
 
 
-@pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
-def test_shards_of_a_wider_type_are_rounded_into_place(passing: bool) -> None:
-    for piece, _ in pieces(2, passing=passing, dtype=torch.bfloat16):
-        assert piece.own.dtype is torch.float32 and piece.flat.dtype is torch.bfloat16
-        assert piece.layout.share * 2 % 64 == 0  # on cache lines in either type
-        piece.own.add_(1 / 256)
-        piece.make_room()
-        piece.gather()
-        for member, parameter in zip(piece.members, parameters()):
-            assert member.whole.dtype is torch.bfloat16 and member.shard.dtype is torch.float32
-            assert torch.equal(member.whole, parameter.bfloat16())
-        assert bool((piece.own[:1] % 1 == 1 / 256).all()), "the shards themselves were rounded"
+@pytest.mark.parametrize("on_demand", [False, True], ids=["kept_unsharded", "on_demand"])
+def test_shards_of_a_wider_type_are_rounded_into_place(on_demand: bool) -> None:
+    for group, _ in groups(2, on_demand=on_demand, dtype=torch.bfloat16):
+        assert group.shard_data.dtype is torch.float32 and group.flat.dtype is torch.bfloat16
+        assert group.layout.slice_numel * 2 % 64 == 0  # on cache lines in either type
+        group.shard_data.add_(1 / 256)
+        group.allocate()
+        group.gather()
+        for member, parameter in zip(group.members, parameters()):
+            assert member.unsharded.dtype is torch.bfloat16 and member.shard.dtype is torch.float32
+            assert torch.equal(member.unsharded, parameter.bfloat16())
+        assert bool((group.shard_data[:1] % 1 == 1 / 256).all()), "the shards themselves were rounded"
 
 
-def test_modules_show_shards_or_whole_parameters_under_all_names() -> None:
+def test_modules_use_shards_or_unsharded_parameters_under_all_names() -> None:
     one, two, tied = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Parameter(torch.ones(3, 3))
     one.weight = two.weight = tied
     comm: Any = SimpleNamespace(rank=0, size=1)
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    piece = ParamGroup(
-        ["w"], [tied], [[(one, "weight"), (two, "weight")]], comm, flat, dtype=torch.float32, passing=False, device=CPU
+    group = ParamGroup(
+        ["w"],
+        [tied],
+        [[(one, "weight"), (two, "weight")]],
+        comm,
+        flat,
+        dtype=torch.float32,
+        on_demand=False,
+        device=CPU,
     )
-    (member,) = piece.members
-    piece.show_whole()
-    assert one.weight is two.weight is member.whole and list(one.parameters())[0] is member.whole
-    piece.show_shards()
+    (member,) = group.members
+    group.to_unsharded()
+    assert one.weight is two.weight is member.unsharded and list(one.parameters())[0] is member.unsharded
+    group.to_sharded()
     assert one.weight is two.weight is member.shard
 
 
-def test_modules_with_references_of_their_own_compute_with_the_shown_tensors() -> None:
+def test_modules_with_references_of_their_own_compute_with_the_registered_tensors() -> None:
     torch.manual_seed(7)
     lstm = nn.LSTM(3, 4)
     names, whole = zip(*lstm.named_parameters())
@@ -177,17 +184,17 @@ def test_modules_with_references_of_their_own_compute_with_the_shown_tensors() -
     expected = lstm(x)[0]
     comm: Any = Root(0, 1, {})
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    piece = ParamGroup(
-        names, whole, [[(lstm, name)] for name in names], comm, flat, dtype=torch.float32, passing=False, device=CPU
+    group = ParamGroup(
+        names, whole, [[(lstm, name)] for name in names], comm, flat, dtype=torch.float32, on_demand=False, device=CPU
     )
     values = dict(zip(names, whole))
-    piece.fill(lambda member: values[member.name])
-    piece.show_shards()
-    piece.show_whole()
+    group.fill(lambda member: values[member.name])
+    group.to_sharded()
+    group.to_unsharded()
     assert torch.equal(lstm(x)[0], expected)
     with torch.no_grad():
-        for member in piece.members:
-            member.whole.zero_()
+        for member in group.members:
+            member.unsharded.zero_()
     assert not lstm(x)[0].any()
 
 
@@ -196,27 +203,31 @@ def test_attributes_set_by_a_user_are_on_shards_and_whole_parameters() -> None:
     parameter.no_decay = True  # type: ignore[attr-defined]
     comm: Any = SimpleNamespace(rank=0, size=1)
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    (member,) = ParamGroup(["p"], [parameter], [[]], comm, flat, dtype=torch.float32, passing=False, device=CPU).members
-    assert member.whole.no_decay and member.shard.no_decay  # type: ignore[attr-defined]
+    (member,) = ParamGroup(
+        ["p"], [parameter], [[]], comm, flat, dtype=torch.float32, on_demand=False, device=CPU
+    ).members
+    assert member.unsharded.no_decay and member.shard.no_decay  # type: ignore[attr-defined]
 
 
 def test_whole_parameters_are_frozen_like_their_shards() -> None:
-    (piece, modules), *_ = pieces(1)
-    piece.members[3].shard.requires_grad_(False)
-    piece.show_whole()
-    assert [member.whole.requires_grad for member in piece.members] == [number != 3 for number in range(len(SHAPES))]
-    piece.members[3].shard.requires_grad_(True)
-    piece.show_whole()
-    assert all(member.whole.requires_grad for member in piece.members)
+    (group, modules), *_ = groups(1)
+    group.members[3].shard.requires_grad_(False)
+    group.to_unsharded()
+    assert [member.unsharded.requires_grad for member in group.members] == [
+        number != 3 for number in range(len(SHAPES))
+    ]
+    group.members[3].shard.requires_grad_(True)
+    group.to_unsharded()
+    assert all(member.unsharded.requires_grad for member in group.members)
 
 
 def test_initially_frozen_parameters_cannot_be_trained() -> None:
-    (piece, _), *_ = pieces(1, trained=False)
-    assert not piece.trained
-    piece.show_whole()
-    piece.members[0].shard.requires_grad_(True)
+    (group, _), *_ = groups(1, trained=False)
+    assert not group.trained
+    group.to_unsharded()
+    group.members[0].shard.requires_grad_(True)
     with pytest.raises(UsageError, match="parameter p0 was frozen when the model was wrapped, so it has no memory for"):
-        piece.show_whole()
+        group.to_unsharded()
 
 
 def test_filling_updates_the_replicas() -> None:
@@ -225,15 +236,15 @@ def test_filling_updates_the_replicas() -> None:
     comm: Any = Root(0, 1, {})
     replicas: Any = SimpleNamespace(broadcast=sent.append)
     flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    piece = ParamGroup(
+    group = ParamGroup(
         [str(number) for number in range(len(whole))],
         whole,
         [[] for _ in whole],
         comm,
         flat,
         dtype=torch.float32,
-        passing=False,
+        on_demand=False,
         device=CPU,
     )
-    piece.fill(lambda member: whole[int(member.name)], replicas)
-    assert len(sent) == 1 and torch.equal(sent[0], piece.flat)
+    group.fill(lambda member: whole[int(member.name)], replicas)
+    assert len(sent) == 1 and torch.equal(sent[0], group.flat)

@@ -26,13 +26,13 @@ def members(shapes: list[tuple[int, ...]], size: int, dtype: torch.dtype) -> lis
         names = [f"p{number}" for number in range(len(shapes))]
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
         flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-        piece = ParamGroup(
-            names, parameters, [[] for _ in names], comm, flat, dtype=dtype, passing=False, device=torch.device("cpu")
+        group = ParamGroup(
+            names, parameters, [[] for _ in names], comm, flat, dtype=dtype, on_demand=False, device=torch.device("cpu")
         )
-        for member, whole in zip(piece.members, wholes):
+        for member, whole in zip(group.members, wholes):
             with torch.no_grad():
-                member.whole.copy_(whole)
-        found.append({member.name: member for member in piece.members})
+                member.unsharded.copy_(whole)
+        found.append({member.name: member for member in group.members})
     return found
 
 

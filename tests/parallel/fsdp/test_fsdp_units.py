@@ -64,10 +64,10 @@ def test_every_parameter_is_in_one_unit_with_all_its_names(make: Any, patterns: 
     for unit in units:
         assert unit.module is model.get_submodule(unit.name)
         assert [name for name in all_names if name in held([unit])[unit.name]] == held([unit])[unit.name]
-        for (_, parameter), places in zip(unit.parameters, unit.places, strict=True):
-            assert all(getattr(module, attribute) is parameter for module, attribute in places)
+        for (_, parameter), locations in zip(unit.parameters, unit.locations, strict=True):
+            assert all(getattr(module, attribute) is parameter for module, attribute in locations)
             wanted = [(m, a) for m in model.modules() for a, p in m._parameters.items() if p is parameter]
-            assert places == wanted
+            assert locations == wanted
     order = list(dict(model.named_modules()))
     assert names(units) == sorted(names(units), key=order.index)
 
@@ -96,7 +96,7 @@ def test_parameters_belong_to_the_innermost_unit() -> None:
 def test_the_model_itself_may_have_no_parameter_left() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     units = find_units(model, ["Linear"])
-    assert names(units) == ["", "0", "1"] and units[0].parameters == units[0].places == []
+    assert names(units) == ["", "0", "1"] and units[0].parameters == units[0].locations == []
 
 
 def test_units_without_parameters_are_dropped() -> None:
@@ -116,7 +116,7 @@ def test_tied_parameters_belong_to_the_unit_around_all_uses() -> None:
     for patterns in (["Block", "embedding"], ["Block", "head"], ["Embedding"]):
         units = find_units(model, patterns)
         assert held(units)[""][0] == "embedding.token.weight"
-        assert units[0].places[0] == [(model.embedding.token, "weight"), (model.head, "weight")]
+        assert units[0].locations[0] == [(model.embedding.token, "weight"), (model.head, "weight")]
     assert "head" not in names(find_units(model, ["Block", "head"]))
 
 
@@ -125,7 +125,7 @@ def test_tied_parameters_inside_one_unit_stay_there() -> None:
     inner.two.weight = inner.one.weight
     units = find_units(nn.Sequential(inner, nn.Linear(3, 3)), ["Pair"])
     assert held(units) == {"": ["1.weight", "1.bias"], "0": ["0.one.weight", "0.one.bias", "0.two.bias"]}
-    assert units[1].places[0] == [(inner.one, "weight"), (inner.two, "weight")]
+    assert units[1].locations[0] == [(inner.one, "weight"), (inner.two, "weight")]
 
 
 def test_tied_parameters_of_nested_units_belong_to_the_outer_one() -> None:
@@ -158,7 +158,7 @@ def test_a_module_in_two_places_is_one_unit() -> None:
     for pattern in ("Linear", "one", "two"):
         units = find_units(model, [pattern])
         assert held(units) == {"": [], "one": ["one.weight", "one.bias"]}
-        assert units[1].places == [[(shared, "weight")], [(shared, "bias")]]
+        assert units[1].locations == [[(shared, "weight")], [(shared, "bias")]]
 
 
 def test_a_unit_used_inside_and_outside_another_keeps_its_parameters() -> None:

@@ -23,17 +23,17 @@ CPU = torch.device("cpu")
 ACTIVATIONS = OffloadSettings(activations=True)
 
 
-def room(numel: int, dtype: torch.dtype) -> Tensor:
+def allocate(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
 def offloading(model: Model, device: LateDevice) -> Buffers:
     """Make the blocks of a model offload their inputs from a fake device with late copies."""
-    buffers = Buffers(room)
+    buffers = Buffers(allocate)
     recompute(list(model.blocks))
     activations = Activations(Transfer(device), buffers, CPU)
     for block in model.blocks:
-        keep_inputs(block, activations.keeping)
+        keep_inputs(block, activations.save_context)
     return buffers
 
 
@@ -94,9 +94,9 @@ def test_the_device_keeps_no_inputs_of_units() -> None:
         seen.clear()
         model = nn.Sequential(*(Watching() for _ in range(4)))
         recompute(list(model))
-        activations = Activations(Transfer(LateDevice()), Buffers(room), CPU)
+        activations = Activations(Transfer(LateDevice()), Buffers(allocate), CPU)
         for unit in model if offloaded else ():
-            keep_inputs(unit, activations.keeping)
+            keep_inputs(unit, activations.save_context)
         loss = model(torch.ones(2, 20)).sum()
         gc.collect()
         found = sum(reference() is not None for reference in seen)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpctrain.parallel.offload.autotune import last_pieces, share_on_device
+from hpctrain.parallel.offload.autotune import last_groups, share_on_device
 
 N = 10**9
 
@@ -45,8 +45,8 @@ def test_share_is_limited_and_falls_with_the_available_time() -> None:
     [(0, 0), (0.1, 0), (0.16, 1), (0.5, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.94, 3), (0.96, 4), (1, 4)],
 )
 def test_share_is_rounded_to_whole_pieces_from_the_last(share: float, count: int) -> None:
-    assert last_pieces([10, 20, 40, 30], share) == [0, 1, 2, 3][4 - count :]
+    assert last_groups([10, 20, 40, 30], share) == [0, 1, 2, 3][4 - count :]
 
 
 def test_without_pieces_none_stays_on_the_device() -> None:
-    assert last_pieces([], 1.0) == []
+    assert last_groups([], 1.0) == []

@@ -79,8 +79,9 @@ class Early(Loop):
     def passes(self, strategy: Strategy, step: int) -> float:
         """Run the backward passes of a step."""
         loss = super().passes(strategy, step)
-        kept: list[host_optimizer.Kept] = strategy._engine._kept  # type: ignore[attr-defined]
-        self.early += sum(each.early is not None for each in kept)
+        groups: list[host_optimizer.HostGroup]
+        groups = strategy._host_optimizer._host_groups  # type: ignore[attr-defined]
+        self.early += sum(each.early_update is not None for each in groups)
         return loss
 
 
@@ -245,10 +246,10 @@ def test_pieces_moved_to_the_device_continue_with_the_same_bits(comm: Any, how: 
         optimizer = adamw(strategy.model)
         loop.run(strategy, optimizer)
         if moves:
-            found: host_optimizer.HostOptimizer = strategy._engine  # type: ignore[attr-defined]
-            before = len(found._kept)
+            found: host_optimizer.HostOptimizer = strategy._host_optimizer  # type: ignore[attr-defined]
+            before = len(found._host_groups)
             found.stay_on_device(optimizer, [before - 2, before - 1])
-            assert len(found._kept) == before - 2 > 0
+            assert len(found._host_groups) == before - 2 > 0
         results.append(later.run(strategy, optimizer, begin=5))
     results[0].check_same(results[1])
 

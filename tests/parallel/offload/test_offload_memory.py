@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
         return plain(*args, **kwargs)
 
     plain = torch.empty
-    memory_module._tell.cache_clear()
+    memory_module._warn.cache_clear()
     monkeypatch.setattr(torch, "empty", full)
     memory = host(device=CUDA)
     with caplog.at_level(logging.WARNING, logger="hpctrain"):

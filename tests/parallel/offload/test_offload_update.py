@@ -196,7 +196,7 @@ def test_a_users_optimizer_makes_its_own_update_without_concurrency() -> None:
         pair.step(0.5)
     assert all(one.equal(two) for one, two in zip(pair.theirs, pair.ours))
     assert all(pair.own.state[parameter]["last"].shape == parameter.shape for parameter in pair.ours)
-    assert not pair.one_pass.runs_beside and Pair(OPTIMIZERS["rmsprop"]).one_pass.runs_beside
+    assert not pair.one_pass.runs_concurrently and Pair(OPTIMIZERS["rmsprop"]).one_pass.runs_concurrently
 
 
 def test_hooks_gradients_and_groups_are_unchanged() -> None:

@@ -34,10 +34,10 @@ def test_jobs_run_in_order_in_one_thread_that_starts_with_the_first() -> None:
         done.append(number)
         return threading.get_ident()
 
-    tickets = [worker.submit(partial(job, number)) for number in range(50)]
-    idents = {ticket.wait() for ticket in tickets}
+    handles = [worker.submit(partial(job, number)) for number in range(50)]
+    idents = {handle.wait() for handle in handles}
     assert done == list(range(50)) and prepared == list(idents) and threading.get_ident() not in idents
-    assert all(ticket.done for ticket in tickets)
+    assert all(handle.done for handle in handles)
     worker.close()
     assert not threads()
     assert worker.submit(lambda: 7).wait() == 7 and len(threads()) == 1
@@ -57,9 +57,9 @@ def test_an_error_is_raised_in_wait_and_the_thread_continues() -> None:
 def test_a_hanging_job_is_abandoned_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.05")
     hold, worker = threading.Event(), WorkerThread(NAME)
-    ticket = worker.submit(hold.wait)
+    handle = worker.submit(hold.wait)
     with pytest.raises(DeadlineError, match=f"{NAME}: not done within 0.05 s"):
-        ticket.wait()
+        handle.wait()
     hold.set()
     worker.close()
 
@@ -90,21 +90,21 @@ def test_a_dropped_worker_ends_its_thread_and_frees_pending_jobs() -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_starts_its_own_thread() -> None:
     hold, worker = threading.Event(), WorkerThread(NAME)
-    ticket = worker.submit(hold.wait)
+    handle = worker.submit(hold.wait)
     child = os.fork()
     if child == 0:
         code = 1
         try:
             right = worker.submit(os.getpid).wait() == os.getpid()
             try:
-                ticket.wait()
+                handle.wait()
             except UsageError:
                 code = 0 if right else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     hold.set()
-    assert ticket.wait()
+    assert handle.wait()
     worker.close()
 
 

@@ -16,7 +16,7 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.meta_init import check_drawable, materialise
+from hpctrain.parallel.meta_init import check_initialisable, materialise
 from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.parameters import prune, tied, used_twice
 
@@ -146,10 +146,10 @@ def test_every_stage_reports_a_module_that_cannot_be_initialised() -> None:
         model = made(lambda: nn.Sequential(nn.Linear(2, 2), Stubborn()), "meta")
         prune(model, find_layers(model), held)
         with pytest.raises(UsageError, match="^module 1 of class Stubborn is on the meta device"):
-            check_drawable(model)
+            check_initialisable(model)
     model = made(lambda: nn.Sequential(nn.Linear(2, 2), Stubborn()))
     prune(model, find_layers(model), [0])
-    check_drawable(model)  # it already had its values
+    check_initialisable(model)  # it already had its values
 
 
 def shared(make: Callable[[], nn.Module], chunks: Sequence[Sequence[int]]) -> list[tuple[Any, ...]]:
