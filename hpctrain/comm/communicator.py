@@ -12,9 +12,9 @@ from torch import Tensor
 from hpctrain.comm.arguments import ArgumentChecks, check_contiguous
 from hpctrain.comm.bucket import CoalescingBucket
 from hpctrain.comm.debug import MismatchDetector
-from hpctrain.comm.dispatch import Dispatch
-from hpctrain.comm.host_collectives import HostCollectives, pair_key
+from hpctrain.comm.dispatch import Dispatch, FlatHostCollectives
 from hpctrain.comm.mesh import AXES, Mesh, fill_in
+from hpctrain.comm.prepared import PreparedCallCache, call_key
 from hpctrain.comm.reduction import check_op
 from hpctrain.comm.rows import gather_into, gather_rows
 from hpctrain.comm.shm.spsc_ring import RingHandle, SpscRing, make_slots
@@ -42,18 +42,18 @@ class Communicator:
         self.rank = transport.rank
         self.size = transport.size
         self._node = transport.split_node()
-        place = discover(transport, self._node)
-        self.node, self.nodes, self.uniform = place.node, place.nodes, place.uniform
-        self.local_rank, self.local_size = place.local_rank, place.local_size
-        self.crowded = place.crowded  # oversubscribed: a node has more ranks than cores
-        self._layout = RankLayout(transport.size, place.nodes, place.local_size)
-        self._host = HostCollectives(transport, self._node, place)
-        self._announce = MismatchDetector(transport, self._host.memory)
+        topology = discover(transport, self._node)
+        self.node, self.nodes, self.uniform = topology.node, topology.nodes, topology.uniform
+        self.local_rank, self.local_size = topology.local_rank, topology.local_size
+        self.oversubscribed = topology.oversubscribed  # a node has more ranks than cores
+        self._layout = RankLayout(transport.size, topology.nodes, topology.local_size)
+        self._host = FlatHostCollectives(transport, self._node, topology)
+        self._compare = MismatchDetector(transport, self._host.memory)
         # Cache of prepared calls: a repeated call on the same memory needs no second check of its
         # arguments. The cache stays empty if the ranks compare each operation, or if host
         # operations must be ordered with those of a GPU.
-        self._kept = {} if self._announce.compares else self._host.kept
-        self._carriers = Dispatch(transport, self._host)
+        self._cache = PreparedCallCache() if self._compare.compares else self._host.cache
+        self._dispatch = Dispatch(self._host)
         self._arguments = ArgumentChecks(transport.rank, transport.size)
         self._tables: Mapping[RankLayout, AlgorithmTable] = {}
         self._parts: list[Communicator] = []
@@ -80,12 +80,12 @@ class Communicator:
 
         Each rank gets its own tensor. The memory remains valid as long as the communicator.
         """
-        self._announce("empty", detail=f"{numel} {dtype}")
+        self._compare("empty", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype)
 
     def has_space(self, nbytes: int) -> bool:
         """Return whether every node has this many bytes of shared memory left; warn if not. Collective."""
-        self._announce("has_space", detail=str(nbytes))
+        self._compare("has_space", detail=str(nbytes))
         return self._host.memory.has_space(nbytes)
 
     def common(self, numel: int, dtype: torch.dtype = torch.float32, *, must_share: bool = False) -> Tensor:
@@ -98,7 +98,7 @@ class Communicator:
         /dev/shm raises ``CommunicationError`` on all ranks instead. The memory remains valid as
         long as the communicator.
         """
-        self._announce("common", detail=f"{numel} {dtype}")
+        self._compare("common", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype, common=True, must_share=must_share)
 
     def slots(self, wanted: Sequence[RingHandle]) -> list[SpscRing | None]:
@@ -108,15 +108,15 @@ class Communicator:
         the ring, or if the two ranks share no memory. The memory remains valid as long as the
         communicator.
         """
-        self._announce("slots", detail=str(wanted))
+        self._compare("slots", detail=str(wanted))
         return make_slots(self._host.memory, self.rank, wanted)
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait until all ranks have called it. Collective."""
-        self._announce("barrier")
-        with self._carriers.hosted.turn("barrier"):
+        self._compare("barrier")
+        with self._dispatch.host.ordered("barrier"):
             self.transport.barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, algorithm: str = "auto") -> Tensor:
@@ -124,13 +124,13 @@ class Communicator:
 
         Algorithms: mpi, tree, ring, double_tree, window, hierarchical.
         """
-        way = self._kept.get(("broadcast", tensor.data_ptr(), tensor.numel(), tensor.dtype, root, algorithm))
-        if way is not None and tensor.is_contiguous():
-            way()
+        call = self._cache.get(call_key("broadcast", tensor, None, "", root, algorithm))
+        if call is not None and tensor.is_contiguous():
+            call()
             return tensor
         self._arguments.check_root(root)
-        self._announce("broadcast", tensor, detail=f"root {root}", where=tensor)
-        self._carriers.of(tensor).broadcast(tensor, root, algorithm)
+        self._compare("broadcast", tensor, detail=f"root {root}", where=tensor)
+        self._dispatch.of(tensor).broadcast(tensor, root, algorithm)
         return tensor
 
     def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0, *, algorithm: str = "auto") -> Tensor:
@@ -141,8 +141,8 @@ class Communicator:
         """
         check_op(op, tensor.dtype)
         self._arguments.check_root(root)
-        self._announce("reduce", tensor, detail=f"{op}, root {root}", where=tensor)
-        self._carriers.of(tensor).reduce(tensor, op, root, algorithm)
+        self._compare("reduce", tensor, detail=f"{op}, root {root}", where=tensor)
+        self._dispatch.of(tensor).reduce(tensor, op, root, algorithm)
         return tensor
 
     def all_reduce(
@@ -159,15 +159,15 @@ class Communicator:
         operation or algorithm that is unknown or not applicable.
         """
         operation = "start_all_reduce" if async_op else "all_reduce"
-        way = self._kept.get((operation, tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm))
-        if way is not None and tensor.is_contiguous():
-            work: Work = way()
+        call = self._cache.get(call_key(operation, tensor, None, op, None, algorithm))
+        if call is not None and tensor.is_contiguous():
+            work: Work = call()
             return work if async_op else tensor
         check_op(op, tensor.dtype)
-        self._announce("all_reduce", tensor, detail=op, where=tensor)
+        self._compare("all_reduce", tensor, detail=op, where=tensor)
         if async_op:
-            return self._carriers.of(tensor).start_all_reduce(tensor, op, algorithm)
-        self._carriers.of(tensor).all_reduce(tensor, op, algorithm)
+            return self._dispatch.of(tensor).start_all_reduce(tensor, op, algorithm)
+        self._dispatch.of(tensor).all_reduce(tensor, op, algorithm)
         return tensor
 
     def reduce_scatter(
@@ -180,16 +180,16 @@ class Communicator:
         before completion. Algorithms: mpi, direct, ring, recursive, window, hierarchical.
         """
         operation = "start_reduce_scatter" if async_op else "reduce_scatter"
-        way = self._kept.get(pair_key(operation, out, tensor, op, algorithm))
-        if way is not None and out.is_contiguous() and tensor.is_contiguous():
-            work: Work = way(out) if async_op else way()
+        call = self._cache.get(call_key(operation, tensor, out, op, None, algorithm))
+        if call is not None and out.is_contiguous() and tensor.is_contiguous():
+            work: Work = call(out) if async_op else call()
             return work if async_op else out
         check_op(op, tensor.dtype)
         self._arguments.check_shares(out, tensor)
-        self._announce("reduce_scatter", tensor, detail=op, where=tensor)
+        self._compare("reduce_scatter", tensor, detail=op, where=tensor)
         if async_op:
-            return self._carriers.of(tensor).start_reduce_scatter(out, tensor, op, algorithm)
-        self._carriers.of(tensor).reduce_scatter(out, tensor, op, algorithm)
+            return self._dispatch.of(tensor).start_reduce_scatter(out, tensor, op, algorithm)
+        self._dispatch.of(tensor).reduce_scatter(out, tensor, op, algorithm)
         return out
 
     def all_gather(
@@ -212,13 +212,13 @@ class Communicator:
             return gather_rows(self, out, weight, algorithm)
         if tensor.requires_grad and torch.is_grad_enabled():
             return gather_into(self, out, tensor, algorithm)
-        way = self._kept.get(pair_key("all_gather", out, tensor, algorithm))
-        if way is not None and out.is_contiguous() and tensor.is_contiguous():
-            way()
+        call = self._cache.get(call_key("all_gather", tensor, out, "", None, algorithm))
+        if call is not None and out.is_contiguous() and tensor.is_contiguous():
+            call()
             return out
         self._arguments.check_shares(tensor, out)
-        self._announce("all_gather", tensor, where=out)
-        self._carriers.of(tensor).all_gather(out, tensor, algorithm)
+        self._compare("all_gather", tensor, where=out)
+        self._dispatch.of(tensor).all_gather(out, tensor, algorithm)
         return out
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
@@ -228,8 +228,8 @@ class Communicator:
         None.
         """
         whole = self._arguments.only_on(root, out, "out", tensor)
-        self._announce("gather", tensor, detail=f"root {root}")
-        self._carriers.of(tensor).gather(whole, tensor, root)
+        self._compare("gather", tensor, detail=f"root {root}")
+        self._dispatch.of(tensor).gather(whole, tensor, root)
         return whole
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
@@ -239,8 +239,8 @@ class Communicator:
         None.
         """
         whole = self._arguments.only_on(root, tensor, "tensor", out)
-        self._announce("scatter", out, detail=f"root {root}")
-        self._carriers.of(out).scatter(out, whole, root)
+        self._compare("scatter", out, detail=f"root {root}")
+        self._dispatch.of(out).scatter(out, whole, root)
         return out
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Tensor:
@@ -249,8 +249,8 @@ class Communicator:
         Collective. Both tensors have the same number of elements, a multiple of ``size``.
         """
         self._arguments.check_exchanged(out, tensor)
-        self._announce("all_to_all", tensor)
-        self._carriers.of(tensor).all_to_all(out, tensor)
+        self._compare("all_to_all", tensor)
+        self._dispatch.of(tensor).all_to_all(out, tensor)
         return out
 
     def bucket(self) -> CoalescingBucket:
@@ -262,37 +262,37 @@ class Communicator:
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send a tensor to one rank; return when its memory may be written again."""
         self._arguments.check_tag(tag)
-        self._carriers.of(tensor).send(tensor, peer, tag)
+        self._dispatch.of(tensor).send(tensor, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive a tensor from one rank into a tensor of the same size; return it."""
         self._arguments.check_tag(tag)
-        self._carriers.of(tensor).recv(tensor, peer, tag)
+        self._dispatch.of(tensor).recv(tensor, peer, tag)
         return tensor
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start to send a tensor to one rank; the tensor must not change before ``wait``."""
         self._arguments.check_tag(tag)
-        return self._carriers.of(tensor).isend(tensor, peer, tag)
+        return self._dispatch.of(tensor).isend(tensor, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start to receive from one rank into a contiguous tensor; the content is valid after ``wait``."""
         self._arguments.check_tag(tag)
         check_contiguous(tensor)
-        return self._carriers.of(tensor).irecv(tensor, peer, tag)
+        return self._dispatch.of(tensor).irecv(tensor, peer, tag)
 
     # Small objects ----------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order. Collective."""
-        self._announce("all_gather_object")
-        with self._carriers.hosted.turn("all_gather_object"):
+        self._compare("all_gather_object")
+        with self._dispatch.host.ordered("all_gather_object"):
             return self.transport.all_gather_object(item)
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         """Return the root's object. Collective."""
-        self._announce("broadcast_object", detail=f"root {root}")
-        with self._carriers.hosted.turn("broadcast_object"):
+        self._compare("broadcast_object", detail=f"root {root}")
+        with self._dispatch.host.ordered("broadcast_object"):
             return self.transport.broadcast_object(item, root)
 
     # Selection --------------------------------------------------------------------------------------------------------
@@ -315,9 +315,9 @@ class Communicator:
         pointers; it is ignored if it was measured with another MPI library. ``parent`` is the
         communicator from which this one was split; both then share one order of operations.
         """
-        self._kept = {}
-        above = None if parent is None else parent._carriers
-        self._carriers.use_device(device, verdict, above, self._tables.get(self._layout))
+        self._cache = PreparedCallCache()
+        above = None if parent is None else parent._dispatch
+        self._dispatch.use_device(device, verdict, above, self._tables.get(self._layout))
 
     # Lifecycle --------------------------------------------------------------------------------------------------------
 
@@ -329,8 +329,8 @@ class Communicator:
         part = Communicator(self.transport.split(color, self.rank if key is None else key))
         self._parts = [*(each for each in self._parts if not each._freed), part]
         part.use_tables(self._tables)
-        if self._carriers.place is not None and part.size > 1:
-            part.use_device(*self._carriers.place, parent=self)
+        if self._dispatch.device_setup is not None and part.size > 1:
+            part.use_device(*self._dispatch.device_setup, parent=self)
         return part
 
     def twin(self) -> Communicator:
@@ -375,8 +375,8 @@ class Communicator:
         for part in reversed(self._parts):
             part.free()
         self._parts.clear()
-        self._carriers.free()
+        self._dispatch.free()
         self._host.free()
-        self._announce.free()
+        self._compare.free()
         self._node.free()
         self.transport.free()

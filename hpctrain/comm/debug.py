@@ -34,7 +34,7 @@ _ROOM = 180  # characters per text field (each may expand to twelve bytes); long
 _NAMED = 8  # number of ranks named in a message before the others are only counted
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_FLOORS = (f"{_PACKAGE}collectives{os.sep}", f"{_PACKAGE}transport{os.sep}")
+_COMMUNICATION = f"{_PACKAGE}comm{os.sep}"
 _NOT_USERS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
 
 
@@ -173,7 +173,7 @@ def call_site() -> str:
     inner = ""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_FLOORS):
+        if not path.startswith(_COMMUNICATION):
             place = f"{_short(path)}:{frame.f_lineno}"
             if not path.startswith(_NOT_USERS):
                 return f"{inner} from {place}" if inner else place

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PRUNE = 64  # number of registered works beyond which finished ones are released
 
 
-class _Order:
+class _SharedOrder:
     """Operations in progress of all communicators of one process, and their current carrier."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class OperationQueue:
     """
 
     def __init__(self, parent: OperationQueue | None = None) -> None:
-        self._order: _Order = _Order() if parent is None else parent._order
+        self._order: _SharedOrder = _SharedOrder() if parent is None else parent._order
         self.number = 0
         self.operation = ""
 
@@ -68,12 +68,12 @@ class OperationQueue:
         """Start an operation on a carrier: ``host``, ``mpi``, ``staged`` or ``nccl``; synchronise if it changes."""
         # MPI carries host operations, staging and device pointers alike, so these are one carrier
         # with one order.
-        place = "nccl" if carrier == "nccl" else "host"
+        carrier = "nccl" if carrier == "nccl" else "host"
         order = self._order
         order.lock.acquire()
         try:
-            if place != order.carrier:
-                order.change(place)
+            if carrier != order.carrier:
+                order.change(carrier)
         except BaseException:
             order.lock.release()
             raise
@@ -89,7 +89,7 @@ class OperationQueue:
     ) -> None:
         self._order.lock.release()
 
-    def hold(self, work: Work) -> Work:
+    def register(self, work: Work) -> Work:
         """Register a host operation that remains in progress; return it."""
         works = self._order.works
         while len(works) >= PRUNE and works[0].done():
@@ -97,10 +97,10 @@ class OperationQueue:
         works.append(work)
         return work
 
-    def adopt(self, channel: NcclChannel) -> None:
+    def register_channel(self, channel: NcclChannel) -> None:
         """Register a channel whose deferred messages must be enqueued on its stream before the host waits elsewhere."""
         self._order.channels.append(channel)
 
-    def forget(self, channel: NcclChannel) -> None:
+    def unregister_channel(self, channel: NcclChannel) -> None:
         """Unregister a closed channel."""
         self._order.channels.remove(channel)

@@ -15,7 +15,7 @@ from hpctrain.errors import CommunicationError
 
 BLOCK = 131072  # elements per step: amortises a call, and block plus scratch stay in the caches
 
-_STEPS: dict[str, Callable[..., Tensor]] = {
+_OPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "average": torch.add,
     "min": torch.minimum,
@@ -32,15 +32,15 @@ _WIDENED = (torch.float16, torch.bfloat16)
 
 def check_op(op: str, dtype: torch.dtype) -> None:
     """Raise ``CommunicationError`` for an operation that is unknown or has no meaning for the dtype."""
-    if op not in _STEPS:
-        raise CommunicationError(f"unknown reduction {op!r}: known are {', '.join(_STEPS)}")
+    if op not in _OPS:
+        raise CommunicationError(f"unknown reduction {op!r}: known are {', '.join(_OPS)}")
     if op == "average" and not dtype.is_floating_point:
         raise CommunicationError(f"average of {dtype} is not defined; use sum")
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         raise CommunicationError(f"{op} of {dtype} is not defined; bitwise reductions are for integers and bool")
 
 
-def carrier_op(op: str) -> str:
+def transport_op(op: str) -> str:
     """Return the operation to communicate: an average is a sum that is scaled at the end."""
     return "sum" if op == "average" else op
 
@@ -50,7 +50,7 @@ def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     return torch.float32 if dtype in _WIDENED and op in _ROUNDING else dtype
 
 
-def reduces_straight(dtype: torch.dtype, op: str, pieces: int) -> bool:
+def reduces_in_place(dtype: torch.dtype, op: str, pieces: int) -> bool:
     """Return whether a block can be reduced in place and in its own dtype: two pieces are rounded once in any case.
 
     A sum of two 16-bit values may overflow before it is halved, so averages need a wider type. With
@@ -82,9 +82,9 @@ class Reducer:
 
     def reduce_block(self, pieces: Sequence[Tensor], op: str, scratch: Tensor, scale: float | None) -> None:
         """Reduce pieces of equal length, at most one block, in the given order into the scratch."""
-        step = _STEPS[op]
+        combine = _OPS[op]
         if scratch.dtype is pieces[0].dtype and len(pieces) > 1:
-            step(pieces[0], pieces[1], out=scratch)
+            combine(pieces[0], pieces[1], out=scratch)
             rest = pieces[2:]
         else:
             scratch.copy_(pieces[0])
@@ -92,7 +92,7 @@ class Reducer:
         for piece in rest:
             # Torch needs twice as long to add two different dtypes as to convert one and add.
             wide = piece if piece.dtype is scratch.dtype else self._spare(scratch).copy_(piece)
-            step(scratch, wide, out=scratch)
+            combine(scratch, wide, out=scratch)
         if scale is not None:
             scratch.mul_(scale)
 
@@ -107,11 +107,11 @@ class Reducer:
     def combine(self, out: Tensor, left: Tensor, right: Tensor, op: str) -> None:
         """Reduce two partial results of the wider dtype into ``out``, which may be one of them."""
         if left.dtype is right.dtype is out.dtype:
-            _STEPS[op](left, right, out=out)
+            _OPS[op](left, right, out=out)
         else:
             self.reduce_into(out, (left, right), op)
 
-    def settle(self, out: Tensor, partial: Tensor, op: str, size: int) -> None:
+    def finish(self, out: Tensor, partial: Tensor, op: str, size: int) -> None:
         """Convert the reduction of ``size`` ranks into the result: scale an average, round to the dtype of ``out``."""
         scale = average_scale(op, size)
         if scale is not None or partial is not out:

@@ -22,7 +22,7 @@ class Topology:
     local_rank: int
     local_size: int
     grid: tuple[tuple[int, ...], ...]
-    crowded: bool = False
+    oversubscribed: bool = False
 
     @property
     def uniform(self) -> bool:
@@ -41,8 +41,8 @@ def discover(transport: Transport, node: Transport) -> Topology:
     grid = [[rank for rank, (other, *_) in enumerate(everyone) if other == leader] for leader in leaders]
     for ranks in grid:
         ranks.sort(key=lambda rank: everyone[rank][1])
-    crowded = any(len(ranks) > len(frozenset().union(*(everyone[rank][2] for rank in ranks))) for ranks in grid)
-    return Topology(leaders.index(leader), len(leaders), node.rank, node.size, tuple(map(tuple, grid)), crowded)
+    oversubscribed = any(len(ranks) > len(frozenset().union(*(everyone[rank][2] for rank in ranks))) for ranks in grid)
+    return Topology(leaders.index(leader), len(leaders), node.rank, node.size, tuple(map(tuple, grid)), oversubscribed)
 
 
 def _cores() -> frozenset[int]:

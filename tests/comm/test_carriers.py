@@ -21,8 +21,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Return a set of addresses: tensors at them count as tensors on a GPU."""
     addresses: set[int] = set()
 
-    def of(carriers: Dispatch, tensor: torch.Tensor) -> Any:
-        return carriers.device if tensor.data_ptr() in addresses and carriers.device else carriers.hosted
+    def of(dispatch: Dispatch, tensor: torch.Tensor) -> Any:
+        return dispatch.device if tensor.data_ptr() in addresses and dispatch.device else dispatch.host
 
     monkeypatch.setattr(Dispatch, "of", of)
     yield addresses
@@ -45,7 +45,7 @@ def test_every_operation_is_passed_to_the_device(own: Any, on_gpu: set[int]) -> 
     size, rank = own.size, own.rank
     total = size * (size + 1) / 2
     one = placed(on_gpu, torch.full((6,), rank + 1.0))
-    before = own._carriers.hosted.queue.number
+    before = own._dispatch.host.queue.number
     assert own.all_reduce(one).eq(total).all()
     work = own.all_reduce(one.fill_(1), async_op=True)
     work.wait()
@@ -62,7 +62,7 @@ def test_every_operation_is_passed_to_the_device(own: Any, on_gpu: set[int]) -> 
     assert own.scatter(share, whole if rank == 0 else None, 0).eq(rank).all()
     swapped = own.all_to_all(placed(on_gpu, torch.empty(size)), placed(on_gpu, torch.full((size,), float(rank))))
     assert swapped.tolist() == list(range(size))
-    assert own._carriers.hosted.queue.number - before == 10
+    assert own._dispatch.host.queue.number - before == 10
 
 
 def test_point_to_point_messages_are_passed_to_the_device(own: Any, on_gpu: set[int]) -> None:
@@ -80,8 +80,8 @@ def test_point_to_point_messages_are_passed_to_the_device(own: Any, on_gpu: set[
 def test_split_communicators_share_the_order_of_operations(own: Any) -> None:
     part = own.split(own.rank % 2)
     if part.size > 1:
-        assert part._carriers.device is not None
-        assert part._carriers.hosted.queue._order is own._carriers.hosted.queue._order
+        assert part._dispatch.device is not None
+        assert part._dispatch.host.queue._order is own._dispatch.host.queue._order
     part.free()
 
 
@@ -96,5 +96,5 @@ def test_an_algorithm_unsupported_on_the_device_names_the_supported_ones(own: An
 def test_a_canary_verdict_on_another_mpi_does_not_count(comm: Any) -> None:
     part = comm.split(0)
     part.use_device(HOST, ProbeResult(True, "it worked", "Some MPI 1.0"))
-    assert "no canary exchange" in part._carriers.device._abilities.no_mpi
+    assert "no canary exchange" in part._dispatch.device._capabilities.no_mpi
     part.free()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.comm.tuning.selection import ALGORITHMS
+from hpctrain.comm.prepared import ALGORITHMS
 from hpctrain.errors import CommunicationError
 
 LENGTH = 1003  # not a multiple of any number of ranks

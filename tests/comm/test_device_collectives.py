@@ -16,17 +16,17 @@ from support.reductions import expected, same_bits, values
 from hpctrain.comm.device.collectives import DeviceCollectives
 from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 from hpctrain.comm.device.nccl import NcclTransport
-from hpctrain.comm.device.paths import Abilities, Path
+from hpctrain.comm.device.paths import Path, PathCapabilities
 from hpctrain.comm.device.streams import HostStreams
 from hpctrain.comm.ordering import OperationQueue
 from hpctrain.errors import CommunicationError
 
 pytestmark = pytest.mark.ranks
 HOST = torch.device("cpu")
-ABLE: dict[Path, Abilities] = {
-    "nccl": Abilities("", "no"),
-    "mpi": Abilities("no", ""),
-    "staged": Abilities("no", "no"),
+ABLE: dict[Path, PathCapabilities] = {
+    "nccl": PathCapabilities("", "no"),
+    "mpi": PathCapabilities("no", ""),
+    "staged": PathCapabilities("no", "no"),
 }
 NUMEL = 37
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -54,7 +54,7 @@ def device(comm: Any, path: Path, made: list[Path]) -> Iterator[DeviceCollective
             return NcclTransport(comm.transport, HOST, streams=HostStreams(), library=FakeNccl())
         return CudaMpiTransport(comm.transport.comm, HOST)
 
-    ways = DeviceCollectives(comm.transport, comm, HOST, ABLE[path], make, queue=OperationQueue())
+    ways = DeviceCollectives(comm._host, HOST, ABLE[path], make, queue=OperationQueue())
     yield ways
     ways.free()
 

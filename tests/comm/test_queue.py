@@ -45,7 +45,7 @@ def test_host_operations_end_before_nccl_starts(said: list[str]) -> None:
     queue = OperationQueue()
     for name in ("first", "second"):
         with queue("host", "all_reduce"):
-            queue.hold(Log(said, name))
+            queue.register(Log(said, name))
     assert not said  # host operations do not wait for each other
     with queue("nccl", "all_reduce"):
         assert said == ["wait first", "wait second"]
@@ -57,7 +57,7 @@ def test_host_operations_end_before_nccl_starts(said: list[str]) -> None:
 def test_staged_and_device_pointer_operations_count_as_host_operations(said: list[str]) -> None:
     queue = OperationQueue()
     with queue("host", "all_reduce"):
-        queue.hold(Log(said, "reduction"))
+        queue.register(Log(said, "reduction"))
     for carrier in ("staged", "mpi"):
         with queue(carrier, "all_reduce"):
             pass
@@ -68,7 +68,7 @@ def test_deferred_nccl_messages_start_before_the_host_waits() -> None:
     library = FakeNccl()
     channel = NcclChannel(library, LateStreams(), 1, 0, UNIQUE)
     queue = OperationQueue()
-    queue.adopt(channel)
+    queue.register_channel(channel)
     gone: list[str] = []
     with queue("nccl", "send"):
         channel.hold("send", torch.empty(0), lambda comm, stream: gone.append("send"))
@@ -76,14 +76,14 @@ def test_deferred_nccl_messages_start_before_the_host_waits() -> None:
         assert not gone
     with queue("host", "barrier"):
         assert gone == ["send"]
-    queue.forget(channel)
+    queue.unregister_channel(channel)
 
 
 def test_split_communicators_share_the_order_and_not_the_numbers(said: list[str]) -> None:
     world = OperationQueue()
     part = OperationQueue(world)
     with world("host", "all_reduce"):
-        world.hold(Log(said, "world's"))
+        world.register(Log(said, "world's"))
     with part("nccl", "all_reduce") as number:
         assert number == 1 and said == ["wait world's"]
 
@@ -92,7 +92,7 @@ def test_completed_operations_are_released(said: list[str]) -> None:
     queue = OperationQueue()
     for _ in range(3 * PRUNE):
         with queue("host", "all_reduce"):
-            queue.hold(Log(said, "old", done=True))
+            queue.register(Log(said, "old", done=True))
     assert len(queue._order.works) <= PRUNE
 
 
@@ -103,7 +103,7 @@ def test_an_error_in_a_wait_leaves_the_queue_usable(said: list[str]) -> None:
 
     queue = OperationQueue()
     with queue("host", "all_reduce"):
-        queue.hold(Failing(said, "bad"))
+        queue.register(Failing(said, "bad"))
     with pytest.raises(TimeoutError):
         queue("nccl", "all_reduce")
     others: list[int] = []
@@ -166,7 +166,7 @@ def test_crosswise_waits_end_only_with_the_queue(ordered: bool) -> None:
             with queue("host", "all_reduce"):
                 work = crossed.host()
                 if ordered:
-                    queue.hold(work)
+                    queue.register(work)
             if number == 1:
                 work.wait()
             with queue("nccl", "all_reduce"):

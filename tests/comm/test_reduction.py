@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.reductions import DTYPES, ops_of, reduced, same_bits, values
 
-from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, carrier_op, check_op, partial_dtype
+from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, check_op, partial_dtype, transport_op
 from hpctrain.errors import CommunicationError
 
 LENGTHS = (0, 1, 63, BLOCK - 1, BLOCK, 2 * BLOCK + 17)
@@ -77,7 +77,7 @@ def test_the_scratch_buffer_is_reused() -> None:
 
 
 def test_an_average_is_reduced_as_a_sum_and_then_scaled() -> None:
-    assert {op: (carrier_op(op), average_scale(op, 4)) for op in ("sum", "average", "min", "max", "product")} == {
+    assert {op: (transport_op(op), average_scale(op, 4)) for op in ("sum", "average", "min", "max", "product")} == {
         "sum": ("sum", None),
         "average": ("sum", 0.25),
         "min": ("min", None),
@@ -108,12 +108,12 @@ def test_combining_keeps_the_order_and_the_wide_type() -> None:
     reducer.combine(wide, wide, narrow, "sum")
     reducer.combine(wide, narrow, wide, "sum")
     assert wide.eq(258).all()
-    reducer.settle(narrow, wide, "average", 2)
+    reducer.finish(narrow, wide, "average", 2)
     assert narrow.eq(129).all()
     same = torch.tensor([4.0])
-    reducer.settle(same, same, "sum", 2)
+    reducer.finish(same, same, "sum", 2)
     assert same.item() == 4
-    reducer.settle(same, same, "average", 2)
+    reducer.finish(same, same, "average", 2)
     assert same.item() == 2
 
 

@@ -50,7 +50,7 @@ def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: 
         outgoing = room[at[kept] : at[had]]
         yield from exchange(transport, outgoing, (rank + kept) % size, arrived, (rank - kept) % size)
         reducer.combine(mine, mine, arrived, op)
-    reducer.settle(out, room[: at[1]], op, size)
+    reducer.finish(out, room[: at[1]], op, size)
 
 
 @Algorithm
@@ -115,7 +115,7 @@ def double_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op
         yield from exchange(transport, partial, peer, arrived, peer)
         reducer.combine(partial, *((partial, arrived) if rank < peer else (arrived, partial)), op)
         distance *= 2
-    reducer.settle(tensor, partial, op, size)
+    reducer.finish(tensor, partial, op, size)
     if folded:
         yield transport.isend(tensor, rank - 1, TAG)
 

@@ -59,7 +59,7 @@ def reduce_scatter(
     wide = partial_dtype(tensor.dtype, op)
     left, right, scale = (rank - 1) % size, (rank + 1) % size, average_scale(op, size)
     if size == 1:
-        reducer.settle(out, tensor, op, size)
+        reducer.finish(out, tensor, op, size)
         return
     room = torch.empty(2, chunks[0].numel(), dtype=wide)
     before: list[Work] = []

@@ -75,7 +75,7 @@ def reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str, root
     if vrank:
         yield transport.isend(partial.to(wide), (parent(vrank) + root) % size, TAG)
     else:
-        reducer.settle(tensor, partial, op, size)
+        reducer.finish(tensor, partial, op, size)
 
 
 @Algorithm

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.transport.base import Call, OnDevice, Work
+from hpctrain.comm.transport.base import OnDevice, PreparedCall, Work
 from hpctrain.comm.transport.mpi import MpiTransport
 
 
@@ -27,7 +27,7 @@ class CudaMpiTransport(OnDevice, MpiTransport):
         self.device = device
         self._streams = streams or streams_of(device)
 
-    def _prepared(self, operation: str, calls: list[Call], tensor: Tensor) -> Call:
+    def _prepared(self, operation: str, calls: list[PreparedCall], tensor: Tensor) -> PreparedCall:
         prepared = super()._prepared(operation, calls, tensor)
 
         def call() -> None:

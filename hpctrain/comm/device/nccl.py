@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.comm.device import nccl_channel
 from hpctrain.comm.device.nccl_channel import BYTES, DTYPES, NcclChannel, op_code
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.transport.base import Call, OnDevice, Transport, Work
+from hpctrain.comm.transport.base import OnDevice, PreparedCall, Transport, Work
 from hpctrain.errors import CommunicationError, DeviceError
 
 PIECE_BYTES = 2**30
@@ -132,11 +132,11 @@ class NcclTransport(OnDevice, Transport):
 
         return self.channel.start("scatter", [out, *shares], call)
 
-    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
         """Return a call that reduces over the ranks into the root's tensor."""
         return lambda: self.ireduce(tensor, op, root).wait()
 
-    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         return lambda: self.ireduce_scatter(out, tensor, op).wait()
 

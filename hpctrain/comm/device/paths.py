@@ -1,6 +1,6 @@
 """Choice of the path of GPU tensors: NCCL, MPI with device pointers, or staging through the host.
 
-The ranks exchange their capabilities (``gather_abilities``). ``choose_path`` is a pure function of
+The ranks exchange their capabilities (``gather_capabilities``). ``choose_path`` is a pure function of
 the result, so all ranks choose the same path.
 """
 
@@ -27,7 +27,7 @@ VARIABLE = "HPCTRAIN_CUDA_AWARE"
 
 
 @dataclass(frozen=True)
-class Belief:
+class CudaAwareness:
     """Decision whether MPI is given device pointers, and its reason."""
 
     cuda_aware: bool
@@ -35,7 +35,7 @@ class Belief:
 
 
 @dataclass(frozen=True)
-class Abilities:
+class PathCapabilities:
     """Capabilities that all ranks have in common for tensors on their GPUs."""
 
     no_nccl: str  # why NCCL is not usable; empty if it is
@@ -45,57 +45,64 @@ class Abilities:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PathChoice:
     """Path and the reason for it."""
 
     path: Path
     reason: str
 
 
-def believe(verdict: bool | None, environ: Mapping[str, str] = os.environ) -> Belief:
+def decide_cuda_awareness(verdict: bool | None, environ: Mapping[str, str] = os.environ) -> CudaAwareness:
     """Return whether to pass device pointers to MPI.
 
     ``verdict`` is the result of the canary exchange of ``hpctrain bench calibrate`` for this MPI
     library, or None if it never ran. ``HPCTRAIN_CUDA_AWARE`` (1 or 0) takes precedence. The
     library's own statement is ignored: some libraries report support and crash.
     """
-    said = environ.get(VARIABLE, "")
-    if said not in ("", "0", "1"):
-        raise SettingsError(f"{VARIABLE}={said!r}: allowed are 1 (MPI takes device pointers) and 0")
-    if said:
-        return Belief(said == "1", f"{VARIABLE}={said}")
+    text = environ.get(VARIABLE, "")
+    if text not in ("", "0", "1"):
+        raise SettingsError(f"{VARIABLE}={text!r}: allowed are 1 (MPI takes device pointers) and 0")
+    if text:
+        return CudaAwareness(text == "1", f"{VARIABLE}={text}")
     if verdict is None:
-        return Belief(False, "no canary exchange has proved that MPI takes device pointers (hpctrain bench calibrate)")
-    return Belief(verdict, "the canary exchange passed" if verdict else "the canary exchange failed")
+        return CudaAwareness(
+            False, "no canary exchange has proved that MPI takes device pointers (hpctrain bench calibrate)"
+        )
+    return CudaAwareness(verdict, "the canary exchange passed" if verdict else "the canary exchange failed")
 
 
-def gather_abilities(transport: Transport, device: torch.device, belief: Belief) -> Abilities:
+def gather_capabilities(transport: Transport, device: torch.device, awareness: CudaAwareness) -> PathCapabilities:
     """Return the capabilities common to all ranks, naming a rank that lacks one. Collective."""
-    own = (nccl_channel.why_missing(), belief, f"{socket.gethostname()} {identity(device)}")
+    own = (nccl_channel.why_missing(), awareness, f"{socket.gethostname()} {identity(device)}")
     return combine(transport.all_gather_object(own))
 
 
-def combine(ranks: Sequence[tuple[str, Belief, str]]) -> Abilities:
+def combine(ranks: Sequence[tuple[str, CudaAwareness, str]]) -> PathCapabilities:
     """Return the common capabilities, given (why no NCCL, decision on MPI, GPU) of each rank."""
     no_nccl = next((f"{why} (rank {rank})" for rank, (why, _, _) in enumerate(ranks) if why), "")
     no_mpi = next(
-        (f"{belief.reason} (rank {rank})" for rank, (_, belief, _) in enumerate(ranks) if not belief.cuda_aware), ""
+        (
+            f"{awareness.reason} (rank {rank})"
+            for rank, (_, awareness, _) in enumerate(ranks)
+            if not awareness.cuda_aware
+        ),
+        "",
     )
     shared = max(Counter(gpu for _, _, gpu in ranks).values())
     if shared > 1 and not no_nccl:
         no_nccl = f"{shared} ranks use one GPU, which NCCL refuses"
-    return Abilities(no_nccl, no_mpi, shared, ranks[0][1].reason)
+    return PathCapabilities(no_nccl, no_mpi, shared, ranks[0][1].reason)
 
 
 def choose_path(
     operation: str,
     nbytes: int,
-    abilities: Abilities,
+    capabilities: PathCapabilities,
     *,
     algorithm: str = "auto",
     mpi_reduces: bool = True,
     measured: Sequence[tuple[float, Path]] = (),
-) -> Choice:
+) -> PathChoice:
     """Return the path of one operation of ``nbytes`` bytes.
 
     ``algorithm`` may name a path; raises ``CommunicationError`` if that path is not usable.
@@ -104,32 +111,32 @@ def choose_path(
     ascending; unusable paths are skipped. Without measurements: NCCL if usable, else MPI, else
     staging.
     """
-    hindrances: dict[Path, str] = {
-        "nccl": abilities.no_nccl,
-        "mpi": abilities.no_mpi or ("" if mpi_reduces else f"MPI does not do this {operation} as torch does"),
+    unavailable: dict[Path, str] = {
+        "nccl": capabilities.no_nccl,
+        "mpi": capabilities.no_mpi or ("" if mpi_reduces else f"MPI does not do this {operation} as torch does"),
         "staged": "",
     }
     if algorithm in PATHS:
-        if hindrances[algorithm]:
-            able = ", ".join(path for path in PATHS if not hindrances[path])
+        if unavailable[algorithm]:
+            able = ", ".join(path for path in PATHS if not unavailable[path])
             raise CommunicationError(
-                f"algorithm {algorithm} cannot do {operation} on the GPU: {hindrances[algorithm]}; able are {able}"
+                f"algorithm {algorithm} cannot do {operation} on the GPU: {unavailable[algorithm]}; able are {able}"
             )
-        return Choice(algorithm, "asked for")
+        return PathChoice(algorithm, "asked for")
     if algorithm != "auto":
         raise CommunicationError(f"algorithm {algorithm} is not for tensors on a GPU: auto, {', '.join(PATHS)} are")
     for limit, path in measured:
-        if nbytes <= limit and not hindrances[path]:
-            return Choice(path, f"measured best up to {limit:.0f} bytes")
-    return _by_default(hindrances, abilities)
+        if nbytes <= limit and not unavailable[path]:
+            return PathChoice(path, f"measured best up to {limit:.0f} bytes")
+    return _by_default(unavailable, capabilities)
 
 
-def _by_default(hindrances: Mapping[Path, str], abilities: Abilities) -> Choice:
-    if not hindrances["nccl"]:
-        return Choice("nccl", "every rank has NCCL and a GPU of its own")
-    if not hindrances["mpi"]:
-        return Choice("mpi", f"{abilities.mpi_reason}; no NCCL: {hindrances['nccl']}")
-    return Choice("staged", f"no NCCL: {hindrances['nccl']}; no device pointers to MPI: {hindrances['mpi']}")
+def _by_default(unavailable: Mapping[Path, str], capabilities: PathCapabilities) -> PathChoice:
+    if not unavailable["nccl"]:
+        return PathChoice("nccl", "every rank has NCCL and a GPU of its own")
+    if not unavailable["mpi"]:
+        return PathChoice("mpi", f"{capabilities.mpi_reason}; no NCCL: {unavailable['nccl']}")
+    return PathChoice("staged", f"no NCCL: {unavailable['nccl']}; no device pointers to MPI: {unavailable['mpi']}")
 
 
 class PathLog:
@@ -137,12 +144,12 @@ class PathLog:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._said: set[Path] = set()
+        self._logged: set[Path] = set()
 
-    def say(self, choice: Choice) -> None:
+    def log(self, choice: PathChoice) -> None:
         """Log a path at its first use."""
-        if choice.path not in self._said:
-            self._said.add(choice.path)
+        if choice.path not in self._logged:
+            self._logged.add(choice.path)
             if self._rank == 0:
                 how = {"nccl": "by NCCL", "mpi": "by MPI with device pointers", "staged": "through host memory"}
                 logger.info("tensors on the GPU travel %s: %s", how[choice.path], choice.reason)

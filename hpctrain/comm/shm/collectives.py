@@ -6,50 +6,50 @@ The module is imported at first use: a world of one rank needs neither shared me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.reduction import Reducer
-from hpctrain.comm.shm.hierarchical import HierarchicalShares
-from hpctrain.comm.shm.in_place import WindowShares
-from hpctrain.comm.shm.progress import NodeQueue, Share
+from hpctrain.comm.shm.hierarchical import HierarchicalParts
+from hpctrain.comm.shm.in_place import WindowParts
+from hpctrain.comm.shm.progress import LocalPart, NodeQueue
 from hpctrain.comm.shm.staged import StagedCollectives
 from hpctrain.comm.topology import Topology
-from hpctrain.comm.transport.base import Recorder, Transport, Work
+from hpctrain.comm.transport.base import PreparedCall, Recorder, Transport, Work
 from hpctrain.comm.transport.mpi import MpiTransport
 from hpctrain.comm.transport.window import NodeMemory, NoSpaceError
 
 CHUNK = 4 * 2**20  # bytes per chunk of a private tensor that is staged through node memory for other nodes
 
-Way = Callable[[], object]
-
 
 class NodeCollectives:
     """Collectives in the memory of this rank's node. Construction is collective over ``transport``.
 
-    Methods return a prepared call, which is created once and reused: creating its views costs more
-    than the reduction of a small tensor.
+    ``prepare`` returns a call that is created once and reused: creating its views costs more than
+    the reduction of a small tensor.
     """
 
-    def __init__(self, transport: Transport, node: MpiTransport, place: Topology, reducer: Reducer) -> None:
-        self.nodes = place.nodes
+    def __init__(self, transport: Transport, node: MpiTransport, topology: Topology, reducer: Reducer) -> None:
+        self.nodes = topology.nodes
         ranks = node.split_node()
-        everyone = transport if place.nodes > 1 else ranks
+        everyone = transport if topology.nodes > 1 else ranks
         assert isinstance(everyone, MpiTransport), "several nodes are joined by MPI"
         try:
-            self.memory = NodeMemory(ranks, crowded=place.crowded, everyone=everyone)
+            self.memory = NodeMemory(ranks, oversubscribed=topology.oversubscribed, everyone=everyone)
         except NoSpaceError:
             ranks.free()
             raise
         self._queue = NodeQueue(self.memory)
         self._reducer = reducer
-        inside = WindowShares(place.local_rank, place.local_size, self.memory, reducer)
+        inside = WindowParts(topology.local_rank, topology.local_size, self.memory, reducer)
         self._across: Transport | None = None
-        self._shares: WindowShares | HierarchicalShares = inside
-        if place.nodes > 1:
-            self._across = transport.split(place.local_rank, place.node)
-            self._shares = HierarchicalShares(inside, self._across, place.grid)
+        self._parts: WindowParts | HierarchicalParts = inside
+        if topology.nodes > 1:
+            self._across = transport.split(topology.local_rank, topology.node)
+            self._parts = HierarchicalParts(inside, self._across, topology.grid)
         self._inside = inside
         self._staged: StagedCollectives | None = None
         self._chunk: Tensor | None = None
@@ -91,74 +91,74 @@ class NodeCollectives:
             self._across.free()
         self.memory.free()
 
-    # Collectives of tensors in this memory ----------------------------------------------------------------------------
+    # Collectives ------------------------------------------------------------------------------------------------------
 
-    def start_all_reduce(self, tensor: Tensor, op: str) -> Callable[[], Work]:
-        """Return a prepared call that starts the reduction of a tensor of ``empty``."""
-        share = self._shares.all_reduce(self._views(tensor), op)
-        return lambda: self._queue.start("all_reduce", share)
+    def prepare(self, operation: str, whole: Tensor, arguments: Sequence[Any]) -> PreparedCall:
+        """Return a prepared call of a collective; ``whole`` is the one of its tensors that may be in this memory.
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Way:
-        """Return a prepared call that reduces a tensor of ``empty``."""
-        return self._run("all_reduce", self._shares.all_reduce(self._views(tensor), op))
-
-    def reduce(self, tensor: Tensor, op: str, root: int) -> Way:
-        """Return a prepared call that reduces a tensor of ``empty`` into the root's, on one node."""
-        return self._run("reduce", self._inside.reduce(self._views(tensor), op, root))
-
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Way:
-        """Return a prepared call that reduces a tensor of ``empty`` and stores a share in any memory."""
-        return self._run("reduce_scatter", self._shares.reduce_scatter(out, self._views(tensor), op))
-
-    def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Callable[[Tensor], Work]:
-        """Return a prepared call that starts ``reduce_scatter`` into a tensor at the address of ``out``."""
-        share = self._shares.reduce_scatter(out, self._views(tensor), op)
-        return lambda out: self._queue.start("reduce_scatter", share, out)
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Way:
-        """Return a prepared call that gathers shares, in any memory, into a tensor of ``empty`` or ``common``."""
-        views = self._views(out)
-        if not self.is_common(out):
-            return self._run("all_gather", self._shares.all_gather(views, tensor))
-        if self._across is None and tensor.data_ptr() - out.data_ptr() == self.memory.rank * tensor.nbytes:
-            return lambda: self._queue.meet("all_gather")
-        return self._run("all_gather", self._shares.all_gather(views, tensor))
-
-    def broadcast(self, tensor: Tensor, root: int) -> Way:
-        """Return a prepared call that broadcasts a tensor of ``empty``."""
-        return self._run("broadcast", self._shares.broadcast(self._views(tensor), root))
-
-    # Collectives of other tensors -------------------------------------------------------------------------------------
-
-    @property
-    def staged(self) -> StagedCollectives:
-        """Return the collectives of private tensors, for one node. The first access is collective."""
+        Other tensors are staged through this memory. The first such call is collective.
+        """
+        if self.holds(whole):
+            part: LocalPart | None = getattr(self, f"_{operation}")(*arguments)
+            return partial(self._queue.synchronize, operation) if part is None else self._run(operation, part)
+        if self.nodes > 1:
+            assert operation == "all_reduce", "over several nodes, the caller stages reductions only"
+            return self._all_reduce_in_chunks(*arguments)
         if self._staged is None:
             self._staged = StagedCollectives(self._queue, self._reducer)
-        return self._staged
+        call: PreparedCall = getattr(self._staged, operation)(*arguments)
+        return call
 
-    def all_reduce_in_chunks(self, tensor: Tensor, op: str) -> Way:
-        """Return a prepared call that reduces a private tensor over several nodes."""
-        if self._chunk is None:
-            self._chunk = self.empty(CHUNK, torch.uint8)
-        room = self._chunk.view(tensor.dtype)
-        pieces = torch.split(tensor, room.numel())
-        ways = {piece.numel(): self.all_reduce(room[: piece.numel()], op) for piece in (pieces[0], pieces[-1])}
+    def prepare_start(self, operation: str, arguments: Sequence[Any]) -> Callable[..., Work]:
+        """Return a prepared call that starts a reduction of a tensor of ``empty``.
 
-        def way() -> None:
-            for piece in pieces:
-                place = room[: piece.numel()]
-                place.copy_(piece)
-                ways[piece.numel()]()
-                piece.copy_(place)
+        The arguments of that call are tensors to keep until the reduction has completed.
+        """
+        return partial(self._queue.start, operation, getattr(self, f"_{operation}")(*arguments))
 
-        return way
+    # Part of this rank in a collective of tensors in this memory ------------------------------------------------------
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> LocalPart:
+        return self._parts.all_reduce(self._views(tensor), op)
+
+    def _reduce(self, tensor: Tensor, op: str, root: int) -> LocalPart:
+        return self._inside.reduce(self._views(tensor), op, root)
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> LocalPart:
+        return self._parts.reduce_scatter(out, self._views(tensor), op)
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> LocalPart | None:
+        """Return this rank's part; None if all shares are in their places in a tensor of ``common``."""
+        if self.is_common(out) and self._across is None:
+            if tensor.data_ptr() - out.data_ptr() == self.memory.rank * tensor.nbytes:
+                return None
+        return self._parts.all_gather(self._views(out), tensor)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> LocalPart:
+        return self._parts.broadcast(self._views(tensor), root)
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
-    def _run(self, operation: str, share: Share) -> Way:
-        queue = self._queue
-        return lambda: queue.run(operation, share)
+    def _all_reduce_in_chunks(self, tensor: Tensor, op: str) -> PreparedCall:
+        """Return a prepared call that reduces a private tensor over several nodes."""
+        if self._chunk is None:
+            self._chunk = self.empty(CHUNK, torch.uint8)
+        buffer = self._chunk.view(tensor.dtype)
+        pieces = torch.split(tensor, buffer.numel())
+        lengths = {pieces[0].numel(), pieces[-1].numel()}
+        calls = {numel: self._run("all_reduce", self._all_reduce(buffer[:numel], op)) for numel in lengths}
+
+        def reduce_in_chunks() -> None:
+            for piece in pieces:
+                chunk = buffer[: piece.numel()]
+                chunk.copy_(piece)
+                calls[piece.numel()]()
+                piece.copy_(chunk)
+
+        return reduce_in_chunks
+
+    def _run(self, operation: str, part: LocalPart) -> PreparedCall:
+        return partial(self._queue.run, operation, part)
 
     def _views(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return views of the same segment in the memory of every local rank."""

@@ -12,7 +12,7 @@ Note: the pipeline of an all_reduce. The slice is cut into pieces. While piece k
 nodes that reduce it, piece k + 1 is reduced in the node, and piece k - 1 is sent back: both link
 and memory stay busy. The order is fixed, so messages need no sequence numbers.
 
-Works that wait for another node are yielded and remain in progress (``node.queue``).
+Works that wait for another node are yielded and remain in progress (``shm.progress``).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from torch import Tensor
 from hpctrain.comm.algorithms import direct, recursive, tree
 from hpctrain.comm.algorithms.base import TAG, exchange
 from hpctrain.comm.reduction import BLOCK, Reducer, average_scale
-from hpctrain.comm.shm.in_place import WindowShares
-from hpctrain.comm.shm.progress import Share
+from hpctrain.comm.shm.in_place import WindowParts
+from hpctrain.comm.shm.progress import LocalPart
 from hpctrain.comm.transport.base import Transport, Work
 
 PIECE = 2**19  # bytes of a slice per message: long enough for a link's full rate
 FEW_NODES = 8  # up to this number every node sends to all others at once; more nodes use halving and doubling
 
 
-class HierarchicalShares:
+class HierarchicalParts:
     """Work of one local rank; ``across`` connects the ranks with the same local rank on all nodes.
 
     ``inside`` provides the work within a node. ``grid[node][local rank]`` is a rank of the whole
     communicator, and ``across`` numbers its ranks by node.
     """
 
-    def __init__(self, inside: WindowShares, across: Transport, grid: Sequence[Sequence[int]]) -> None:
+    def __init__(self, inside: WindowParts, across: Transport, grid: Sequence[Sequence[int]]) -> None:
         self._inside = inside
         self._across = across
         self._grid = grid
         self._members = [ranks[inside.rank] for ranks in grid]  # ranks that ``across`` connects
 
-    def all_reduce(self, views: Sequence[Tensor], op: str) -> Share:
+    def all_reduce(self, views: Sequence[Tensor], op: str) -> LocalPart:
         """Reduce this rank's slice in the node and across nodes, and write the result into all local buffers."""
         pieces = self._inside.slices(views)
         own = pieces[self._inside.rank]
@@ -55,7 +55,7 @@ class HierarchicalShares:
         rows = list(zip(*(torch.split(piece, step) for piece in pieces)))
         return lambda: self._pipelined(rows, op) if few else self._by_halving(rows, op)
 
-    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> Share:
+    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> LocalPart:
         """Reduce, first in the node and then across nodes, the shares of the ranks that ``across`` connects."""
         share = out.numel()
         parts = [[view[rank * share : (rank + 1) * share] for view in views] for rank in self._members]
@@ -68,7 +68,7 @@ class HierarchicalShares:
 
         return steps
 
-    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Share:
+    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> LocalPart:
         """Gather the shares of the ranks that ``across`` connects, and copy them to all local ranks' outputs."""
         me, share = self._inside.rank, tensor.numel()
         places = [[out[rank * share : (rank + 1) * share] for out in outs] for rank in self._members]
@@ -86,7 +86,7 @@ class HierarchicalShares:
 
         return steps
 
-    def broadcast(self, views: Sequence[Tensor], root: int) -> Share:
+    def broadcast(self, views: Sequence[Tensor], root: int) -> LocalPart:
         """Send this rank's slice of the root's buffer across nodes, and copy it to all local ranks."""
         node = next(number for number, ranks in enumerate(self._grid) if root in ranks)
         here = node == self._across.rank

@@ -5,7 +5,7 @@ block at a time, and writes the result back into all of them; all ranks finish. 
 2 S bytes (S read, S written) for any number of ranks p, whereas a ring moves 2 S (p-1)/p through
 memory four times. Cost: two synchronisations + 2 S / B, with B the streaming rate of one core. The
 synchronisations are those of ``transport.window``, so the operation can remain in progress
-(``node.queue``).
+(``shm.progress``).
 
 The other collectives follow the same pattern, and each keeps all p cores of the node busy:
 
@@ -18,7 +18,7 @@ The other collectives follow the same pattern, and each keeps all p cores of the
 * broadcast: rank r copies slice r of the root's buffer to all others, S/p read and S (p-1)/p
   written per rank.
 
-The functions of this module return one rank's part of an operation (``node.queue.Share``), bound to
+The functions of this module return one rank's part of an operation (``shm.progress.LocalPart``), bound to
 the views that it needs: creating these costs more than reducing a small tensor.
 """
 
@@ -31,8 +31,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_straight
-from hpctrain.comm.shm.progress import Share
+from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_place
+from hpctrain.comm.shm.progress import LocalPart
 from hpctrain.comm.transport.base import Recordable
 
 ALIGN = 64  # bytes: slices end on cache lines, to avoid false sharing between ranks
@@ -55,7 +55,7 @@ def bounds(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
     return low, min(low + share, numel)
 
 
-class WindowShares:
+class WindowParts:
     """Work of local rank ``rank`` of ``size``; ``views`` are one tensor, as seen in every local rank's buffer."""
 
     def __init__(self, rank: int, size: int, counted: Recordable, reducer: Reducer) -> None:
@@ -64,24 +64,24 @@ class WindowShares:
         self.reducer = reducer
         self._counted = counted
 
-    def all_reduce(self, views: Sequence[Tensor], op: str) -> Share:
+    def all_reduce(self, views: Sequence[Tensor], op: str) -> LocalPart:
         """Reduce this rank's slice and write the result into all buffers."""
         pieces = self.slices(views)
         own = pieces[self.rank]
         others = [piece for piece in pieces if piece is not own]
         return self._reducing(pieces, op, own, others, len(others) * own.nbytes)
 
-    def reduce(self, views: Sequence[Tensor], op: str, root: int) -> Share:
+    def reduce(self, views: Sequence[Tensor], op: str, root: int) -> LocalPart:
         """Reduce this rank's slice and write the result into the root's buffer."""
         pieces = self.slices(views)
         return self._reducing(pieces, op, pieces[root], [], 0 if root == self.rank else pieces[root].nbytes)
 
-    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> Share:
+    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> LocalPart:
         """Reduce this rank's slice, of ``out.numel()`` elements, into ``out``."""
         low = self.rank * out.numel()
         return self._reducing([view[low : low + out.numel()] for view in views], op, out, [], 0)
 
-    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Share:
+    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> LocalPart:
         """Copy this rank's tensor to its position in every local rank's ``out``."""
         low = self.rank * tensor.numel()
         places = [out[low : low + tensor.numel()] for out in outs]
@@ -89,7 +89,7 @@ class WindowShares:
         # at once.
         return self.copying([(tensor, places[self.rank :] + places[: self.rank])])
 
-    def broadcast(self, views: Sequence[Tensor], root: int) -> Share:
+    def broadcast(self, views: Sequence[Tensor], root: int) -> LocalPart:
         """Copy this rank's slice of the root's buffer into all others."""
         pieces = self.slices(views)
         return self.copying([(pieces[root], [piece for rank, piece in enumerate(pieces) if rank != root])])
@@ -103,29 +103,29 @@ class WindowShares:
 
     def _reducing(
         self, pieces: Sequence[Tensor], op: str, target: Tensor, others: Sequence[Tensor], nbytes: int
-    ) -> Share:
+    ) -> LocalPart:
         """Return a part that reduces pieces into a target and copies the target to others, block by block."""
         reduce_block, scratch, scale = self.reducer.reduce_block, self.reducer.scratch, average_scale(op, self.size)
-        straight = reduces_straight(target.dtype, op, len(pieces))
+        in_place = reduces_in_place(target.dtype, op, len(pieces))
         rows = zip(*(torch.split(tensor, BLOCK) for tensor in (*pieces, target, *others)))
         blocks = [
             (row[: self.size], row[self.size], raw(row[self.size]), [raw(copy) for copy in row[self.size + 1 :]])
             for row in rows
         ]
 
-        def share() -> None:
+        def part() -> None:
             for block, goal, source, copies in blocks:
-                result = goal if straight else scratch(goal.dtype, goal.numel())
+                result = goal if in_place else scratch(goal.dtype, goal.numel())
                 reduce_block(block, op, result, scale)
-                if not straight:
+                if not in_place:
                     goal.copy_(result)
                 for copy in copies:
                     copyto(copy, source)
             self.count(nbytes)
 
-        return share
+        return part
 
-    def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Share:
+    def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> LocalPart:
         """Return a part that copies each source to its targets, block by block."""
         moves: list[tuple[Raw, Raw]] = []
         for source, targets in copies:
@@ -134,12 +134,12 @@ class WindowShares:
                 moves += [(raw(place), raw(block)) for place in places]
         nbytes = sum(place.nbytes for place, _ in moves)
 
-        def share() -> None:
+        def part() -> None:
             for place, block in moves:
                 copyto(place, block)
             self.count(nbytes)
 
-        return share
+        return part
 
     def count(self, nbytes: int) -> None:
         """Count bytes that were written into node memory."""

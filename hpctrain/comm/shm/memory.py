@@ -24,35 +24,36 @@ STAGED_ACROSS = ("all_reduce",)
 class SharedMemory:
     """Node-shared memory of a communicator: availability, location of tensors, and applicable algorithms."""
 
-    def __init__(self, transport: Transport, node: Transport, place: Topology, reducer: Reducer) -> None:
-        self.place = place
+    def __init__(self, transport: Transport, node: Transport, topology: Topology, reducer: Reducer) -> None:
+        self.topology = topology
+        self._unavailable = _why_unavailable(topology)
         self._transport = transport
         self._node = node
         self._reducer = reducer
-        self._made: NodeCollectives | None = None
+        self._collectives: NodeCollectives | None = None
         self._warned = False
 
     @property
     def exists(self) -> bool:
         """Return whether ranks share memory."""
-        return not self._hindrance()
+        return not self._unavailable
 
     @property
     def algorithm(self) -> str:
         """Return the name of the algorithm that operates in this memory."""
-        return "window" if self.place.nodes == 1 else "hierarchical"
+        return "window" if self.topology.nodes == 1 else "hierarchical"
 
     @property
     def node(self) -> NodeCollectives:
         """Return the collectives in this memory. The first access is collective."""
-        if self._made is None:
+        if self._collectives is None:
             from hpctrain.comm.shm.collectives import NodeCollectives
             from hpctrain.comm.transport.mpi import MpiTransport
 
             assert isinstance(self._node, MpiTransport), "only MPI has nodes of several ranks"
-            self._made = NodeCollectives(self._transport, self._node, self.place, self._reducer)
+            self._collectives = NodeCollectives(self._transport, self._node, self.topology, self._reducer)
             self.share_recorder(self._transport.recorder)
-        return self._made
+        return self._collectives
 
     def empty(self, numel: int, dtype: torch.dtype, *, common: bool, must_share: bool = False) -> Tensor:
         """Return a flat tensor in this memory if it exists; with ``common`` all ranks of the node share the tensor.
@@ -88,41 +89,42 @@ class SharedMemory:
         self._warned = True
         return True
 
-    def place_of(self, tensor: Tensor) -> str:
+    def location_of(self, tensor: Tensor) -> str:
         """Return the location of a contiguous host tensor: ``window``, or ``host`` for private memory."""
-        return "window" if self._made is not None and self._made.holds(tensor) else "host"
+        return "window" if self._collectives is not None and self._collectives.holds(tensor) else "host"
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the location of a tensor in this memory as text, the same on all ranks; empty for other tensors."""
-        if self._made is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if self._collectives is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return ""
-        return self._made.name_of(tensor)
+        return self._collectives.name_of(tensor)
 
-    def why_not(self, algorithm: str, operation: str, place: str) -> str:
+    def why_unavailable(self, algorithm: str, operation: str, location: str) -> str:
         """Return why an algorithm of node memory is not applicable; empty if it is."""
-        hindrance = self._hindrance()
-        if hindrance:
-            return hindrance
-        if algorithm == "window" and self.place.nodes > 1:
-            return f"the ranks are on {self.place.nodes} nodes, which is what hierarchical is for"
-        if place != "window" and operation not in (STAGED if self.place.nodes == 1 else STAGED_ACROSS):
+        if self._unavailable:
+            return self._unavailable
+        if algorithm == "window" and self.topology.nodes > 1:
+            return f"the ranks are on {self.topology.nodes} nodes, which is what hierarchical is for"
+        if location != "window" and operation not in (STAGED if self.topology.nodes == 1 else STAGED_ACROSS):
             return "it needs a tensor of comm.empty()"
         return ""
 
     def share_recorder(self, recorder: Recorder | None) -> None:
         """Set the recorder that counts traffic through this memory and between the nodes."""
-        if self._made is not None:
-            self._made.share_recorder(recorder)
+        if self._collectives is not None:
+            self._collectives.share_recorder(recorder)
 
     def free(self) -> None:
         """Free the memory. Collective."""
-        if self._made is not None:
-            self._made.free()
-        self._made = None
+        if self._collectives is not None:
+            self._collectives.free()
+        self._collectives = None
 
-    def _hindrance(self) -> str:
-        if max(map(len, self.place.grid)) == 1:
-            return "no two ranks share a node"
-        # Nodes with unequal numbers of ranks would cut a tensor into unequal slices, which do not
-        # match across nodes.
-        return "" if self.place.uniform else "the nodes hold unequal numbers of ranks"
+
+def _why_unavailable(topology: Topology) -> str:
+    """Return why the ranks share no memory; empty if they do."""
+    if max(map(len, topology.grid)) == 1:
+        return "no two ranks share a node"
+    # Nodes with unequal numbers of ranks would cut a tensor into unequal slices, which do not match
+    # across nodes.
+    return "" if topology.uniform else "the nodes hold unequal numbers of ranks"

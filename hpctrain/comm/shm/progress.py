@@ -16,7 +16,7 @@ from hpctrain.comm.transport.waiting import waiting
 from hpctrain.comm.transport.window import NodeMemory
 
 # Part of one rank, called once all ranks have arrived; yields each ``Work`` that it must wait for.
-Share = Callable[[], Iterator[Work] | None]
+LocalPart = Callable[[], Iterator[Work] | None]
 
 
 class NodeQueue:
@@ -24,34 +24,34 @@ class NodeQueue:
 
     def __init__(self, memory: NodeMemory) -> None:
         self.memory = memory
-        self._pending: deque[_UnderWay] = deque()
+        self._pending: deque[_PendingOperation] = deque()
 
-    def start(self, operation: str, share: Share, *held: object) -> Work:
+    def start(self, operation: str, part: LocalPart, *held: object) -> Work:
         """Start an operation and leave it in progress; keep ``held`` alive until it completes."""
-        under_way = _UnderWay(self, operation, share, self.memory.arrive(), held)
-        self._pending.append(under_way)
-        return under_way
+        pending = _PendingOperation(self, operation, part, self.memory.arrive(), held)
+        self._pending.append(pending)
+        return pending
 
-    def run(self, operation: str, share: Share) -> None:
+    def run(self, operation: str, part: LocalPart) -> None:
         """Execute an operation; return when all ranks have done their parts."""
         if self._pending:
-            self.start(operation, share).wait()
+            self.start(operation, part).wait()
             return
         memory = self.memory
         number = memory.arrive()
         waiting.begin(operation)
         try:
             memory.await_arrived(number, operation)
-            links = share()
-            if links is not None:
-                for link in links:
-                    link.wait()
+            works = part()
+            if works is not None:
+                for work in works:
+                    work.wait()
             memory.finish(number)
             memory.await_finished(number, operation)
         finally:
             waiting.end()
 
-    def meet(self, operation: str) -> None:
+    def synchronize(self, operation: str) -> None:
         """Wait until all ranks have arrived and have done their parts of all earlier operations."""
         self.drain()
         number = self.memory.arrive()
@@ -69,30 +69,32 @@ class NodeQueue:
         while self._pending and self.memory.all_arrived(self._pending[0].number):
             first = self._pending[0]
             with waiting(first.operation):
-                if not first.carry_on():
+                if not first.advance():
                     return
             self.memory.finish(self._pending.popleft().number)
 
 
-class _UnderWay:
+class _PendingOperation:
     """Operation in progress (``Work``)."""
 
-    def __init__(self, queue: NodeQueue, operation: str, share: Share, number: int, held: tuple[object, ...]) -> None:
+    def __init__(
+        self, queue: NodeQueue, operation: str, part: LocalPart, number: int, held: tuple[object, ...]
+    ) -> None:
         self._queue = queue
-        self._share = share
+        self._part = part
         self._held = held
-        self._links: Chain | None = None
-        self._begun = False
+        self._works: Chain | None = None
+        self._started = False
         self.operation = operation
         self.number = number
 
-    def carry_on(self) -> bool:
+    def advance(self) -> bool:
         """Do what can be done of this rank's part; return whether the part is complete."""
-        if not self._begun:
-            self._begun = True
-            links = self._share()
-            self._links = None if links is None else Chain(links)
-        return self._links is None or self._links.done()
+        if not self._started:
+            self._started = True
+            works = self._part()
+            self._works = None if works is None else Chain(works)
+        return self._works is None or self._works.done()
 
     def done(self) -> bool:
         """Progress without blocking; return whether all ranks have done their parts."""

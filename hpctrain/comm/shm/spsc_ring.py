@@ -94,7 +94,7 @@ def make_slots(shared: SharedMemory, rank: int, wanted: Sequence[RingHandle]) ->
     """
     if not shared.exists:
         return [None] * len(wanted)
-    node_of = {member: number for number, members in enumerate(shared.place.grid) for member in members}
+    node_of = {member: number for number, members in enumerate(shared.topology.grid) for member in members}
     here = [each for each in wanted if node_of[each.source] == node_of[each.target] == node_of[rank]]
     offsets = [0]
     for each in here:

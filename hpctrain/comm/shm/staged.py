@@ -18,20 +18,23 @@ as in a window; about as many bytes move from cache to cache. Cost: two synchron
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_straight
+from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_place
 from hpctrain.comm.shm.in_place import ALIGN
 from hpctrain.comm.shm.progress import NodeQueue
+from hpctrain.comm.transport.base import PreparedCall
 from hpctrain.comm.transport.waiting import waiting
 
 SLOT = 2**18  # bytes: two slots and the buffer for their reduction fit a core's second-level cache
 
 Parts = Sequence[Tensor]
-Way = Callable[[], object]
-_Turn = Callable[[int, Sequence[Parts]], None]  # arguments: number of the piece, and the slots of all ranks, in parts
+_PieceStep = Callable[
+    [int, Sequence[Parts]], None
+]  # arguments: number of the piece, and the slots of all ranks, in parts
 
 
 class StagedCollectives:
@@ -50,7 +53,7 @@ class StagedCollectives:
         self._parts: dict[tuple[torch.dtype, int], list[list[Parts]]] = {}
         self._used = [0, 0]  # sequence number of the last operation that used each slot
 
-    def all_reduce(self, tensor: Tensor, op: str) -> Way:
+    def all_reduce(self, tensor: Tensor, op: str) -> PreparedCall:
         """Return a prepared call that reduces over all ranks, in place."""
         share = self._share(tensor.dtype)
         mine = _padded(torch.split(tensor, share), self._size)
@@ -71,9 +74,9 @@ class StagedCollectives:
                 if rank != me:
                     _get(mine[number * size + rank], slots[rank][rank])
 
-        return self._way("all_reduce", len(mine) // size, self._slots(tensor.dtype, size), fill, work, empty)
+        return self._prepared("all_reduce", len(mine) // size, self._slots(tensor.dtype, size), fill, work, empty)
 
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Way:
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a prepared call that reduces over all ranks and stores this rank's share in ``out``."""
         share = self._share(tensor.dtype)
         mine, results = [torch.split(part, share) for part in tensor.view(self._size, -1)], torch.split(out, share)
@@ -87,26 +90,26 @@ class StagedCollectives:
         def work(number: int, slots: Sequence[Parts]) -> None:
             self._reduce(results[number], slots, mine[me][number], op)
 
-        return self._way("reduce_scatter", len(results), self._slots(tensor.dtype, self._size), fill, work)
+        return self._prepared("reduce_scatter", len(results), self._slots(tensor.dtype, self._size), fill, work)
 
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Way:
+    def all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
         """Return a prepared call that concatenates the tensors of all ranks in ``out``."""
         step = SLOT // tensor.itemsize
-        mine, places = torch.split(tensor, step), [torch.split(part, step) for part in out.view(self._size, -1)]
+        mine, targets = torch.split(tensor, step), [torch.split(part, step) for part in out.view(self._size, -1)]
 
         def fill(number: int, slots: Sequence[Parts]) -> None:
             _put(slots[self._rank][0], mine[number])
 
         def work(number: int, slots: Sequence[Parts]) -> None:
-            for rank, parts in enumerate(places):
+            for rank, parts in enumerate(targets):
                 if rank != self._rank:
                     _get(parts[number], slots[rank][0])
                 elif parts[number].data_ptr() != mine[number].data_ptr():
                     parts[number].copy_(mine[number])
 
-        return self._way("all_gather", len(mine), self._slots(tensor.dtype, 1), fill, work)
+        return self._prepared("all_gather", len(mine), self._slots(tensor.dtype, 1), fill, work)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Way:
+    def broadcast(self, tensor: Tensor, root: int) -> PreparedCall:
         """Return a prepared call that copies the root's tensor to all ranks."""
         mine = torch.split(tensor, SLOT // tensor.itemsize)
 
@@ -118,29 +121,29 @@ class StagedCollectives:
             if self._rank != root:
                 _get(mine[number], slots[root][0])
 
-        return self._way("broadcast", len(mine), self._slots(tensor.dtype, 1), fill, work)
+        return self._prepared("broadcast", len(mine), self._slots(tensor.dtype, 1), fill, work)
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
-    def _way(
+    def _prepared(
         self,
         operation: str,
         pieces: int,
         slots: Sequence[Sequence[Parts]],
-        fill: _Turn,
-        work: _Turn,
-        empty: _Turn | None = None,
-    ) -> Way:
-        return lambda: self._run(operation, pieces, slots, fill, work, empty)
+        fill: _PieceStep,
+        work: _PieceStep,
+        empty: _PieceStep | None = None,
+    ) -> PreparedCall:
+        return partial(self._run, operation, pieces, slots, fill, work, empty)
 
     def _run(
         self,
         operation: str,
         pieces: int,
         slots: Sequence[Sequence[Parts]],
-        fill: _Turn,
-        work: _Turn,
-        empty: _Turn | None,
+        fill: _PieceStep,
+        work: _PieceStep,
+        empty: _PieceStep | None,
     ) -> None:
         self._queue.drain()
         memory, number = self._memory, 0
@@ -168,10 +171,10 @@ class StagedCollectives:
         """Reduce this rank's part of all slots into ``out``; its own data replace those of its own slot."""
         me, numel = self._rank, out.numel()
         pieces = [own if rank == me else _cut(parts[me], numel) for rank, parts in enumerate(slots)]
-        straight = reduces_straight(out.dtype, op, self._size)
-        result = out if straight else self._reducer.scratch(out.dtype, numel)
+        in_place = reduces_in_place(out.dtype, op, self._size)
+        result = out if in_place else self._reducer.scratch(out.dtype, numel)
         self._reducer.reduce_block(pieces, op, result, average_scale(op, self._size))
-        if not straight:
+        if not in_place:
             out.copy_(result)
 
     def _share(self, dtype: torch.dtype) -> int:

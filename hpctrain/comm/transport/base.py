@@ -57,7 +57,7 @@ class Recordable:
 TAGS = 32767
 
 
-Call = Callable[[], object]
+PreparedCall = Callable[[], object]  # repeats an operation on the same memory
 
 
 class Work(Protocol):
@@ -182,23 +182,23 @@ class Transport(Recordable, ABC):
 
     # Prepared calls, for repeated operations on the same memory ------------------------------------------------------
 
-    def prepared_broadcast(self, tensor: Tensor, root: int) -> Call:
+    def prepared_broadcast(self, tensor: Tensor, root: int) -> PreparedCall:
         """Return a call that copies the root's tensor to every rank."""
         return partial(self.broadcast, tensor, root)
 
-    def prepared_all_reduce(self, tensor: Tensor, op: str) -> Call:
+    def prepared_all_reduce(self, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces a tensor over the ranks, in place."""
         return partial(self.all_reduce, tensor, op)
 
-    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> Call:
+    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
         """Return a call that concatenates the tensors of all ranks."""
         return partial(self.all_gather, out, tensor)
 
-    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
         """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
         raise CommunicationError(f"transport {self.name} has no reduce")
 
-    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         raise CommunicationError(f"transport {self.name} has no reduce_scatter")
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.transport import mpi_calls
-from hpctrain.comm.transport.base import TAGS, Call, Chain, Transport, Work
+from hpctrain.comm.transport.base import TAGS, Chain, PreparedCall, Transport, Work
 from hpctrain.comm.transport.mpi_calls import in_bytes
 from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import CommunicationError
@@ -145,21 +145,21 @@ class MpiTransport(Transport):
         """Free the communicator. Collective."""
         self.comm.Free()
 
-    def prepared_broadcast(self, tensor: Tensor, root: int) -> Call:
+    def prepared_broadcast(self, tensor: Tensor, root: int) -> PreparedCall:
         """Return a call that copies the root's tensor to every rank."""
         return self._prepared("broadcast", mpi_calls.broadcast(self.comm, tensor, root), tensor)
 
-    def prepared_all_reduce(self, tensor: Tensor, op: str) -> Call:
+    def prepared_all_reduce(self, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces a tensor over the ranks, in place."""
         self._check_reduction(tensor, op)
         return self._prepared("all_reduce", mpi_calls.all_reduce(self.comm, tensor, op), tensor)
 
-    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
         """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
         self._check_reduction(tensor, op)
         return self._prepared("reduce", mpi_calls.reduce(self.comm, tensor, op, root), tensor)
 
-    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         self._check_reduction(tensor, op)
         inside = 0 <= out.data_ptr() - tensor.data_ptr() < tensor.nbytes
@@ -176,7 +176,7 @@ class MpiTransport(Transport):
 
         return call
 
-    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> Call:
+    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
         """Return a call that concatenates the tensors of all ranks."""
         own = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
         gather = self._prepared("all_gather", mpi_calls.all_gather(self.comm, out, tensor), tensor)
@@ -189,7 +189,7 @@ class MpiTransport(Transport):
 
         return call
 
-    def _prepared(self, operation: str, calls: list[Call], tensor: Tensor) -> Call:
+    def _prepared(self, operation: str, calls: list[PreparedCall], tensor: Tensor) -> PreparedCall:
         return mpi_calls.prepared(operation, calls, self, tensor.nbytes)
 
     def _check_reduction(self, tensor: Tensor, op: str) -> None:

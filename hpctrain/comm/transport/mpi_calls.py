@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.transport.base import Call, Recordable
+from hpctrain.comm.transport.base import PreparedCall, Recordable
 from hpctrain.comm.transport.waiting import waiting
 
 # Both MPI libraries lose a factor of two on messages above 32 MiB: they allocate temporaries of the
@@ -64,52 +64,44 @@ def in_elements(tensor: Tensor) -> list[Spec]:
     return [(memory(piece), piece.numel(), DTYPES[tensor.dtype]) for piece in pieces]
 
 
-def broadcast(comm: MPI.Intracomm, tensor: Tensor, root: int) -> list[Call]:
+def broadcast(comm: MPI.Intracomm, tensor: Tensor, root: int) -> list[PreparedCall]:
     """Return the calls of a broadcast."""
     return [partial(comm.Bcast, spec, root) for spec in in_bytes(tensor)]
 
 
-def all_reduce(comm: MPI.Intracomm, tensor: Tensor, op: str) -> list[Call]:
+def all_reduce(comm: MPI.Intracomm, tensor: Tensor, op: str) -> list[PreparedCall]:
     """Return the calls of an all_reduce, in place."""
     return [partial(comm.Allreduce, MPI.IN_PLACE, spec, OPS[op]) for spec in in_elements(tensor)]
 
 
-def reduce(comm: MPI.Intracomm, tensor: Tensor, op: str, root: int) -> list[Call]:
+def reduce(comm: MPI.Intracomm, tensor: Tensor, op: str, root: int) -> list[PreparedCall]:
     """Return the calls of a reduce into the root's tensor."""
     if comm.Get_rank() == root:
         return [partial(comm.Reduce, MPI.IN_PLACE, spec, OPS[op], root) for spec in in_elements(tensor)]
     return [partial(comm.Reduce, spec, None, OPS[op], root) for spec in in_elements(tensor)]
 
 
-def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) -> list[Call]:
+def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) -> list[PreparedCall]:
     """Return the calls of a reduce_scatter into equal shares; large tensors use one reduce per share."""
     kind = DTYPES[tensor.dtype]
     if tensor.nbytes <= SHARES_BYTES:
         whole, part = (memory(tensor), out.numel(), kind), (memory(out), out.numel(), kind)
         return [partial(comm.Reduce_scatter_block, whole, part, OPS[op])]
-    calls: list[Call] = []
+    calls: list[PreparedCall] = []
     for root, share in enumerate(torch.split(tensor.view(-1), out.numel())):
         for source, target in zip(in_elements(share), in_elements(out)):
             calls.append(partial(comm.Reduce, source, target if root == comm.Get_rank() else None, OPS[op], root))
     return calls
 
 
-def all_gather(comm: MPI.Intracomm, out: Tensor, tensor: Tensor) -> list[Call]:
+def all_gather(comm: MPI.Intracomm, out: Tensor, tensor: Tensor) -> list[PreparedCall]:
     """Return the calls of an all_gather of shares that are in place; large tensors use one broadcast per share."""
     if out.nbytes <= SHARES_BYTES:
         return [partial(comm.Allgather, MPI.IN_PLACE, (memory(out), MPI.BYTE))]
     return [call for root, share in enumerate(out.view(-1).chunk(comm.size)) for call in broadcast(comm, share, root)]
 
 
-def prepared(
-    operation: str, calls: Sequence[Call], counted: Recordable, nbytes: int
-) -> Call:
+def prepared(operation: str, calls: Sequence[PreparedCall], counted: Recordable, nbytes: int) -> PreparedCall:
     """Return one call that makes them all, records the wait, and counts the bytes handed over."""
-    noted = waiting.around(operation, calls[0] if len(calls) == 1 else lambda: [call() for call in calls])
-
-    def prepared_call() -> None:
-        if counted.recorder is not None:
-            counted.recorder.count(operation, nbytes)
-        noted()
-
-    return prepared_call
+    call = calls[0] if len(calls) == 1 else lambda: [call() for call in calls]
+    return waiting.around(operation, call, counted, nbytes)

@@ -6,9 +6,13 @@ import os
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from hpctrain import trace
 from hpctrain.errors import DeadlineError, SettingsError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.transport.base import Recordable
 
 
 class Activity:
@@ -40,20 +44,27 @@ class Activity:
         """End the operation of the matching ``begin``."""
         self._depth -= 1
         if not self._depth:
-            self._note(time.monotonic())
+            self._record(time.monotonic())
 
-    def _note(self, now: float) -> None:
+    def _record(self, now: float) -> None:
         """Add the time of a completed operation, and record it if tracing is enabled."""
         self.total += now - self.since
         if trace.recording:
             trace.wait(self.operation, self.since, now)
         self.operation = ""
 
-    def around(self, operation: str, call: Callable[[], object]) -> Callable[[], None]:
-        """Return a call that is recorded as this operation: as ``with`` around it, at half the cost."""
+    def around(
+        self, operation: str, call: Callable[[], object], counted: Recordable | None = None, nbytes: int = 0
+    ) -> Callable[[], None]:
+        """Return a call that is recorded as this operation: as ``with`` around it, at half the cost.
+
+        If ``counted`` has a recorder, each call counts as one operation of ``nbytes``.
+        """
         monotonic = time.monotonic
 
-        def noted() -> None:
+        def recorded() -> None:
+            if counted is not None and counted.recorder is not None:
+                counted.recorder.count(operation, nbytes)
             if self._depth:
                 call()
                 return
@@ -65,9 +76,9 @@ class Activity:
                 call()
             finally:
                 self._depth = 0
-                self._note(monotonic())
+                self._record(monotonic())
 
-        return noted
+        return recorded
 
     def __call__(self, operation: str) -> Activity:
         """Set the operation of the following ``with`` block."""
@@ -110,7 +121,7 @@ def timeout_seconds() -> float:
 
 
 SPINS = 200  # polls before the core is yielded to other ranks
-CROWDED_SPINS = 2  # the same if ranks outnumber cores: the late rank may need this core
+OVERSUBSCRIBED_SPINS = 2  # the same if ranks outnumber cores: the late rank may need this core
 LOOKS = 4096  # polls between two readings of the clock, if a poll is cheap
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from hpctrain.cluster.shared_memory import ENLARGE, FOLDER, free_bytes
 from hpctrain.comm.transport.base import Recordable
 from hpctrain.comm.transport.mpi import MpiTransport
-from hpctrain.comm.transport.waiting import CROWDED_SPINS, SPINS, SpinWait, timeout_seconds, until
+from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, SpinWait, timeout_seconds, until
 from hpctrain.errors import CommunicationError, DeadlineError
 from hpctrain.util import atomic
 
@@ -153,13 +153,13 @@ class NodeMemory(Recordable):
     """Memory that the ranks of one node share, and the counters by which they synchronise."""
 
     def __init__(
-        self, transport: MpiTransport, *, crowded: bool = False, everyone: MpiTransport | None = None
+        self, transport: MpiTransport, *, oversubscribed: bool = False, everyone: MpiTransport | None = None
     ) -> None:
         """Create the counters. Collective.
 
         The ranks of ``everyone`` get memory together, or all of them raise ``NoSpaceError``.
         """
-        self.spins = CROWDED_SPINS if crowded else SPINS
+        self.spins = OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
         self.rank = transport.rank
         self.size = transport.size
         self._transport = transport

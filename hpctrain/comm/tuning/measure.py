@@ -14,33 +14,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.comm.tuning.table import AlgorithmTable, Key, RankLayout, Steps, algorithms, fastest, readable
+from hpctrain.comm.prepared import REDUCTIONS
+from hpctrain.comm.tuning.table import OPERATIONS, AlgorithmTable, Key, RankLayout, Steps, algorithms_of, fastest
 from hpctrain.errors import CommunicationError
+from hpctrain.util.format import format_bytes
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 ROW_SECONDS = 0.002  # duration of the calls of a row, without a barrier: much longer than clock and barrier take
-MOST_CALLS = 500
+MAX_CALLS = 500
 FIRST_ROWS, FIRST_CALLS = 4, 5  # the best of these short rows counts, because it is likely to be undisturbed
 SLOW = 0.001  # seconds of a first call above which one more call is sufficient
-SWEPT = ((2**20, 3), (2**63, 1))  # (upper limit in bytes, rows per sweep): cheap cases get more rows
-CHECKED = 2**20  # bytes up to which first results are checked: covers every way in which an algorithm cuts its tensor
-HOPELESS = 3.0  # multiple of the best first row above which an algorithm is dropped
+ROWS_PER_SWEEP = ((2**20, 3), (2**63, 1))  # (upper limit in bytes, rows per sweep): cheap cases get more rows
+CHECK_LIMIT = 2**20  # bytes up to which first results are checked: covers every division of a tensor by an algorithm
+DROP_FACTOR = 3.0  # multiple of the best first row above which an algorithm is dropped
 DTYPES = {"carried": torch.float32, "own": torch.bfloat16}
 
 
-class Space:
+class TensorBuffers:
     """Memory at one location, for tensors of every dtype up to a maximum number of bytes."""
 
-    def __init__(self, comm: Communicator, place: str, nbytes: int, device: torch.device) -> None:
-        room = -(-nbytes // 64) * 64 + 64 * comm.size  # room for sizes that are rounded up
-        self.device = device if place == "cuda" else torch.device("cpu")
-        if place == "window":
-            self._bytes = [comm.empty(room, torch.uint8) for _ in range(2)]
+    def __init__(self, comm: Communicator, location: str, nbytes: int, device: torch.device) -> None:
+        padded = -(-nbytes // 64) * 64 + 64 * comm.size  # for sizes that are rounded up
+        self.device = device if location == "cuda" else torch.device("cpu")
+        if location == "window":
+            self._bytes = [comm.empty(padded, torch.uint8) for _ in range(2)]
         else:
             # Zeros, not empty: all pages must be mapped before the timing starts.
-            self._bytes = [torch.zeros(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            self._bytes = [torch.zeros(padded, dtype=torch.uint8, device=self.device) for _ in range(2)]
 
     def tensors(self, numel: int, ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the whole tensor, and a tensor for a rank's share of it."""
@@ -51,8 +53,8 @@ class Space:
 class TimingCase:
     """Measurement of one operation at one memory location and size; ``times`` holds this rank's rows per algorithm."""
 
-    def __init__(self, comm: Communicator, key: Key, size: int, space: Space) -> None:
-        self.name = f"{key[0]} of {readable(size)}"
+    def __init__(self, comm: Communicator, key: Key, size: int, buffers: TensorBuffers) -> None:
+        self.name = f"{key[0]} of {format_bytes(size)}"
         self.key = key
         self.size = size
         self.first: dict[str, float] = {}  # seconds per call in the best first row, of the slowest rank
@@ -60,11 +62,11 @@ class TimingCase:
         self.wrong: set[str] = set()  # subset of them that produced wrong numbers
         self.times: dict[str, list[float]] = {}
         self._comm = comm
-        self._cuda = space.device.type == "cuda"
+        self._cuda = buffers.device.type == "cuda"
         dtype = DTYPES[key[2]]
         shares = -(-size // (dtype.itemsize * comm.size))
         numel = shares * comm.size if key[0] in ("reduce_scatter", "all_gather") else -(-size // dtype.itemsize)
-        self._whole, self._share = space.tensors(numel, comm.size, dtype)
+        self._whole, self._share = buffers.tensors(numel, comm.size, dtype)
         self._calls = comm.size if key[0] in ("reduce", "broadcast") else 1  # calls in which each rank is root once
 
     @property
@@ -76,17 +78,17 @@ class TimingCase:
         """Try every algorithm and keep in ``times`` those that may be the fastest."""
         # Within one node hierarchical is identical to window: two candidates that would differ by
         # noise only.
-        names = [name for name in algorithms(self.key[1]) if self._comm.nodes > 1 or name != "hierarchical"]
+        names = [name for name in algorithms_of(*self.key[:2]) if self._comm.nodes > 1 or name != "hierarchical"]
         own = {name: self._try(name) for name in names}
         first = {name: seconds for name, seconds in own.items() if seconds is not None}
         everyone = self._comm.all_gather_object(first)
         self.first = {name: max(rank[name] for rank in everyone) for name in first}
         best = min(self.first.values(), default=0.0)
-        self.times = {name: [] for name, seconds in self.first.items() if seconds <= HOPELESS * best}
+        self.times = {name: [] for name, seconds in self.first.items() if seconds <= DROP_FACTOR * best}
 
     def sweep(self) -> None:
         """Measure each remaining candidate once more."""
-        for _ in range(next(rows for limit, rows in SWEPT if self.size <= limit)):
+        for _ in range(next(rows for limit, rows in ROWS_PER_SWEEP if self.size <= limit)):
             for name, rows in self.times.items():
                 rows.append(self._row(name, self._row_length(self.first[name])))
 
@@ -96,7 +98,7 @@ class TimingCase:
         All ranks know whether it is applicable before anything is sent. Therefore either all ranks
         proceed or all skip it.
         """
-        checked = self.size <= CHECKED
+        checked = self.size <= CHECK_LIMIT
         if checked:
             self._fill()
         try:
@@ -118,24 +120,24 @@ class TimingCase:
         return min(self._row(name, FIRST_CALLS) for _ in range(FIRST_ROWS))
 
     def _row_length(self, pilot: float) -> int:
-        calls = max(1, min(MOST_CALLS, int(ROW_SECONDS / pilot)))
+        calls = max(1, min(MAX_CALLS, int(ROW_SECONDS / pilot)))
         return -(-calls // self._calls) * self._calls
 
     def _row(self, name: str, calls: int) -> float:
         """Return the seconds per call of a row."""
-        if self.size <= CHECKED and self.times:
-            for turn in range(self._calls):  # warm-up: first-use state may be gone since the last row
-                self._call(name, turn)
+        if self.size <= CHECK_LIMIT and self.times:
+            for root in range(self._calls):  # warm-up: first-use state may be gone since the last row
+                self._call(name, root)
         self._comm.transport.barrier()
         start = time.perf_counter()
-        for turn in range(calls):
-            self._call(name, turn)
+        for number in range(calls):
+            self._call(name, number % self._comm.size)
         if self._cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / calls
 
-    def _call(self, name: str, turn: int) -> None:
-        comm, operation, root = self._comm, self.key[0], turn % self._comm.size
+    def _call(self, name: str, root: int) -> None:
+        comm, operation = self._comm, self.key[0]
         if operation == "all_reduce":
             comm.all_reduce(self._whole, algorithm=name)
         elif operation == "reduce_scatter":
@@ -188,9 +190,7 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
 
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
-MOST_SWEEPS = 51
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-MOVES = ("all_gather", "broadcast")  # the same for every dtype
+MAX_SWEEPS = 51
 
 
 @dataclass
@@ -224,9 +224,13 @@ def layout_of(comm: Communicator) -> RankLayout:
 
 def keys_of(comm: Communicator, device: torch.device) -> list[Key]:
     """Return the keys to measure: operations at each memory location that this job's tensors can have."""
-    places = [*(["window"] if comm.shares_memory else []), "host", *(["cuda"] if device.type == "cuda" else [])]
-    moved: list[Key] = [(operation, place, "carried") for operation in MOVES for place in places]
-    return [(operation, place, kind) for operation in REDUCTIONS for place in places for kind in DTYPES] + moved
+    locations = [*(["window"] if comm.shares_memory else []), "host", *(["cuda"] if device.type == "cuda" else [])]
+    return [
+        (operation, location, kind)
+        for operation in OPERATIONS
+        for location in locations
+        for kind in (DTYPES if operation in REDUCTIONS else ("carried",))
+    ]
 
 
 def measure(
@@ -244,39 +248,42 @@ def measure(
     """
     found = AlgorithmTimes(layout_of(comm))
     keys = keys_of(comm, device) if comm.size > 1 else []
-    spaces = {place: Space(comm, place, max(sizes), device) for place in dict.fromkeys(key[1] for key in keys)}
-    parts = [TimingCase(comm, key, size, spaces[key[1]]) for size in sorted(set(sizes)) for key in keys]
+    buffers = {
+        location: TensorBuffers(comm, location, max(sizes), device)
+        for location in dict.fromkeys(key[1] for key in keys)
+    }
+    cases = [TimingCase(comm, key, size, buffers[key[1]]) for size in sorted(set(sizes)) for key in keys]
     clock = _Clock(comm, seconds)
     begun = []
-    for part in parts:
+    for case in cases:
         if clock.is_up():
             found.complete = False
             break
-        progress(clock.elapsed(), part.name)
-        part.begin()
-        begun.append(part)
-    _sweep([part for part in begun if part.undecided], clock, progress)
-    for part, times in zip(begun, _of_slowest(comm, [part.times for part in begun])):
-        _collect(found, part, times)
+        progress(clock.elapsed(), case.name)
+        case.begin()
+        begun.append(case)
+    _sweep([case for case in begun if case.undecided], clock, progress)
+    for case, times in zip(begun, _of_slowest(comm, [case.times for case in begun])):
+        _collect(found, case, times)
     return found
 
 
-def _sweep(parts: Sequence[TimingCase], clock: _Clock, progress: Callable[[float, str], None]) -> None:
-    for _ in range(MOST_SWEEPS):
-        for part in parts:
+def _sweep(cases: Sequence[TimingCase], clock: _Clock, progress: Callable[[float, str], None]) -> None:
+    for _ in range(MAX_SWEEPS):
+        for case in cases:
             if clock.is_up():
                 return
-            progress(clock.elapsed(), part.name)
-            part.sweep()
+            progress(clock.elapsed(), case.name)
+            case.sweep()
 
 
-def _collect(found: AlgorithmTimes, part: TimingCase, slowest: Mapping[str, Sequence[float]]) -> None:
+def _collect(found: AlgorithmTimes, case: TimingCase, slowest: Mapping[str, Sequence[float]]) -> None:
     """Add the results of one case to ``found``, given the rows of the slowest rank."""
-    found.left_out |= {(part.key, name): reason for name, reason in part.left_out.items()}
-    found.wrong |= {(part.key, name) for name in part.wrong}
-    for name, first in part.first.items():
+    found.left_out |= {(case.key, name): reason for name, reason in case.left_out.items()}
+    found.wrong |= {(case.key, name) for name in case.wrong}
+    for name, first in case.first.items():
         seconds = statistics.median(slowest[name]) if slowest.get(name) else first
-        found.times.setdefault(part.key, {}).setdefault(name, {})[part.size] = seconds
+        found.times.setdefault(case.key, {}).setdefault(name, {})[case.size] = seconds
 
 
 def _of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> list[dict[str, list[float]]]:

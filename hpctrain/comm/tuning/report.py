@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from hpctrain.comm.tuning.table import AlgorithmTable, Key, in_order, readable
+from hpctrain.comm.prepared import REDUCTIONS
+from hpctrain.comm.tuning.table import AlgorithmTable, Key, in_table_order
+from hpctrain.util.format import format_bytes
+from hpctrain.util.text import columns
 
 Times = Mapping[str, Mapping[str, Mapping[str, float]]]  # seconds, by rule, algorithm and bytes, as stored
 _DTYPES = {"carried": "MPI's own", "own": "others"}  # by the library that reduces them
-_MOVES = ("all_gather", "broadcast")
 
 
 def lines(table: AlgorithmTable, times: Times) -> list[str]:
     """Return the crossovers, then the ratios by size, as lines of text."""
     rows = [["operation", "tensor", "dtypes", "fastest"]]
-    rows += [[row.operation, row.place, dtypes(row.operation, row.kind), row.choice] for row in table.crossovers()]
+    rows += [[row.operation, row.location, dtypes(row.operation, row.kind), row.choice] for row in table.crossovers()]
     return [*columns(rows), "", *ratios(table, times)]
 
 
 def dtypes(operation: str, kind: str) -> str:
     """Return the dtypes of a rule as text: those that MPI reduces itself, or the others."""
-    return "all" if operation in _MOVES else _DTYPES[kind]
+    return _DTYPES[kind] if operation in REDUCTIONS else "all"
 
 
 def ratios(table: AlgorithmTable, times: Times) -> list[str]:
     """Return the speedup of the choice by size: over MPI's own call, or over the next best if MPI has none."""
     sizes = sorted({int(size) for of in times.values() for by_size in of.values() for size in by_size})
-    rows = [["operation", "tensor", "dtypes", "against", *(readable(size).replace(" ", "") for size in sizes)]]
-    for key in in_order(table.rules):
+    rows = [["operation", "tensor", "dtypes", "against", *(format_bytes(size).replace(" ", "") for size in sizes)]]
+    for key in in_table_order(table.rules):
         of_key = times.get("/".join(key), {})
         against = "mpi" if "mpi" in of_key else "next best"
         cells = [_ratio(table, key, of_key, size) for size in sizes]
         rows.append([key[0], key[1], dtypes(key[0], key[2]), against, *cells])
-    return ["speedup over the algorithm in the fourth column, by bytes of the whole tensor", *columns(rows, right=4)]
+    title = "speedup over the algorithm in the fourth column, by bytes of the whole tensor"
+    return [title, *columns(rows, right=range(4, len(rows[0])))]
 
 
 def _ratio(table: AlgorithmTable, key: Key, of_key: Mapping[str, Mapping[str, float]], size: int) -> str:
@@ -46,16 +49,3 @@ def _ratio(table: AlgorithmTable, key: Key, of_key: Mapping[str, Mapping[str, fl
         return "-"
     ratio = other / at_size[choice]
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.0f}"
-
-
-def columns(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
-    """Return rows as lines with aligned columns; columns from number ``right`` on are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    found = []
-    for row in rows:
-        aligned = [
-            cell.rjust(width) if right is not None and number >= right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths))
-        ]
-        found.append("  ".join(aligned).rstrip())
-    return found

@@ -1,4 +1,4 @@
-"""Tables of the fastest algorithm per operation, memory location of the tensor, and number of bytes.
+"""Tables of the fastest algorithm per operation, memory location of the tensor and size; choice of an algorithm.
 
 Note: the number of bytes is that of the whole tensor, as in ``cost``: the argument of all_reduce,
 reduce and broadcast, the input of reduce_scatter, the output of all_gather.
@@ -14,25 +14,27 @@ from dataclasses import dataclass
 from math import inf, isqrt, log
 from typing import Any
 
-from hpctrain.errors import SettingsError
+from hpctrain.comm.prepared import ALGORITHMS, check_known
+from hpctrain.errors import CommunicationError, SettingsError
+from hpctrain.util.format import format_bytes
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast")
-PLACES = ("window", "host", "cuda")  # a tensor of comm.empty, any other host tensor, a GPU tensor
+OPERATIONS = tuple(ALGORITHMS)
+LOCATIONS = ("window", "host", "cuda")  # a tensor of comm.empty, any other host tensor, a GPU tensor
 KINDS = ("carried", "own")  # MPI reduces the dtype itself, or hpctrain does (16-bit floats, for example)
-HOST_ALGORITHMS = ("mpi", "window", "hierarchical", "direct", "tree", "ring", "recursive", "double_tree")
+HOST_ALGORITHMS = tuple(dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
 DEVICE_ALGORITHMS = ("nccl", "mpi", "staged")
 MARGIN = 0.03  # slowdown against the best that still counts as noise
 
-Key = tuple[str, str, str]  # operation, place, kind
+Key = tuple[str, str, str]  # operation, location, kind
 Steps = tuple[tuple[float, str], ...]  # (upper limit in bytes, algorithm), ascending; the last limit is mostly infinite
 Times = Mapping[str, Mapping[int, float]]  # seconds, by algorithm and bytes
-_Way = tuple[int, float, tuple[str, ...]]  # number of changes, loss against the best, choices so far
+_Choices = tuple[int, float, tuple[str, ...]]  # number of changes, loss against the best, choices so far
 _Wrong = Callable[[str], SettingsError]
 
 
-def algorithms(place: str) -> tuple[str, ...]:
-    """Return the names of all algorithms for tensors at a memory location."""
-    return DEVICE_ALGORITHMS if place == "cuda" else HOST_ALGORITHMS
+def algorithms_of(operation: str, location: str) -> tuple[str, ...]:
+    """Return the names of the algorithms of an operation for tensors at a memory location."""
+    return DEVICE_ALGORITHMS if location == "cuda" else tuple(ALGORITHMS[operation])
 
 
 @dataclass(frozen=True)
@@ -53,34 +55,34 @@ class Crossover:
     """Description of the algorithms by size: a row for printing."""
 
     operation: str
-    place: str
+    location: str
     kind: str
     choice: str
 
 
 @dataclass(frozen=True)
 class AlgorithmTable:
-    """Fastest algorithms of one layout: ``rules[operation, place, kind]`` are its steps."""
+    """Fastest algorithms of one layout: ``rules[operation, location, kind]`` are its steps."""
 
     layout: RankLayout
     rules: Mapping[Key, Steps]
 
-    def best(self, operation: str, place: str, kind: str, nbytes: int) -> str | None:
+    def best(self, operation: str, location: str, kind: str, nbytes: int) -> str | None:
         """Return the fastest algorithm for a whole tensor of ``nbytes``, or None if it was not measured."""
-        for limit, name in self.rules.get((operation, place, kind), ()):
+        for limit, name in self.rules.get((operation, location, kind), ()):
             if nbytes <= limit:
                 return name
         return None
 
     def crossovers(self) -> list[Crossover]:
         """Return the rules as text, in the order of ``OPERATIONS``."""
-        return [Crossover(*key, in_words(self.rules[key])) for key in in_order(self.rules)]
+        return [Crossover(*key, describe(self.rules[key])) for key in in_table_order(self.rules)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as JSON values; an infinite limit is null."""
         rules = {
             "/".join(key): [[None if limit == inf else limit, name] for limit, name in self.rules[key]]
-            for key in in_order(self.rules)
+            for key in in_table_order(self.rules)
         }
         return {"layout": layout_to_json(self.layout), "rules": rules}
 
@@ -93,6 +95,43 @@ class AlgorithmTable:
             raise SettingsError(f"rules of a calibration table: expected an object, found {rules!r:.60}")
         checked = {_key(text): _steps(text, steps) for text, steps in rules.items()}
         return cls(layout_from_json(parts["layout"]), checked)
+
+
+def choose(
+    operation: str,
+    algorithm: str,
+    unavailable: Mapping[str, str],
+    tables: tuple[AlgorithmTable, ...] = (),
+    *,
+    location: str = "host",
+    kind: str = "carried",
+    nbytes: int = 0,
+) -> str:
+    """Return the named algorithm, or for ``auto`` the first one in the tables that is applicable.
+
+    All ranks pass the same data, so all choose the same. ``unavailable`` maps each algorithm of the
+    operation to the reason why it is not applicable (empty if it is). Raises ``CommunicationError``
+    for an algorithm that is unknown or not applicable.
+    """
+    if algorithm != "auto":
+        return _named(operation, algorithm, unavailable)
+    wanted: list[str | None] = [table.best(operation, location, kind, nbytes) for table in tables]
+    wanted += unavailable
+    for name in wanted:
+        if name is not None and unavailable.get(name, "unknown") == "":
+            return name
+    reasons = "; ".join(f"{name}: {why}" for name, why in unavailable.items())
+    raise CommunicationError(f"no algorithm supports {operation} of this tensor: {reasons}")
+
+
+def _named(operation: str, algorithm: str, unavailable: Mapping[str, str]) -> str:
+    check_known(operation, algorithm)
+    if unavailable[algorithm]:
+        able = ", ".join(sorted(name for name, why in unavailable.items() if not why))
+        raise CommunicationError(
+            f"algorithm {algorithm} cannot do this {operation}: {unavailable[algorithm]}; able are auto, {able}"
+        )
+    return algorithm
 
 
 def fastest(times: Times, margin: float = MARGIN) -> Steps:
@@ -123,40 +162,34 @@ def _without_outliers(by_size: Mapping[int, float]) -> dict[int, float]:
 
 def _fewest_changes(costs: Sequence[Mapping[str, float]], margin: float) -> tuple[str, ...]:
     """Return an algorithm for each size; ``costs`` holds the seconds of each algorithm, in ascending order of size."""
-    ways: dict[str, _Way] = {}
+    candidates: dict[str, _Choices] = {}
     for by_name in costs:
         best = min(by_name.values())
-        following: dict[str, _Way] = {}
+        following: dict[str, _Choices] = {}
         for name, seconds in by_name.items():
             if seconds <= best * (1 + margin):
                 loss = log(seconds / best) if best > 0 else 0.0
-                before = min(((n + (last != name), lost, way) for last, (n, lost, way) in ways.items()), default=None)
-                changes, lost, way = before or (0, 0.0, ())
-                following[name] = changes, lost + loss, (*way, name)
-        ways = following
-    return min(ways.values())[2] if ways else ()
+                before = min(
+                    ((n + (last != name), lost, names) for last, (n, lost, names) in candidates.items()), default=None
+                )
+                changes, lost, names = before or (0, 0.0, ())
+                following[name] = changes, lost + loss, (*names, name)
+        candidates = following
+    return min(candidates.values())[2] if candidates else ()
 
 
-def in_words(steps: Steps) -> str:
+def describe(steps: Steps) -> str:
     """Return steps as text: ``mpi up to 4 KiB, window above``."""
     *early, (end, last) = steps
-    parts = [f"{name} up to {readable(limit)}" for limit, name in early]
+    parts = [f"{name} up to {format_bytes(limit)}" for limit, name in early]
     if end < inf:
-        return ", ".join([*parts, f"{last} up to {readable(end)}, above not measured"])
+        return ", ".join([*parts, f"{last} up to {format_bytes(end)}, above not measured"])
     return ", ".join([*parts, f"{last} above"]) if parts else last
 
 
-def readable(nbytes: float) -> str:
-    """Return a number of bytes in a suitable unit, with at most two decimals."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:.0f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def in_order(keys: Mapping[Key, Any]) -> list[Key]:
-    """Return keys sorted by operation, place and kind, each in the order of the constants above."""
-    return sorted(keys, key=lambda key: (OPERATIONS.index(key[0]), PLACES.index(key[1]), KINDS.index(key[2])))
+def in_table_order(keys: Mapping[Key, Any]) -> list[Key]:
+    """Return keys sorted by operation, location and kind, each in the order of the constants above."""
+    return sorted(keys, key=lambda key: (OPERATIONS.index(key[0]), LOCATIONS.index(key[1]), KINDS.index(key[2])))
 
 
 def layout_to_json(layout: RankLayout) -> dict[str, int]:
@@ -190,10 +223,10 @@ def members(tree: Any, what: str, names: Sequence[str]) -> dict[str, Any]:
 def _key(text: str) -> Key:
     parts = text.split("/")
     if len(parts) == 3:
-        operation, place, kind = parts
-        if operation in OPERATIONS and place in PLACES and kind in KINDS:
-            return operation, place, kind
-    known = " / ".join(" or ".join(names) for names in (OPERATIONS, PLACES, KINDS))
+        operation, location, kind = parts
+        if operation in OPERATIONS and location in LOCATIONS and kind in KINDS:
+            return operation, location, kind
+    known = " / ".join(" or ".join(names) for names in (OPERATIONS, LOCATIONS, KINDS))
     raise SettingsError(f"unknown rule {text!r:.60} of a calibration table: known are {known}")
 
 
@@ -206,13 +239,14 @@ def _steps(text: str, steps: Any) -> Steps:
     return tuple(_ascending(_pairs(steps, text.split("/")[1], wrong), wrong))
 
 
-def _pairs(steps: list[Any], place: str, wrong: _Wrong) -> Iterator[tuple[float, str]]:
+def _pairs(steps: list[Any], location: str, wrong: _Wrong) -> Iterator[tuple[float, str]]:
     for number, step in enumerate(steps):
         if not isinstance(step, list) or len(step) != 2:
             raise wrong(f"expected [bytes, algorithm], found {step!r:.60}")
         limit, name = step
-        if name not in algorithms(place):
-            raise wrong(f"unknown algorithm {name!r:.60}, known are {', '.join(algorithms(place))}")
+        known = DEVICE_ALGORITHMS if location == "cuda" else HOST_ALGORITHMS
+        if name not in known:
+            raise wrong(f"unknown algorithm {name!r:.60}, known are {', '.join(known)}")
         last = number == len(steps) - 1
         if not (_is_whole(limit) and limit >= 0 or last and limit is None):
             raise wrong(f"expected a number of bytes{', or null,' if last else ','} found {limit!r:.60}")

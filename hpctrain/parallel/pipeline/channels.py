@@ -14,7 +14,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.shm.spsc_ring import SpscRing
 from hpctrain.comm.transport.base import Work
-from hpctrain.comm.transport.waiting import CROWDED_SPINS, SPINS, timeout_seconds, until
+from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, timeout_seconds, until
 from hpctrain.errors import UsageError
 from hpctrain.parallel.inputs import ONE_TENSOR, Slot, named_leaves
 
@@ -247,9 +247,9 @@ class StagedLink:
 class Links:
     """This rank's ends of all channels, and waits that progress all of them."""
 
-    def __init__(self, crowded: bool = False) -> None:
+    def __init__(self, oversubscribed: bool = False) -> None:
         self._links: list[Link] = []
-        self._spins = CROWDED_SPINS if crowded else SPINS
+        self._spins = OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
 
     def add(self, link: Link) -> Link:
         """Add a channel and return it."""

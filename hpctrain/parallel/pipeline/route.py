@@ -28,7 +28,7 @@ class Route:
         self, comm: Communicator, schedule: Schedule, parcels: Sequence[Parcel], device: torch.device
     ) -> None:
         self.parcels = tuple(parcels)
-        self.links = Links(crowded=comm.crowded)
+        self.links = Links(oversubscribed=comm.oversubscribed)
         self.activations_in: dict[int, Link] = {}
         self.activations_out: dict[int, Link] = {}
         self.gradients_in: dict[int, Link] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.reductions import DTYPES, expected, ops_of, same_bits, values
 
-from hpctrain.comm import host_collectives
+from hpctrain.comm.prepared import PreparedCallCache
 from hpctrain.comm.reduction import BLOCK
 
 SHORT = (0, 1, 7, 63, 64, 65, 1000)
@@ -196,9 +196,9 @@ def test_bytes_on_two_nodes_are_those_within_the_node_and_of_the_slices_across(n
 
 @pytest.mark.ranks
 def test_ever_new_slices_do_not_grow_the_cache(own: Any, room: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_collectives, "KEPT", 5)
+    monkeypatch.setattr(PreparedCallCache, "limit", 5)
     whole = put(room, values(own.rank, 40, torch.int32))
     for start in range(0, 40, 2):
         own.all_reduce(whole[start : start + 2], algorithm="window")
     assert same_bits(whole, expected([list(range(own.size))], 40, torch.int32, "sum"))
-    assert len(own._host.kept) <= 5
+    assert len(own._cache) <= 5

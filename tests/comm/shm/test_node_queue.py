@@ -166,7 +166,7 @@ def test_the_call_is_prepared_once(own: Any, monkeypatch: pytest.MonkeyPatch) ->
     tensor, out = lent(own, values(own.rank, 50 * own.size, torch.float32)), torch.empty(50)
     own.reduce_scatter(out, tensor, async_op=True).wait()
     own.all_reduce(tensor, "max", async_op=True).wait()
-    monkeypatch.setattr(own._carriers, "of", None)
+    monkeypatch.setattr(own._dispatch, "of", None)
     tensor.copy_(values(own.rank, 50 * own.size, torch.float32, 1))
     own.reduce_scatter(out, tensor, async_op=True).wait()
     assert same_bits(out, wanted(own, 50, torch.float32, "sum", 1))

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from hpctrain.comm.device.paths import (
-    Abilities,
-    Belief,
-    Choice,
+    CudaAwareness,
+    PathCapabilities,
+    PathChoice,
     PathLog,
-    believe,
     choose_path,
     combine,
-    gather_abilities,
+    decide_cuda_awareness,
+    gather_capabilities,
 )
 from hpctrain.errors import CommunicationError, SettingsError
 
-ALL = Abilities("", "", 1, "the canary exchange passed")
-NO_NCCL = Abilities("CuPy is missing (rank 0)", "", 1, "the canary exchange passed")
-NOTHING = Abilities("CuPy is missing (rank 0)", "never proved (rank 0)")
-YES, NO = Belief(True, "the canary exchange passed"), Belief(False, "the canary exchange failed")
+ALL = PathCapabilities("", "", 1, "the canary exchange passed")
+NO_NCCL = PathCapabilities("CuPy is missing (rank 0)", "", 1, "the canary exchange passed")
+NOTHING = PathCapabilities("CuPy is missing (rank 0)", "never proved (rank 0)")
+YES, NO = CudaAwareness(True, "the canary exchange passed"), CudaAwareness(False, "the canary exchange failed")
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ YES, NO = Belief(True, "the canary exchange passed"), Belief(False, "the canary 
         ),
     ],
 )
-def test_default_path_follows_size_and_abilities(abilities: Abilities, path: Any, reason: str) -> None:
-    assert choose_path("all_reduce", 1000, abilities) == Choice(path, reason)
+def test_default_path_follows_size_and_abilities(abilities: PathCapabilities, path: Any, reason: str) -> None:
+    assert choose_path("all_reduce", 1000, abilities) == PathChoice(path, reason)
 
 
 def test_a_reduction_that_mpi_computes_differently_from_torch_is_staged() -> None:
@@ -50,7 +50,7 @@ def test_a_reduction_that_mpi_computes_differently_from_torch_is_staged() -> Non
 
 @pytest.mark.parametrize("path", ["nccl", "mpi", "staged"])
 def test_a_requested_path_is_used(path: Any) -> None:
-    assert choose_path("broadcast", 8, ALL, algorithm=path) == Choice(path, "asked for")
+    assert choose_path("broadcast", 8, ALL, algorithm=path) == PathChoice(path, "asked for")
 
 
 def test_an_unsupported_path_is_refused_with_the_reason_and_the_supported_ones() -> None:
@@ -77,7 +77,7 @@ def test_measurements_precede_the_default_but_only_for_supported_paths() -> None
 
 def test_an_ability_missing_on_one_rank_is_missing_on_all() -> None:
     ranks = [("", YES, "a 1"), ("", YES, "a 2"), ("", YES, "b 1")]
-    assert combine(ranks) == Abilities("", "", 1, "the canary exchange passed")
+    assert combine(ranks) == PathCapabilities("", "", 1, "the canary exchange passed")
     assert combine([*ranks, ("no GPU is visible", YES, "b 2")]).no_nccl == "no GPU is visible (rank 3)"
     assert combine([*ranks, ("", NO, "b 2")]).no_mpi == "the canary exchange failed (rank 3)"
     crowded = combine([*ranks, ("", YES, "a 1")])
@@ -86,22 +86,22 @@ def test_an_ability_missing_on_one_rank_is_missing_on_all() -> None:
 
 @pytest.mark.parametrize("verdict", [None, True, False])
 def test_cuda_awareness_is_decided_by_the_canary_or_the_user(verdict: bool | None) -> None:
-    assert believe(verdict, {}).cuda_aware == bool(verdict)
-    assert believe(verdict, {"HPCTRAIN_CUDA_AWARE": "1"}) == Belief(True, "HPCTRAIN_CUDA_AWARE=1")
-    assert believe(verdict, {"HPCTRAIN_CUDA_AWARE": "0"}) == Belief(False, "HPCTRAIN_CUDA_AWARE=0")
-    assert ("hpctrain bench calibrate" in believe(verdict, {}).reason) == (verdict is None)
+    assert decide_cuda_awareness(verdict, {}).cuda_aware == bool(verdict)
+    assert decide_cuda_awareness(verdict, {"HPCTRAIN_CUDA_AWARE": "1"}) == CudaAwareness(True, "HPCTRAIN_CUDA_AWARE=1")
+    assert decide_cuda_awareness(verdict, {"HPCTRAIN_CUDA_AWARE": "0"}) == CudaAwareness(False, "HPCTRAIN_CUDA_AWARE=0")
+    assert ("hpctrain bench calibrate" in decide_cuda_awareness(verdict, {}).reason) == (verdict is None)
 
 
 def test_other_values_of_HPCTRAIN_CUDA_AWARE_are_refused() -> None:
     with pytest.raises(SettingsError, match="HPCTRAIN_CUDA_AWARE='yes': allowed are 1 .* and 0"):
-        believe(True, {"HPCTRAIN_CUDA_AWARE": "yes"})
+        decide_cuda_awareness(True, {"HPCTRAIN_CUDA_AWARE": "yes"})
 
 
 @pytest.mark.ranks
 def test_all_ranks_choose_the_same_path_if_one_lacks_an_ability(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "no CuPy here" if comm.rank == 1 else ""
     monkeypatch.setattr("hpctrain.comm.device.nccl_channel.why_missing", lambda: why)
-    abilities = gather_abilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO)
+    abilities = gather_capabilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO)
     assert abilities.no_nccl == "no CuPy here (rank 1)" and "(rank 0)" in abilities.no_mpi
     assert abilities.ranks_per_gpu == comm.local_size
     choice = choose_path("all_reduce", 8, abilities)
@@ -116,9 +116,9 @@ def test_a_path_is_logged_once_and_by_rank_0(caplog: pytest.LogCaptureFixture, m
     logger.addHandler(caplog.handler)
     try:
         for rank in (0, 1):
-            announcer = PathLog(rank)
-            for choice in (Choice("staged", "because"), Choice("staged", "again"), Choice("nccl", "now")):
-                announcer.say(choice)
+            log = PathLog(rank)
+            for choice in (PathChoice("staged", "because"), PathChoice("staged", "again"), PathChoice("nccl", "now")):
+                log.log(choice)
     finally:
         logger.removeHandler(caplog.handler)
         logger._cache.clear()  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ large = job.comm.empty(10_000_000); large.fill_(job.rank + 1.0); job.comm.all_re
 whole = job.comm.common(8_000_000); share = whole.chunk(job.size)[job.rank]
 share.fill_(job.rank); job.comm.all_gather(whole, share)
 own = torch.full((3_000_000,), 2.0); job.comm.all_reduce(own)
-places = [job.comm._host.memory.place_of(one) for one in (small, large)]
+places = [job.comm._host.memory.location_of(one) for one in (small, large)]
 print(f"result {[float(one[-1]) for one in (small, large, whole, own)]} {places}\\n", end="", flush=True)
 """
 

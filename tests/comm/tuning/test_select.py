@@ -6,8 +6,9 @@ from math import inf
 
 import pytest
 
-from hpctrain.comm.tuning.selection import ALGORITHMS, check_known, choose, default_table
-from hpctrain.comm.tuning.table import OPERATIONS, AlgorithmTable, RankLayout
+from hpctrain.comm.prepared import ALGORITHMS, check_known
+from hpctrain.comm.tuning.defaults import default_table
+from hpctrain.comm.tuning.table import OPERATIONS, AlgorithmTable, RankLayout, choose
 from hpctrain.errors import CommunicationError
 
 PAIR = RankLayout(2, 1, 2)
@@ -27,7 +28,7 @@ def test_auto_looks_up_the_tables_in_order() -> None:
     assert choose("broadcast", "auto", ABLE, (measured, default), nbytes=1000) == "ring"
     assert choose("broadcast", "auto", ABLE, (measured, default), nbytes=1001) == "tree"
     assert choose("broadcast", "auto", ABLE, (default, measured), nbytes=1000) == "mpi"
-    assert choose("broadcast", "auto", ABLE, (measured, default), place="window") == "mpi"
+    assert choose("broadcast", "auto", ABLE, (measured, default), location="window") == "mpi"
 
 
 def test_auto_ignores_algorithms_that_do_not_support_the_call() -> None:
@@ -61,10 +62,10 @@ def test_an_unsupported_algorithm_names_the_reason_and_the_supported_ones() -> N
 def test_without_a_calibration_every_operation_has_an_algorithm(layout: RankLayout, operation: str) -> None:
     others = ("window", "hierarchical", "mpi")
     by_messages = {name: "no" if name in others else "" for name in ALGORITHMS[operation]}
-    for place in ("window", "host"):
+    for location in ("window", "host"):
         for nbytes in (0, 4, 2**16, 2**33):
             chosen = choose(
-                operation, "auto", by_messages, (default_table(layout),), place=place, kind="own", nbytes=nbytes
+                operation, "auto", by_messages, (default_table(layout),), location=location, kind="own", nbytes=nbytes
             )
             assert by_messages[chosen] == ""
 
@@ -73,6 +74,6 @@ def test_defaults_use_node_memory_for_large_tensors() -> None:
     everything = dict.fromkeys(ALGORITHMS["all_reduce"], "")
     for layout, wanted in ((PAIR, "window"), (RankLayout(4, 2, 2), "hierarchical")):
         tables = (default_table(layout),)
-        assert choose("all_reduce", "auto", everything, tables, place="window", nbytes=2**20) == wanted
-        assert choose("all_reduce", "auto", everything, tables, place="window", nbytes=4) == "mpi"
-        assert choose("all_reduce", "auto", everything, tables, place="window", kind="own", nbytes=4) == wanted
+        assert choose("all_reduce", "auto", everything, tables, location="window", nbytes=2**20) == wanted
+        assert choose("all_reduce", "auto", everything, tables, location="window", nbytes=4) == "mpi"
+        assert choose("all_reduce", "auto", everything, tables, location="window", kind="own", nbytes=4) == wanted

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, fastest, in_words, readable
+from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, describe, fastest
 from hpctrain.errors import SettingsError
 
 LAYOUT = RankLayout(4, 2, 2)
@@ -88,23 +88,16 @@ def test_a_size_that_was_not_measured_has_no_best() -> None:
 
 
 def test_crossovers_are_described_in_order() -> None:
-    rows = [(row.operation, row.place, row.choice) for row in TABLE.crossovers()]
+    rows = [(row.operation, row.location, row.choice) for row in TABLE.crossovers()]
     assert rows == [
         ("all_reduce", "window", "mpi up to 128 B, window up to 1 MiB, hierarchical above"),
         ("all_reduce", "cuda", "staged up to 4 KiB, nccl up to 64 MiB, above not measured"),
         ("broadcast", "host", "tree"),
     ]
-    assert in_words(((2048, "mpi"), (inf, "window"))) == "mpi up to 2 KiB, window above"
+    assert describe(((2048, "mpi"), (inf, "window"))) == "mpi up to 2 KiB, window above"
 
 
-@pytest.mark.parametrize(
-    "nbytes, text", [(4, "4 B"), (1023, "1023 B"), (1448, "1.41 KiB"), (2**20 - 1, "1024 KiB"), (2**36, "64 GiB")]
-)
-def test_sizes_are_readable(nbytes: int, text: str) -> None:
-    assert readable(nbytes) == text
-
-
-def test_layouts_are_described_in_words() -> None:
+def test_layouts_are_described_describe() -> None:
     assert str(LAYOUT) == "4 ranks on 2 nodes" and str(RankLayout(1, 1, 1)) == "1 rank on 1 node"
 
 
@@ -145,7 +138,7 @@ RULE = "all_reduce/window/carried"
         (changed("rules.allreduce/window/own", []), "unknown rule 'allreduce/window/own' .* known are all_reduce or"),
         (changed(f"rules.{RULE}", []), rf"rule {RULE} of a calibration table: expected a list of \[bytes, algorithm\]"),
         (changed(f"rules.{RULE}", [7]), r"expected \[bytes, algorithm\], found 7"),
-        (changed(f"rules.{RULE}", [[None, "windoww"]]), "unknown algorithm 'windoww', known are mpi, window"),
+        (changed(f"rules.{RULE}", [[None, "windoww"]]), "unknown algorithm 'windoww', known are mpi, direct"),
         (changed(f"rules.{RULE}", [[None, "nccl"]]), "unknown algorithm 'nccl'"),
         (changed(f"rules.{RULE}", [[None, ["mpi"]]]), "unknown algorithm"),
         (changed(f"rules.{RULE}", [[None, "mpi"], [None, "window"]]), "expected a number of bytes, found None"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.comm.tuning import measure
-from hpctrain.comm.tuning.measure import MOST_CALLS, Space, TimingCase
+from hpctrain.comm.tuning.measure import MAX_CALLS, TensorBuffers, TimingCase
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def ranks(size: int, rank: int = 0) -> Any:
 
 def part(operation: str, size: int, of: int, kind: str = "carried", rank: int = 0) -> TimingCase:
     comm = ranks(of, rank)
-    return TimingCase(comm, (operation, "host", kind), size, Space(comm, "host", size, CPU))
+    return TimingCase(comm, (operation, "host", kind), size, TensorBuffers(comm, "host", size, CPU))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_each_rank_is_root_in_turn_and_rows_are_whole_rounds() -> None:
     assert roots == [0, 1, 2, 0, 1, 2]
     assert part("all_reduce", 64, 3)._row_length(measure.ROW_SECONDS / 4) == 4
     assert part("all_reduce", 64, 3)._row_length(1.0) == 1 and one._row_length(1.0) == 3
-    assert part("all_reduce", 64, 3)._row_length(1e-9) == MOST_CALLS
+    assert part("all_reduce", 64, 3)._row_length(1e-9) == MAX_CALLS
 
 
 def test_on_a_gpu_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_on_a_gpu_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
     comm = ranks(2)
     comm.all_reduce = lambda tensor, algorithm: None
-    one = TimingCase(comm, ("all_reduce", "cuda", "carried"), 64, Space(comm, "host", 64, CPU))
+    one = TimingCase(comm, ("all_reduce", "cuda", "carried"), 64, TensorBuffers(comm, "host", 64, CPU))
     one._row("nccl", 5)
     assert not waited
     one._cuda = True
