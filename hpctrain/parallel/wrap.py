@@ -19,7 +19,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.asynchronous.config import AsynchronousSettings, at_own_pace
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings, is_asynchronous
 from hpctrain.parallel.asynchronous.config import check as check_asynchronous
 from hpctrain.parallel.config import SHARDED, ParallelSettings, shape_of
 from hpctrain.parallel.meta_init import materialise
@@ -105,7 +105,7 @@ def _attach(
 
         return Hogwild(model, comm, asynchronous)
     if settings.data == "easgd":
-        if at_own_pace(asynchronous, settings):
+        if is_asynchronous(asynchronous, settings):
             from hpctrain.parallel.asynchronous.async_easgd import AsyncElasticAveraging
 
             return AsyncElasticAveraging(model, comm, asynchronous)

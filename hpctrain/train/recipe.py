@@ -20,7 +20,7 @@ from hpctrain.data.settings import open_dataset
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.models.build import build
-from hpctrain.parallel.asynchronous.config import at_own_pace
+from hpctrain.parallel.asynchronous.config import is_asynchronous
 from hpctrain.parallel.config import SHARDED, generator_number, microbatches_for, shape_of
 from hpctrain.parallel.objective import Objective, loss_named
 from hpctrain.parallel.strategy import Strategy
@@ -229,7 +229,7 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
     train, idle = settings.train, settings.asynchronous.ranks
     if idle >= ranks:
         raise SettingsError(f"setting asynchronous.ranks = {idle}: must be less than the number of ranks, {ranks}")
-    if at_own_pace(settings.asynchronous, settings.parallel) and settings.checkpoint.background:
+    if is_asynchronous(settings.asynchronous, settings.parallel) and settings.checkpoint.background:
         raise UsageError("checkpoint.background: not possible with asynchronous workers")
     check_batch(train.batch, shape.data - idle, train.accumulate)
     if shape.pipe > 1:

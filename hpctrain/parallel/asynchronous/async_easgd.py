@@ -19,11 +19,11 @@ from hpctrain.comm.rma.remote_memory import WORDS, Lock
 from hpctrain.comm.rma.select import expose
 from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.metrics import Histogram
+from hpctrain.parallel.asynchronous.metrics import StalenessHistogram
 from hpctrain.parallel.asynchronous.replica import Replica
 from hpctrain.parallel.strategy import Metrics, clip_whole_gradients
 
-_TURN = WORDS  # the counter of rank 0 after those of its lock
+_TURN_WORD = WORDS  # the counter of rank 0 after those of its lock
 
 
 class AsyncElasticAveraging(Replica):
@@ -36,33 +36,33 @@ class AsyncElasticAveraging(Replica):
     ) -> None:
         super().__init__(model, comm, settings)
         total, size = self._flat.values.numel(), comm.size
-        self._cuts = [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
-        own = self._cuts[comm.rank]
+        self._slices = [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
+        own = self._slices[comm.rank]
         self._centre = expose(comm.transport, own.stop - own.start, self._flat.values.dtype, WORDS + 1)
         self._lock = Lock(self._centre)
-        self._stale = Histogram()
-        self._last = -1  # index of this worker's last exchange, among all exchanges of its own part
+        self._staleness = StalenessHistogram()
+        self._last_exchange = -1  # index of this worker's last exchange, among all exchanges of its own part
         # Each worker begins with its own part, so that they do not all contend for the same lock.
         self._order = [(comm.rank + step) % size for step in range(size)]
-        self.move_centre(self._flat.host())
+        self.set_centre(self._flat.host())
 
-    def _carry_on(self) -> None:
+    def _progress(self) -> None:
         self._centre.progress()
 
-    def _before_move(self) -> None:
+    def _before_update(self) -> None:
         """Pull worker and centre, if this step has an exchange."""
         if not self._due:
             return
         if self.settings.mode == "round-robin":
-            self._await_turn()
+            self._wait_for_turn()
         alpha = self._alpha
         values = self._flat.host()
         for owner in self._order:
-            self._exchange(owner, alpha, values[self._cuts[owner]])
+            self._exchange(owner, alpha, values[self._slices[owner]])
         if values is not self._flat.values:  # a step makes one copy in each direction
             self._flat.values.copy_(values)
         if self.settings.mode == "round-robin":
-            self._centre.fetch_add(0, _TURN, 1)
+            self._centre.fetch_add(0, _TURN_WORD, 1)
 
     def _exchange(self, owner: int, alpha: float, own: Tensor) -> None:
         with self._lock.of(owner) as number:
@@ -74,20 +74,20 @@ class AsyncElasticAveraging(Replica):
             self._centre.add(owner, pull)
         own.sub_(pull)
         if owner == self.comm.rank:  # every exchange includes every part, so counting at the own part needs no message
-            self._stale.note(number - self._last - 1)
-            self._last = number
+            self._staleness.record(number - self._last_exchange - 1)
+            self._last_exchange = number
 
-    def _await_turn(self) -> None:
+    def _wait_for_turn(self) -> None:
         operation = "its turn to exchange with the centre"
         with waiting(operation):
-            until(self._my_turn, operation, self._late, SPINS, period=1)
+            until(self._has_turn, operation, self._timeout_message, SPINS, period=1)
 
-    def _my_turn(self) -> bool:
+    def _has_turn(self) -> bool:
         self._centre.progress()
-        return self._centre.fetch_add(0, _TURN) % self.comm.size == self.comm.rank
+        return self._centre.fetch_add(0, _TURN_WORD) % self.comm.size == self.comm.rank
 
-    def _late(self) -> str:
-        turn = self._centre.fetch_add(0, _TURN) % self.comm.size
+    def _timeout_message(self) -> str:
+        turn = self._centre.fetch_add(0, _TURN_WORD) % self.comm.size
         waited = f"rank {self.comm.rank} waited {timeout_seconds():g} s (HPCTRAIN_TIMEOUT) for its turn"
         return f"{waited}: it is rank {turn}'s"
 
@@ -99,24 +99,24 @@ class AsyncElasticAveraging(Replica):
         """Return the centre. Collective."""
         self._centre.barrier()
         whole = torch.empty(self._flat.values.shape, dtype=self._flat.values.dtype)
-        for owner, cut in enumerate(self._cuts):
-            self._centre.get(owner, whole[cut])
+        for owner, where in enumerate(self._slices):
+            self._centre.get(owner, whole[where])
         self._centre.barrier()  # no rank changes the centre before all have read it
         return whole
 
     def metrics(self) -> Metrics:
         """Return the metrics of ``Replica``, and the number of others' exchanges between two own ones. Collective."""
-        return {**super().metrics(), **self._stale.metrics(self.comm)}
+        return {**super().metrics(), **self._staleness.metrics(self.comm)}
 
     def drain(self) -> None:
         """Wait for all ranks, and serve their accesses meanwhile. Collective."""
         super().drain()
         self._centre.barrier()
 
-    def move_centre(self, values: Tensor) -> None:
+    def set_centre(self, values: Tensor) -> None:
         """Set the centre to these values. Collective."""
         self._centre.barrier()
-        self._centre.put(self.comm.rank, values[self._cuts[self.comm.rank]])
+        self._centre.put(self.comm.rank, values[self._slices[self.comm.rank]])
         self._centre.barrier()
 
     def detach(self) -> None:

@@ -15,9 +15,10 @@ from hpctrain.settings import check as check_fields
 from hpctrain.settings import section_of
 
 SECTION, FORMER_SECTION = "asynchronous", "server"  # name of these settings, and the name that they had before
-APART = ("easgd", "server", "hogwild")  # values of parallel.data under which every worker makes its own updates
-_OF = {"mode": ("easgd", "server"), "lock": ("server",), "max_staleness": ("server",), "ranks": ("server",)}
-_OF |= {"period": ("easgd",), "rho": ("easgd",), "average": ("easgd",)}
+# Values of parallel.data under which every worker makes its own updates
+PER_WORKER_UPDATES = ("easgd", "server", "hogwild")
+_STRATEGIES_OF = {"mode": ("easgd", "server"), "lock": ("server",), "max_staleness": ("server",), "ranks": ("server",)}
+_STRATEGIES_OF |= {"period": ("easgd",), "rho": ("easgd",), "average": ("easgd",)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class AsynchronousSettings:
             )
 
 
-def at_own_pace(settings: AsynchronousSettings, parallel: ParallelSettings) -> bool:
+def is_asynchronous(settings: AsynchronousSettings, parallel: ParallelSettings) -> bool:
     """Return whether workers step without waiting for each other."""
     if parallel.data == "easgd":
         return settings.mode not in ("auto", "synchronous")
@@ -71,13 +72,13 @@ def at_own_pace(settings: AsynchronousSettings, parallel: ParallelSettings) -> b
 
 def check(settings: AsynchronousSettings, parallel: ParallelSettings, offload: OffloadSettings) -> None:
     """Raise ``SettingsError`` for settings that asynchronous strategies do not support, or that only they support."""
-    for name, strategies in _OF.items():
+    for name, strategies in _STRATEGIES_OF.items():
         if getattr(settings, name) != getattr(AsynchronousSettings(), name) and parallel.data not in strategies:
             raise SettingsError(
                 f"setting asynchronous.{name} = {getattr(settings, name)!r}: is for parallel.data = "
                 f'{", ".join(strategies)}, not "{parallel.data}"'
             )
-    if parallel.data not in APART:
+    if parallel.data not in PER_WORKER_UPDATES:
         return
     if parallel.data == "server" and settings.mode == "round-robin":
         raise SettingsError(
@@ -85,7 +86,7 @@ def check(settings: AsynchronousSettings, parallel: ParallelSettings, offload: O
         )
     if parallel.data == "server" and settings.mode == "synchronous" and (settings.ranks or settings.max_staleness):
         raise SettingsError(
-            'setting asynchronous.mode = "synchronous": all workers hold a piece, and no update is stale'
+            'setting asynchronous.mode = "synchronous": all workers hold a part, and no update is stale'
         )
     chosen = f'parallel.data = "{parallel.data}"'
     for name in ("pipe", "tensor"):

@@ -43,11 +43,11 @@ class ElasticAveraging(Replica):
             assert not isinstance(work, Tensor)
             self._work = work
 
-    def _carry_on(self) -> None:
+    def _progress(self) -> None:
         if self._work is not None:
             self._work.done()
 
-    def _before_move(self) -> None:
+    def _before_update(self) -> None:
         """Pull worker and centre."""
         if self._work is None:
             return
@@ -57,7 +57,7 @@ class ElasticAveraging(Replica):
         replica.pull_worker(self._flat.values, self._centre.to(self._flat.values.device), alpha)
         replica.pull_centre(self._centre, self._mean, self.comm.size, alpha)
 
-    def _after_move(self) -> None:
+    def _after_update(self) -> None:
         """Replace the parameters by the average of all workers if local SGD is due."""
         if self.settings.average and self._due:
             self._flat.values.copy_(self._average())
@@ -89,7 +89,7 @@ class ElasticAveraging(Replica):
         """Return the centre; for local SGD, the current average of the workers."""
         return self._average() if self.settings.average else self._centre
 
-    def move_centre(self, values: Tensor) -> None:
+    def set_centre(self, values: Tensor) -> None:
         """Set the centre to these values."""
         self._centre.copy_(values)
         self._work = None

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.select import expose
-from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.asynchronous import replica
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, own_states
-from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram
-from hpctrain.parallel.asynchronous.sparse import Lookup, TableSteps, find_tables
-from hpctrain.parallel.strategy import Metrics, Strategy, clip_whole_gradients, trainable
+from hpctrain.parallel.asynchronous.hooks import FirstRank, WorkerHooks, worker_state
+from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram
+from hpctrain.parallel.asynchronous.sparse import RowReader, TableUpdates, find_tables
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
+from hpctrain.parallel.strategy import Metrics, Strategy, broadcast_buffers, clip_whole_gradients, trainable
 from hpctrain.shard import Split
 
 
@@ -43,33 +43,33 @@ class Hogwild(Strategy):
         self.model, self.comm, self.settings = model, comm, settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
-        self._keepers = _keepers(comm)
-        self._home = self._keepers[comm.node]
+        self._copy_owners = _copy_owners_of(comm)
+        self._copy_owner = self._copy_owners[comm.node]
         named = trainable(model)
         # In place if nothing else is needed. Otherwise updates are made separately, to determine the change.
-        self._in_place = len(self._keepers) == 1 and all(replica.on_host(parameter) for _, parameter in named)
+        self._in_place = len(self._copy_owners) == 1 and all(replica.on_host(parameter) for _, parameter in named)
         tables = [] if self._in_place else find_tables(model)
         order = {table.parameter for table in tables}
-        self._flat = replica.Flat(model, [*order, *(one for _, one in named if one not in order)])
-        self._tables = TableSteps(tables)
-        self._lookup = Lookup(tables, lambda number, rows: self._tables.read(self._copy, number, rows))
+        self._flat = replica.FlatParameters(model, [*order, *(one for _, one in named if one not in order)])
+        self._tables = TableUpdates(tables)
+        self._row_reader = RowReader(tables, lambda number, rows: self._tables.read(self._copy, number, rows))
         self._began = False
         total = self._flat.values.numel()
-        keeps = comm.rank in self._keepers
-        self._memory = expose(comm.transport, total + 1 if keeps else 0, self._flat.values.dtype, 1)
-        memory = self._memory.view(self._home)
+        owns_copy = comm.rank in self._copy_owners
+        self._memory = expose(comm.transport, total + 1 if owns_copy else 0, self._flat.values.dtype, 1)
+        memory = self._memory.view(self._copy_owner)
         assert memory is not None, "the ranks of a node share memory"
-        self._copy, self._far = memory[:-1], memory[-1:]
-        self._seen = 0  # number of updates when this worker read the copy
-        self._moves = False  # whether this worker updates in the present step
-        self._stale, self._exchanging = Histogram(), CommunicationTime()
-        if keeps:
+        self._copy, self._remote_updates = memory[:-1], memory[-1:]
+        self._version = 0  # number of updates when this worker read the copy
+        self._has_update = False  # whether this worker updates in the present step
+        self._staleness, self._exchanging = StalenessHistogram(), CommunicationTime()
+        if owns_copy:
             self._copy.copy_(self._flat.values)
         self._memory.barrier()
         if self._in_place:
-            self._flat.move_to(self._copy)
+            self._flat.rebind(self._copy)
         self._trainable = trainable(model)
-        self._hooks = Hooks(model, self._begin, self._gradient_came, self.check_optimizer)
+        self._hooks = WorkerHooks(model, self._begin, self._on_gradient, self.check_optimizer)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Hogwild(Strategy):
         if not self._hooks.is_new(optimizer):
             return
         self._tables.check(optimizer)
-        self._hooks.take(optimizer, self._move_comes, self._move_was)
+        self._hooks.attach_optimizer(optimizer, self._on_step_begin, self._on_step_end)
 
     def _begin(self) -> None:
         """Record the number of updates, once per step; read the node's copy unless updates are made in place."""
@@ -87,45 +87,45 @@ class Hogwild(Strategy):
         self._began = True
         self._exchanging.begin_step()
         with self._exchanging:
-            self._seen = self._count_moves()
+            self._version = self._count_updates()
             if not self._in_place:
-                self._lookup.forget()
+                self._row_reader.invalidate()
                 self._flat.values[self._tables.numel :].copy_(self._copy[self._tables.numel :])
 
-    def _gradient_came(self) -> None:
+    def _on_gradient(self) -> None:
         with self._exchanging:
             self._memory.progress()
 
-    def _move_comes(self) -> None:
-        self._moves = any(parameter.grad is not None for _, parameter in self._trainable)
+    def _on_step_begin(self) -> None:
+        self._has_update = any(parameter.grad is not None for _, parameter in self._trainable)
         if not self._in_place:
             self._before = self._flat.values[self._tables.numel :].clone()
-            self._tables.remember()
+            self._tables.save_rows()
 
-    def _move_was(self) -> None:
+    def _on_step_end(self) -> None:
         """Share the update, and count it with its staleness; without a gradient there was no update."""
-        if self._moves:
+        if self._has_update:
             with self._exchanging:
                 if not self._in_place:
-                    self._share()
-                moves = self._count_moves(1)
-            self._stale.note(moves - self._seen if self._began else 0)
+                    self._share_update()
+                updates = self._count_updates(1)
+            self._staleness.record(updates - self._version if self._began else 0)
         self._began = False
 
-    def _share(self) -> None:
+    def _share_update(self) -> None:
         """Add the change of the update to every copy; of tables, which come first, only the rows it changed."""
         first = self._tables.numel
         change = torch.ones(self._copy.numel() - first + 1, dtype=self._copy.dtype)
         change[:-1] = self._flat.values[first:] - self._before
-        self._tables.share(self._memory, self._keepers)
-        self._memory.add(self._home, change[:-1], first)
-        for keeper in self._keepers:
-            if keeper != self._home:
-                self._memory.add(keeper, change, first)
+        self._tables.add_changes(self._memory, self._copy_owners)
+        self._memory.add(self._copy_owner, change[:-1], first)
+        for owner in self._copy_owners:
+            if owner != self._copy_owner:
+                self._memory.add(owner, change, first)
 
-    def _count_moves(self, own: int = 0) -> int:
-        """Return the number of updates that this node's copy has received, before this worker's ``own``."""
-        return self._memory.fetch_add(self._home, 0, own) + int(self._far)
+    def _count_updates(self, increment: int = 0) -> int:
+        """Return the number of updates that this node's copy has received, before this worker's ``increment``."""
+        return self._memory.fetch_add(self._copy_owner, 0, increment) + int(self._remote_updates)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
@@ -142,16 +142,16 @@ class Hogwild(Strategy):
         self._exchanging.pause()
         self.sync_count += 1
         self._memory.barrier()
-        self._seen -= int(self._far)
+        self._version -= int(self._remote_updates)
         first = torch.empty(self._copy.shape, dtype=self._copy.dtype)
-        self._memory.get(self._keepers[0], first)
+        self._memory.get(self._copy_owners[0], first)
         self._memory.barrier()
-        if self.comm.rank in self._keepers:
+        if self.comm.rank in self._copy_owners:
             self._copy.copy_(first)
-            self._far.zero_()  # in single precision it counts exactly up to 16 million
+            self._remote_updates.zero_()  # in single precision it counts exactly up to 16 million
         if not self._in_place:
             self._flat.values.copy_(first)
-            self._lookup.know_all()
+            self._row_reader.mark_all_valid()
         self._memory.barrier()
         yield
         self._memory.barrier()  # no rank continues while another still reads
@@ -180,7 +180,7 @@ class Hogwild(Strategy):
     def refresh(self) -> None:
         """Make the model's current parameters those of all ranks. Collective."""
         self._memory.barrier()
-        if self.comm.rank in self._keepers:
+        if self.comm.rank in self._copy_owners:
             self._copy.copy_(self._flat.values)
         self._memory.barrier()
 
@@ -188,7 +188,7 @@ class Hogwild(Strategy):
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
         self._memory.barrier()  # ranks that still update may need this rank's progress
-        return {**self._stale.metrics(self.comm), **self._exchanging.metrics(self.comm)}
+        return {**self._staleness.metrics(self.comm), **self._exchanging.metrics(self.comm)}
 
     @property
     def split(self) -> Split | None:
@@ -197,21 +197,21 @@ class Hogwild(Strategy):
 
     def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this worker's buffers and optimizer states, to be saved and filled in place."""
-        return own_states(self.model, optimizer)
+        return worker_state(self.model, optimizer)
 
     def detach(self) -> None:
         """Remove all hooks; leave the result of ``conclude`` in the model's own memory. Collective."""
         attached = self._hooks.remove()
         if attached:
             self.conclude()
-        self._lookup.detach()
+        self._row_reader.detach()
         if attached:
             self._memory.barrier()
-            self._flat.move_to(self._copy.to(self._flat.values.device).clone())
+            self._flat.rebind(self._copy.to(self._flat.values.device).clone())
             self._memory.free()
 
 
-def _keepers(comm: Communicator) -> list[int]:
+def _copy_owners_of(comm: Communicator) -> list[int]:
     """Return the first rank of each node."""
     nodes = comm.all_gather_object(comm.node)
     return [nodes.index(node) for node in range(comm.nodes)]

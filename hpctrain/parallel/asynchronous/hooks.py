@@ -1,4 +1,4 @@
-"""Hooks of a worker's module and its one optimizer, its state in checkpoints, and detection of own writes."""
+"""Hooks of a worker's module and its one optimizer, its state in checkpoints, and detection of a program's writes."""
 
 from __future__ import annotations
 
@@ -20,38 +20,39 @@ from hpctrain.shard import Shard
 Call = Callable[[], None]
 
 
-class Hooks:
+class WorkerHooks:
     """Hooks of one worker; ``optimizer`` is the worker's optimizer, once it is known."""
 
     def __init__(
         self,
         model: nn.Module,
-        pass_comes: Call,
-        gradient_came: Call,
-        unknown_steps: Callable[[torch.optim.Optimizer], None],
+        on_forward: Call,
+        on_gradient: Call,
+        on_unknown_optimizer: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        """Call ``pass_comes`` before each forward pass, and ``gradient_came`` after each parameter's gradient.
+        """Call ``on_forward`` before each forward pass, and ``on_gradient`` after each parameter's gradient.
 
-        ``unknown_steps`` is called before the first step of an optimizer of the model that was not
-        passed to ``take``: a script without a run. Otherwise its workers would never exchange.
+        ``on_unknown_optimizer`` is called before the first step of an optimizer of the model that
+        was not passed to ``attach_optimizer``: a script without a run. Otherwise its workers would
+        never exchange.
         """
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = {id(parameter) for _, parameter in trainable(model)}
-        self._gradient_came, self._unknown_steps = gradient_came, unknown_steps
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(ModuleHook(lambda *_: pass_comes()))]
+        self._on_gradient, self._on_unknown_optimizer = on_gradient, on_unknown_optimizer
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(ModuleHook(lambda *_: on_forward()))]
         for _, parameter in trainable(model):
-            self._handles.append(after_gradient(parameter, self._gradient_of))
-        own = weakref.WeakMethod(self._any_steps)  # the hook is global in torch and must not keep the model alive
-        self._handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _call(own(), optimizer)))
+            self._handles.append(after_gradient(parameter, self._after_gradient))
+        hook = weakref.WeakMethod(self._on_any_step)  # the hook is global in torch and must not keep the model alive
+        self._handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _call(hook(), optimizer)))
 
-    def _gradient_of(self, parameter: Tensor) -> None:
-        self._gradient_came()
+    def _after_gradient(self, parameter: Tensor) -> None:
+        self._on_gradient()
 
-    def _any_steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def _on_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.optimizer is None:
             given = (parameter for group in optimizer.param_groups for parameter in group["params"])
             if any(id(parameter) in self._held for parameter in given):
-                self._unknown_steps(optimizer)
+                self._on_unknown_optimizer(optimizer)
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer is the first one. Raises ``UsageError`` for a second one."""
@@ -61,12 +62,12 @@ class Hooks:
             raise UsageError("a worker moves by one optimizer: call job.wrap(model) again for another", everywhere=True)
         return True
 
-    def take(self, optimizer: torch.optim.Optimizer, move_comes: Call, move_was: Call) -> None:
-        """Call ``move_comes`` before each of the optimizer's steps, and ``move_was`` after it."""
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, on_step_begin: Call, on_step_end: Call) -> None:
+        """Call ``on_step_begin`` before each of the optimizer's steps, and ``on_step_end`` after it."""
         self.optimizer = optimizer
         self._handles += [
-            optimizer.register_step_pre_hook(lambda *_: move_comes()),
-            optimizer.register_step_post_hook(lambda *_: move_was()),
+            optimizer.register_step_pre_hook(lambda *_: on_step_begin()),
+            optimizer.register_step_post_hook(lambda *_: on_step_end()),
         ]
 
     def remove(self) -> bool:
@@ -107,11 +108,11 @@ class FirstRank:
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint contains, by name."""
-    kept = model.state_dict(keep_vars=True)
-    return {name: one for name, one in model.named_buffers() if name in kept}
+    saved = model.state_dict(keep_vars=True)
+    return {name: one for name, one in model.named_buffers() if name in saved}
 
 
-def own_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def worker_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return a worker's buffers and the tensors of its optimizer states, under separate names."""
     found = {f"buffer.{name}": one for name, one in buffers_of(model).items()}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -128,20 +129,20 @@ def own_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 # lost silently. ``job.unshard(model, write=True)`` is the supported way to write.
 
 
-_HOW = "allowed is, on all ranks, with job.unshard(model, write=True): ..., in which rank 0's values count"
+_ADVICE = "allowed is, on all ranks, with job.unshard(model, write=True): ..., in which rank 0's values count"
 
 
-class Writes:
-    """Guard against a program's writes to parameters where they would be lost; ``where`` names their source."""
+class WriteGuard:
+    """Guard against a program's writes to parameters where they would be lost; ``source`` names their source."""
 
-    def __init__(self, model: nn.Module, where: str) -> None:
-        self._where = where
+    def __init__(self, model: nn.Module, source: str) -> None:
+        self._source = source
         self._parameters = trainable(model)
         self._versions: list[int] = []
-        self.open = False  # whether writes count
+        self.allowed = False  # whether writes count
         modules: list[Any] = list(model.modules())
         self._handles: list[RemovableHandle] = [
-            module.register_load_state_dict_pre_hook(ModuleHook(self._load_comes)) for module in modules
+            module.register_load_state_dict_pre_hook(ModuleHook(self._on_load)) for module in modules
         ]
 
     def close(self) -> None:
@@ -151,20 +152,20 @@ class Writes:
         self._handles.clear()
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def allowing(self) -> Iterator[None]:
         """Let the program write in the ``with`` block."""
-        before, self.open = self.open, True
+        before, self.allowed = self.allowed, True
         try:
             yield
         finally:
-            self.open = before
+            self.allowed = before
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record the current versions of the parameters as valid."""
         self._versions = [parameter._version for _, parameter in self._parameters]
 
     def check(self) -> None:
-        """Raise ``UsageError`` if the program has changed parameters in place since ``note``."""
+        """Raise ``UsageError`` if the program has changed parameters in place since ``record``."""
         now = [parameter._version for _, parameter in self._parameters]
         if not self._versions or now == self._versions:
             return
@@ -172,12 +173,12 @@ class Writes:
         self._versions = now
         raise UsageError(
             f"parameters {', '.join(changed[:4])}{', ...' if len(changed) > 4 else ''} were changed in place by the "
-            f"program: they come from {self._where}, and the change would be lost; {_HOW}"
+            f"program: they come from {self._source}, and the change would be lost; {_ADVICE}"
         )
 
-    def _load_comes(self, *_: Any) -> None:
-        if not self.open:
+    def _on_load(self, *_: Any) -> None:
+        if not self.allowed:
             raise UsageError(
-                f"load_state_dict of a model whose parameters come from {self._where}: what it loads would be lost; "
-                f"{_HOW}; or load before job.wrap(model)"
+                f"load_state_dict of a model whose parameters come from {self._source}: what it loads would be lost; "
+                f"{_ADVICE}; or load before job.wrap(model)"
             )

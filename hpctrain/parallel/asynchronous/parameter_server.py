@@ -19,17 +19,17 @@ from torch.autograd import Variable
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.select import expose
 from hpctrain.errors import UsageError
-from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, Writes
-from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram
+from hpctrain.parallel.asynchronous.hooks import FirstRank, WorkerHooks, WriteGuard
+from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram
 from hpctrain.parallel.asynchronous.partition import ServedVector
 from hpctrain.parallel.asynchronous.remote_store import Store
-from hpctrain.parallel.asynchronous.sparse import Lookup, average_rows
+from hpctrain.parallel.asynchronous.sparse import RowReader, average_rows
 from hpctrain.parallel.asynchronous.staleness import Bound, check_bound
 from hpctrain.parallel.inputs import CallArguments
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.strategy import Metrics, Strategy, clip_whole_gradients
+from hpctrain.parallel.strategy import Metrics, Strategy, broadcast_buffers, clip_whole_gradients
 from hpctrain.shard import Split
 
 
@@ -51,13 +51,13 @@ class ParameterServer(Strategy):
         check_same_model(model, comm)
         broadcast_model(model, comm)
         self._data = comm.split(int(not self.computes)) if settings.ranks else comm
-        self._board = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
-        self._bound = Bound(self._board, 0, self.workers, settings.max_staleness)
-        self._stale, self._exchanging = Histogram(), CommunicationTime()
-        self._began = self._pushes = self._averages = False
-        self._hooks = Hooks(model, self._begin, self._gradient_came, _refuse_unknown)
-        self._writes = Writes(model, "the parameter server")
-        self._writes.open = True  # until a run begins, which then serves the current values
+        self._counters = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
+        self._bound = Bound(self._counters, 0, self.workers, settings.max_staleness)
+        self._staleness, self._exchanging = StalenessHistogram(), CommunicationTime()
+        self._began = self._has_gradients = self._average_queued = False
+        self._hooks = WorkerHooks(model, self._begin, self._on_gradient, _refuse_unknown)
+        self._writes = WriteGuard(model, "the parameter server")
+        self._writes.allowed = True  # until a run begins, which then serves the current values
 
     @property
     def data(self) -> Communicator:
@@ -75,14 +75,14 @@ class ParameterServer(Strategy):
         size, first = self.comm.size, self.workers if self.settings.ranks else 0
         owners = range(first, size)
         self._store = Store(self.comm.transport, optimizer, self._vector, owners)
-        self._lookup = Lookup(self._vector.tables, self._read_rows)
+        self._row_reader = RowReader(self._vector.tables, self._read_rows)
         # Each rank begins with another part, so that they do not all access the same one.
         self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
-        self._store.write_own(self._vector.give_host())
-        self._board.barrier()
-        self._writes.open = False
-        self._writes.note()
-        self._hooks.take(optimizer, self._collect, self._move_was)
+        self._store.write_own(self._vector.copy_to_host())
+        self._counters.barrier()
+        self._writes.allowed = False
+        self._writes.record()
+        self._hooks.attach_optimizer(optimizer, self._collect, self._on_step_end)
 
     def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
         """Accumulate gradients in the parameters, if this rank is a worker; return the loss."""
@@ -106,71 +106,71 @@ class ParameterServer(Strategy):
     def _read(self, *, tables: bool = False) -> None:
         """Read the dense parameters, and whole tables with ``tables``; otherwise passes read the rows they look up."""
         self._store.read(self._vector.host)
-        self._vector.take_host()
-        self._writes.note()
-        self._lookup.forget()
+        self._vector.load_host()
+        self._writes.record()
+        self._row_reader.invalidate()
         if tables:
             for number, table in enumerate(self._vector.tables):
                 table.parameter.data.copy_(self._store.read_table(number))
-            self._lookup.know_all()
+            self._row_reader.mark_all_valid()
 
     def _read_rows(self, table: int, rows: Tensor) -> Tensor:
         with self._exchanging:
             return self._store.read_rows(table, rows)
 
-    def _gradient_came(self) -> None:
+    def _on_gradient(self) -> None:
         if self.asynchronous:
             with self._exchanging:
-                self._board.progress()
-        elif self._syncing and not self._averages:
-            self._averages = True
+                self._counters.progress()
+        elif self._syncing and not self._average_queued:
+            self._average_queued = True
             Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
         """Replace all workers' gradients by their mean, in place."""
-        self._averages = False
+        self._average_queued = False
         with self._exchanging:
-            self._share_gradients()
+            self._average_gradients()
 
-    def _share_gradients(self) -> None:
-        self._board.barrier()  # serves remote reads here, outside a collective
+    def _average_gradients(self) -> None:
+        self._counters.barrier()  # serves remote reads here, outside a collective
         if self._sum.numel():
             self._vector.copy_gradients(self._sum)
             self.comm.all_reduce(self._sum, "average")
-            self._vector.give_gradients(self._sum)
+            self._vector.set_gradients(self._sum)
         if self._vector.tables:
             average_rows(self._vector.tables, self.comm)
 
     def _collect(self) -> None:
         """Move the gradients out of the parameters, so that the local optimizer step does nothing."""
-        self._pushes = self._vector.collect()
+        self._has_gradients = self._vector.collect()
 
-    def _move_was(self) -> None:
+    def _on_step_end(self) -> None:
         with self._exchanging:
             self._push()
 
     def _push(self) -> None:
         """Make the update of the served parameters, unless the gradients were dropped."""
-        if self._pushes and not self.asynchronous:
-            self._bound.leave()
+        if self._has_gradients and not self.asynchronous:
+            self._bound.cancel()
             self._store.update_own()
-            self._board.barrier()
-        elif self._pushes and self.computes:
+            self._counters.barrier()
+        elif self._has_gradients and self.computes:
             self._bound.admit()
             self._store.update(self._order, locked=self.settings.lock)
-            self._stale.note(self._bound.count())
+            self._staleness.record(self._bound.count())
         elif self._began:
-            self._bound.leave()
-        self._began = self._pushes = False
+            self._bound.cancel()
+        self._began = self._has_gradients = False
 
     def drop_gradients(self) -> None:
         """Drop all gradients, including those not pushed yet."""
         super().drop_gradients()
-        self._pushes = False
+        self._has_gradients = False
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
-        if self._pushes:  # the optimizer's step has begun: only the norm is requested
+        if self._has_gradients:  # the optimizer's step has begun: only the norm is requested
             return self._vector.norm()
         return clip_whole_gradients(self.model, max_norm)
 
@@ -189,10 +189,10 @@ class ParameterServer(Strategy):
         self._exchanging.pause()
         self.sync_count += 1
         self._writes.check()
-        self._board.barrier()
+        self._counters.barrier()
         self._read(tables=True)
-        self._store.give_states(self._hooks.optimizer)
-        self._board.barrier()
+        self._store.export_states(self._hooks.optimizer)
+        self._counters.barrier()
         try:
             yield
         finally:
@@ -204,7 +204,7 @@ class ParameterServer(Strategy):
         if not write or self._hooks.optimizer is None:
             yield
             return
-        with self.consensus_view(), self._writes.counting():
+        with self.consensus_view(), self._writes.allowing():
             yield
             broadcast_model(self.model, self.comm)
             self.refresh()
@@ -212,7 +212,7 @@ class ParameterServer(Strategy):
     def drain(self) -> None:
         """Wait for all ranks, and serve their accesses meanwhile. Collective."""
         self._exchanging.pause()
-        self._board.barrier()
+        self._counters.barrier()
 
     def conclude(self) -> None:
         """Leave the served parameters, and rank 0's buffers, in the model of every rank. Collective."""
@@ -224,23 +224,23 @@ class ParameterServer(Strategy):
         """Serve the current parameters of the model and states of the optimizer. Collective."""
         if self._hooks.optimizer is None:
             return
-        self._board.barrier()
-        self._store.write_own(self._vector.give_host())
-        self._store.take_states(self._hooks.optimizer)
+        self._counters.barrier()
+        self._store.write_own(self._vector.copy_to_host())
+        self._store.import_states(self._hooks.optimizer)
         self._hooks.optimizer.state.clear()
-        self._lookup.know_all()
-        self._writes.note()
-        self._board.barrier()
+        self._row_reader.mark_all_valid()
+        self._writes.record()
+        self._counters.barrier()
 
     def metrics(self) -> Metrics:
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
-        self._board.barrier()  # ranks that still update may need this rank's progress
-        return {**self._stale.metrics(self.comm), **self._exchanging.metrics(self.comm, computes=self.computes)}
+        self._counters.barrier()  # ranks that still update may need this rank's progress
+        return {**self._staleness.metrics(self.comm), **self._exchanging.metrics(self.comm, computes=self.computes)}
 
     @property
     def split(self) -> Split | None:
-        """Return the split in which rank 0 writes what all ranks hold alike in a meeting."""
+        """Return the split in which rank 0 writes what all ranks hold alike in a consensus view."""
         return FirstRank(self.comm.rank)
 
     def detach(self) -> None:
@@ -250,9 +250,9 @@ class ParameterServer(Strategy):
         if attached:
             if self._hooks.optimizer is not None:
                 self.conclude()
-                self._lookup.detach()
+                self._row_reader.detach()
                 self._store.free()
-            self._board.free()
+            self._counters.free()
 
 
 def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:

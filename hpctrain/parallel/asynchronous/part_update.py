@@ -12,37 +12,43 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 
-DENSE = "SGD, Adam, AdamW and Adagrad can be served"
-SPARSE = "SGD and Adagrad without momentum and weight decay, and SparseAdam, take them"
+DENSE_OPTIMIZERS = "SGD, Adam, AdamW and Adagrad can be served"
+SPARSE_OPTIMIZERS = "SGD and Adagrad without momentum and weight decay, and SparseAdam, take them"
 
 
 @dataclass(frozen=True)
-class ParameterStates:
+class StateSpec:
     """Optimizer states of a parameter: tensors of its shape with their initial values, and a step count."""
 
     tensors: tuple[tuple[str, float], ...] = ()
     step: Literal["", "tensor", "number"] = ""
 
 
-def states_of(optimizer: torch.optim.Optimizer, group: int = 0, *, table: str = "") -> ParameterStates:
+def states_of(optimizer: torch.optim.Optimizer, group: int = 0, *, table: str = "") -> StateSpec:
     """Return the states of an optimizer, found by an update of a small matrix.
 
     With the name of a ``table``, the probe has a gradient of some rows only. Raises ``UsageError``
     for states that a server cannot hold and for gradients that torch refuses.
     """
     probe = nn.Parameter(torch.zeros(2, 2))
-    twin = like(optimizer, [[probe] if number == group else [] for number in range(len(optimizer.param_groups))])
-    before = {key: value.clone() for key, value in twin.state[probe].items() if isinstance(value, Tensor)}
+    probe_optimizer = optimizer_like(
+        optimizer, [[probe] if number == group else [] for number in range(len(optimizer.param_groups))]
+    )
+    before = {key: value.clone() for key, value in probe_optimizer.state[probe].items() if isinstance(value, Tensor)}
     probe.grad = _row_of_ones(probe) if table else torch.ones(2, 2)
     kind = type(optimizer).__name__
     try:
-        twin.step()
+        probe_optimizer.step()
     except RuntimeError as error:
-        what, who = (f"the sparse gradients of {table}", SPARSE) if table else ("dense gradients", DENSE)
-        said = str(error).splitlines()[0]
-        raise UsageError(f"{kind} with these options cannot use {what} ({said}): {who}", everywhere=True) from error
+        what, supported = (
+            (f"the sparse gradients of {table}", SPARSE_OPTIMIZERS) if table else ("dense gradients", DENSE_OPTIMIZERS)
+        )
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"{kind} with these options cannot use {what} ({reason}): {supported}", everywhere=True
+        ) from error
     tensors, step = [], ""
-    for key, value in twin.state[probe].items():
+    for key, value in probe_optimizer.state[probe].items():
         if value is None:
             continue
         if key == "step":
@@ -51,7 +57,7 @@ def states_of(optimizer: torch.optim.Optimizer, group: int = 0, *, table: str = 
             tensors.append((key, float(before[key].flatten()[0].item()) if key in before else 0.0))
         else:
             raise UsageError(_refusal(kind, key, table), everywhere=True)
-    return ParameterStates(tuple(tensors), step)  # type: ignore[arg-type]
+    return StateSpec(tuple(tensors), step)  # type: ignore[arg-type]
 
 
 def _row_of_ones(matrix: Tensor) -> Tensor:
@@ -61,14 +67,14 @@ def _row_of_ones(matrix: Tensor) -> Tensor:
 
 def _refusal(kind: str, key: str, table: str) -> str:
     if table:
-        return f"{kind} keeps {key}, by which rows of {table} move that have no gradient: {SPARSE}"
-    return f"{kind} keeps {key}, which is not one number per element: a server cannot hold it; {DENSE}"
+        return f"{kind} keeps {key}, by which rows of {table} move that have no gradient: {SPARSE_OPTIMIZERS}"
+    return f"{kind} keeps {key}, which is not one number per element: a server cannot hold it; {DENSE_OPTIMIZERS}"
 
 
-def together(several: Sequence[ParameterStates]) -> ParameterStates:
+def union_of(several: Sequence[StateSpec]) -> StateSpec:
     """Return the union of several states."""
     tensors = {key: first for each in several for key, first in each.tensors}
-    return ParameterStates(tuple(tensors.items()), next((each.step for each in several if each.step), ""))
+    return StateSpec(tuple(tensors.items()), next((each.step for each in several if each.step), ""))
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in chosen.items()}
 
 
-def like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and hyperparameters for other parameters."""
     chosen = []
     for own, parameters in zip(optimizer.param_groups, groups):
@@ -100,7 +106,7 @@ class OptimizerPart:
     group: int  # index into the parameter groups of the worker's optimizer
     values: Tensor
     states: dict[str, Tensor]
-    kept: ParameterStates
+    spec: StateSpec
 
 
 class PartGroup:
@@ -112,24 +118,24 @@ class PartGroup:
         groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for part, parameter in zip(parts, self._parameters):
             groups[part.group].append(parameter)
-        self._numbers = [number for number, group in enumerate(groups) if group]
-        self._own = like(optimizer, groups)
+        self._group_indices = [number for number, group in enumerate(groups) if group]
+        self._optimizer = optimizer_like(optimizer, groups)
         for part, parameter in zip(parts, self._parameters):
             state: dict[str, Any] = dict(part.states)
-            if part.kept.step:
-                state["step"] = torch.zeros(()) if part.kept.step == "tensor" else 0
-            self._own.state[parameter] = state
+            if part.spec.step:
+                state["step"] = torch.zeros(()) if part.spec.step == "tensor" else 0
+            self._optimizer.state[parameter] = state
 
     def step(self, gradients: Sequence[Tensor | None], seen: Sequence[int]) -> None:
         """Update the parts that have a gradient; ``seen`` has the number of earlier updates of each part."""
-        for number, group in zip(self._numbers, self._own.param_groups):
+        for number, group in zip(self._group_indices, self._optimizer.param_groups):
             group.update(hyperparameters(self._source.param_groups[number]))
         for part, parameter, gradient, count in zip(self._parts, self._parameters, gradients, seen):
             parameter.grad = gradient
-            if part.kept.step == "tensor":
-                self._own.state[parameter]["step"].fill_(count)
-            elif part.kept.step:
-                self._own.state[parameter]["step"] = count
-        self._own.step()
+            if part.spec.step == "tensor":
+                self._optimizer.state[parameter]["step"].fill_(count)
+            elif part.spec.step:
+                self._optimizer.state[parameter]["step"] = count
+        self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None

@@ -1,6 +1,6 @@
 """Memory layout of an owner's part: a section of the dense vector, rows of tables, and optimizer states.
 
-Tables, whose gradients are sparse, are not moved; their gradients are kept as rows.
+Tables, whose gradients are sparse, stay in place; their gradients are stored as rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous import replica
-from hpctrain.parallel.asynchronous.part_update import OptimizerPart, ParameterStates
+from hpctrain.parallel.asynchronous.part_update import OptimizerPart, StateSpec
 from hpctrain.parallel.asynchronous.sparse import find_tables
 from hpctrain.parallel.strategy import trainable
 
@@ -36,13 +36,13 @@ class ServedVector:
                 f"the optimizer does not have the parameter {missing}: a server updates all", everywhere=True
             )
         self.tables = find_tables(model)
-        apart = {table.parameter for table in self.tables}
+        table_parameters = {table.parameter for table in self.tables}
         self.table_groups = [table.group_in(optimizer) for table in self.tables]
-        self.parameters = [parameter for parameter in self.parameters if parameter not in apart]
+        self.parameters = [parameter for parameter in self.parameters if parameter not in table_parameters]
         self._names = known
-        self._flat = replica.Flat(model, self.parameters, apart)
-        self.values, self.places = self._flat.values, self._flat.places
-        self.groups = [sum(one.numel() for one in group if one not in apart) for group in ordered]
+        self._flat = replica.FlatParameters(model, self.parameters, table_parameters)
+        self.values, self.slices = self._flat.values, self._flat.slices
+        self.groups = [sum(one.numel() for one in group if one not in table_parameters) for group in ordered]
         self.rows: list[Tensor | None] = [None for _ in self.tables]
         self._staged = not replica.on_host(self.values)
         self.gradient = self._on_host()
@@ -54,12 +54,12 @@ class ServedVector:
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
-    def take_host(self) -> None:
+    def load_host(self) -> None:
         """Set the parameters to the contents of ``host``."""
         if self._staged:
             self.values.copy_(self.host)
 
-    def give_host(self) -> Tensor:
+    def copy_to_host(self) -> Tensor:
         """Return the parameters in host memory."""
         return self.host.copy_(self.values) if self._staged else self.values
 
@@ -76,14 +76,14 @@ class ServedVector:
 
     def norm(self) -> Tensor:
         """Return the norm of the collected gradients."""
-        pieces = [self.gradient, *(rows.values() for rows in self.rows if rows is not None)]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]))
+        gradients = [self.gradient, *(rows.values() for rows in self.rows if rows is not None)]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
         return norm
 
     def copy_gradients(self, out: Tensor) -> None:
         """Copy the dense gradients to host memory, with zeros for missing ones."""
-        there = self._device_gradient if self._staged else out
-        for parameter, view in zip(self.parameters, self.views(there)):
+        target = self._device_gradient if self._staged else out
+        for parameter, view in zip(self.parameters, self.views(target)):
             if parameter.grad is None:
                 view.zero_()
             elif parameter.grad.layout is not torch.strided:
@@ -94,17 +94,17 @@ class ServedVector:
             else:
                 view.copy_(parameter.grad)
         if self._staged:
-            out.copy_(there)
+            out.copy_(target)
 
-    def give_gradients(self, gradients: Tensor) -> None:
+    def set_gradients(self, gradients: Tensor) -> None:
         """Set the parameters' gradients to dense gradients from host memory."""
-        there = self._device_gradient.copy_(gradients) if self._staged else gradients
-        for parameter, view in zip(self.parameters, self.views(there)):
+        target = self._device_gradient.copy_(gradients) if self._staged else gradients
+        for parameter, view in zip(self.parameters, self.views(target)):
             parameter.grad = view
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return the views of a vector that belong to each parameter, in their shapes."""
-        return [vector[place].view(parameter.shape) for parameter, place in zip(self.parameters, self.places)]
+        return [vector[index].view(parameter.shape) for parameter, index in zip(self.parameters, self.slices)]
 
 
 # Memory layout of an owner's part: a section of the dense vector, rows of tables, and optimizer states ----------------
@@ -123,7 +123,7 @@ class TableRows:
     last: int
     width: int
     group: int
-    kept: ParameterStates
+    spec: StateSpec
     start: int
 
     @property
@@ -134,7 +134,7 @@ class TableRows:
     @property
     def height(self) -> int:
         """Return the number of rows of the matrix, including those of states."""
-        return self.rows * (1 + len(self.kept.tensors))
+        return self.rows * (1 + len(self.spec.tensors))
 
     def matrix(self, memory: Tensor) -> Tensor:
         """Return the matrix in the owner's memory."""
@@ -142,28 +142,28 @@ class TableRows:
 
     def with_states(self, rows: Tensor) -> Tensor:
         """Return the indices in the matrix of table rows and of their states."""
-        firsts = torch.arange(1 + len(self.kept.tensors)) * self.rows
+        firsts = torch.arange(1 + len(self.spec.tensors)) * self.rows
         return (firsts[:, None] + (rows - self.first)).view(-1)
 
 
 @dataclass(frozen=True)
 class OwnerPart:
-    """Part of one owner: the section ``cut`` of all dense parameters, and a block of each table."""
+    """Part of one owner: the section ``dense_slice`` of all dense parameters, and a block of each table."""
 
-    cut: slice
-    stretches: Sequence[tuple[int, slice]]  # group, and slice within the cut
-    kept: ParameterStates  # of dense parameters
+    dense_slice: slice
+    sections: Sequence[tuple[int, slice]]  # group, and slice within dense_slice
+    spec: StateSpec  # of dense parameters
     blocks: Sequence[TableRows]
 
     @property
     def dense(self) -> int:
         """Return the number of dense parameters that the owner holds."""
-        return int(self.cut.stop - self.cut.start)
+        return int(self.dense_slice.stop - self.dense_slice.start)
 
     @property
     def dense_length(self) -> int:
         """Return the number of elements of the dense parameters and their states."""
-        return self.dense * (1 + len(self.kept.tensors))
+        return self.dense * (1 + len(self.spec.tensors))
 
     @property
     def length(self) -> int:
@@ -176,57 +176,57 @@ class OwnerPart:
             OptimizerPart(
                 group,
                 memory[where],
-                {key: memory[number * self.dense :][where] for number, (key, _) in enumerate(self.kept.tensors, 1)},
-                self.kept,
+                {key: memory[number * self.dense :][where] for number, (key, _) in enumerate(self.spec.tensors, 1)},
+                self.spec,
             )
-            for group, where in self.stretches
+            for group, where in self.sections
         ]
 
-    def set_first_values(self, memory: Tensor) -> None:
+    def initialize_states(self, memory: Tensor) -> None:
         """Fill all states with their initial values."""
-        for number, (_, first) in enumerate(self.kept.tensors, 1):
+        for number, (_, first) in enumerate(self.spec.tensors, 1):
             memory[number * self.dense : (number + 1) * self.dense].fill_(first)
         for block in self.blocks:
-            for number, (_, first) in enumerate(block.kept.tensors, 1):
+            for number, (_, first) in enumerate(block.spec.tensors, 1):
                 block.matrix(memory)[number * block.rows : (number + 1) * block.rows].fill_(first)
 
 
-def table_part(matrix: Tensor, group: int, kept: ParameterStates) -> OptimizerPart:
+def table_part(matrix: Tensor, group: int, spec: StateSpec) -> OptimizerPart:
     """Return the rows of a table with their states, which follow them in one matrix."""
-    rows = matrix.shape[0] // (1 + len(kept.tensors))
-    states = {key: matrix[number * rows :][:rows] for number, (key, _) in enumerate(kept.tensors, 1)}
-    return OptimizerPart(group, matrix[:rows], states, kept)
+    rows = matrix.shape[0] // (1 + len(spec.tensors))
+    states = {key: matrix[number * rows :][:rows] for number, (key, _) in enumerate(spec.tensors, 1)}
+    return OptimizerPart(group, matrix[:rows], states, spec)
 
 
-def share_of(
-    place: int,
+def part_of(
+    index: int,
     count: int,
     groups: Sequence[int],
-    kept: ParameterStates,
-    tables: Sequence[tuple[int, int, int, ParameterStates]],
+    spec: StateSpec,
+    tables: Sequence[tuple[int, int, int, StateSpec]],
 ) -> OwnerPart:
-    """Return the part of owner ``place`` of ``count``.
+    """Return the part of owner ``index`` of ``count``.
 
     ``groups`` are the numbers of elements of the optimizer's groups, which are consecutive in the
     whole vector. A part therefore has at most one section per group. ``tables`` are the rows,
     width, group and states of each table; tables are partitioned by rows.
     """
     total = sum(groups)
-    cut = slice(total * place // count, total * (place + 1) // count)
-    blocks, start = [], (cut.stop - cut.start) * (1 + len(kept.tensors))
+    dense_slice = slice(total * index // count, total * (index + 1) // count)
+    blocks, start = [], (dense_slice.stop - dense_slice.start) * (1 + len(spec.tensors))
     for rows, width, group, states in tables:
-        block = TableRows(rows * place // count, rows * (place + 1) // count, width, group, states, start)
+        block = TableRows(rows * index // count, rows * (index + 1) // count, width, group, states, start)
         blocks.append(block)
         start += block.height * width
-    return OwnerPart(cut, _stretches(groups, cut), kept, blocks)
+    return OwnerPart(dense_slice, _sections(groups, dense_slice), spec, blocks)
 
 
-def _stretches(groups: Sequence[int], cut: slice) -> list[tuple[int, slice]]:
+def _sections(groups: Sequence[int], dense_slice: slice) -> list[tuple[int, slice]]:
     """Return the sections of a part that belong to each group; ``groups`` are sizes in the whole vector."""
-    found, at = [], 0
+    found, offset = [], 0
     for number, size in enumerate(groups):
-        first, last = max(at, cut.start), min(at + size, cut.stop)
+        first, last = max(offset, dense_slice.start), min(offset + size, dense_slice.stop)
         if first < last:
-            found.append((number, slice(first - cut.start, last - cut.start)))
-        at += size
+            found.append((number, slice(first - dense_slice.start, last - dense_slice.start)))
+        offset += size
     return found

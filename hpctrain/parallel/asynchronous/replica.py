@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.hooks import FirstRank, Hooks, Writes, buffers_of, own_states
+from hpctrain.parallel.asynchronous.hooks import FirstRank, WorkerHooks, WriteGuard, buffers_of, worker_state
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime
-from hpctrain.parallel.strategy import Metrics, Strategy, trainable
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
+from hpctrain.parallel.strategy import Metrics, Strategy, broadcast_buffers, trainable
 from hpctrain.shard import Split
 
 BETA = 0.9  # fraction of the distance by which all workers together move the centre, as the authors recommend
@@ -54,13 +54,13 @@ def on_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
-class Flat:
+class FlatParameters:
     """Trained parameters of a model as one vector, ``values``; the model's parameters become views of it."""
 
     def __init__(
-        self, model: nn.Module, order: Sequence[nn.Parameter] = (), without: Collection[nn.Parameter] = ()
+        self, model: nn.Module, order: Sequence[nn.Parameter] = (), exclude: Collection[nn.Parameter] = ()
     ) -> None:
-        """Flatten in an ``order``, or in the model's order; parameters in ``without`` stay unchanged."""
+        """Flatten in an ``order``, or in the model's order; parameters in ``exclude`` stay unchanged."""
         rank = {parameter: number for number, parameter in enumerate(order)}
         named = sorted(trainable(model), key=lambda item: rank.get(item[1], 0))
         if not named:
@@ -73,25 +73,25 @@ class Flat:
                     "differ need all of them in float32, or all in float64; for narrower passes set train.precision",
                     everywhere=True,
                 )
-        apart = set(without)
-        named = [(name, parameter) for name, parameter in named if parameter not in apart]
+        excluded = set(exclude)
+        named = [(name, parameter) for name, parameter in named if parameter not in excluded]
         total = sum(parameter.numel() for _, parameter in named)
         self.values = torch.empty(total, dtype=first.dtype, device=first.device)
-        self.places: list[slice] = []
+        self.slices: list[slice] = []
         self._parameters = [parameter for _, parameter in named]
-        at = 0
+        offset = 0
         for _, parameter in named:
-            self.places.append(slice(at, at + parameter.numel()))
-            view = self.values[self.places[-1]].view(parameter.shape)
+            self.slices.append(slice(offset, offset + parameter.numel()))
+            view = self.values[self.slices[-1]].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
-            at += parameter.numel()
+            offset += parameter.numel()
 
-    def move_to(self, values: Tensor) -> None:
+    def rebind(self, values: Tensor) -> None:
         """Make the parameters views of another vector, which already holds their values."""
         self.values = values
-        for parameter, place in zip(self._parameters, self.places):
-            parameter.data = values[place].view(parameter.shape)
+        for parameter, where in zip(self._parameters, self.slices):
+            parameter.data = values[where].view(parameter.shape)
 
     def host(self) -> Tensor:
         """Return the values in host memory: the vector itself if it is there, else a copy."""
@@ -110,14 +110,14 @@ class Replica(Strategy):
         self.model, self.comm, self.settings = model, comm, settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
-        self._flat = Flat(model)
+        self._flat = FlatParameters(model)
         self._distance = comm.empty(1, torch.float64)
         self._steps = torch.zeros((), dtype=torch.int64)  # a tensor, so that a checkpoint restores it
         self._began = False  # whether the present step has begun
         self._exchanging = CommunicationTime()
-        self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
-        self._hooks = Hooks(model, self._forward_comes, self._gradient_came, self.check_optimizer)
-        self._writes = Writes(model, "the centre of the workers")
+        self._saved_parameters: Tensor | None = None  # this worker's parameters, while the model holds the centre
+        self._hooks = WorkerHooks(model, self._on_forward, self._on_gradient, self.check_optimizer)
+        self._writes = WriteGuard(model, "the centre of the workers")
 
     # Interface of an exchange -----------------------------------------------------------------------------------------
 
@@ -126,19 +126,19 @@ class Replica(Strategy):
         """Return the centre, in host memory. Collective; no rank changes it meanwhile."""
 
     @abstractmethod
-    def move_centre(self, values: Tensor) -> None:
+    def set_centre(self, values: Tensor) -> None:
         """Set the centre to these values, which are the same on all ranks. Collective."""
 
     def _begin(self) -> None:
         """Begin a step, before its first pass."""
 
-    def _carry_on(self) -> None:
+    def _progress(self) -> None:
         """Make progress on a pending exchange, during the backward pass."""
 
-    def _before_move(self) -> None:
+    def _before_update(self) -> None:
         """Exchange before the optimizer's step: the parameters are still those of the gradient."""
 
-    def _after_move(self) -> None:
+    def _after_update(self) -> None:
         """Exchange after the optimizer's step; the step is already counted."""
 
     def _end_exchange(self) -> None:
@@ -150,9 +150,9 @@ class Replica(Strategy):
         """Register this worker's optimizer. Raises ``UsageError`` for a second one."""
         if not self._hooks.is_new(optimizer):
             return
-        self._hooks.take(optimizer, self._move_comes, self._move_was)
+        self._hooks.attach_optimizer(optimizer, self._on_step_begin, self._on_step_end)
 
-    def _forward_comes(self) -> None:
+    def _on_forward(self) -> None:
         if not self._began and self.model.training and torch.is_grad_enabled():
             self._begin_step()
 
@@ -162,21 +162,21 @@ class Replica(Strategy):
         with self._exchanging:
             self._begin()
 
-    def _gradient_came(self) -> None:
+    def _on_gradient(self) -> None:
         with self._exchanging:
-            self._carry_on()
+            self._progress()
 
-    def _move_comes(self) -> None:
+    def _on_step_begin(self) -> None:
         if not self._began:  # without samples there was no pass
             self._begin_step()
         with self._exchanging:
-            self._before_move()
+            self._before_update()
 
-    def _move_was(self) -> None:
+    def _on_step_end(self) -> None:
         self._began = False
         self._steps += 1
         with self._exchanging:
-            self._after_move()
+            self._after_update()
 
     @property
     def _due(self) -> bool:
@@ -202,20 +202,21 @@ class Replica(Strategy):
     @contextmanager
     def consensus_view(self) -> Iterator[None]:
         """Put the centre, and rank 0's buffers, into the model for the ``with`` block. Collective."""
-        if self._aside is not None:
+        if self._saved_parameters is not None:
             yield  # the model already holds the centre
             return
         self._exchanging.pause()
         self.sync_count += 1
         values, centre = self._flat.values, self.centre()
-        self._aside, buffers = values.clone(), {name: one.clone() for name, one in buffers_of(self.model).items()}
+        self._saved_parameters = values.clone()
+        buffers = {name: one.clone() for name, one in buffers_of(self.model).items()}
         values.copy_(centre)
         broadcast_buffers(self.model, self.comm)
         try:
             yield
         finally:
-            values.copy_(self._aside)
-            self._aside = None
+            values.copy_(self._saved_parameters)
+            self._saved_parameters = None
             for name, one in buffers_of(self.model).items():
                 one.copy_(buffers[name])
 
@@ -225,15 +226,15 @@ class Replica(Strategy):
         if not write:
             yield
             return
-        with self.consensus_view(), self._writes.counting():
+        with self.consensus_view(), self._writes.allowing():
             yield
             broadcast_model(self.model, self.comm)
             self._end_exchange()
             self.refresh()
-            if self._aside is not None:
-                self._aside.copy_(self._flat.values)
+            if self._saved_parameters is not None:
+                self._saved_parameters.copy_(self._flat.values)
             buffers = {name: one.clone() for name, one in buffers_of(self.model).items()}
-        for name, one in buffers_of(self.model).items():  # the meeting has restored this worker's own buffers
+        for name, one in buffers_of(self.model).items():  # the view has restored this worker's own buffers
             one.copy_(buffers[name])
 
     def drain(self) -> None:
@@ -246,7 +247,7 @@ class Replica(Strategy):
         The next step starts from these values; a worker's own parameters are only in the run's last
         checkpoint.
         """
-        if self._aside is not None:
+        if self._saved_parameters is not None:
             return  # the model already holds the centre
         self.drain()
         self._end_exchange()
@@ -268,12 +269,12 @@ class Replica(Strategy):
 
     def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the tensors in which this worker differs from the others, to be saved and filled in place."""
-        values = self._flat.values if self._aside is None else self._aside
-        return {"parameters": values, "steps": self._steps, **own_states(self.model, optimizer)}
+        values = self._flat.values if self._saved_parameters is None else self._saved_parameters
+        return {"parameters": values, "steps": self._steps, **worker_state(self.model, optimizer)}
 
     def refresh(self) -> None:
         """Set the centre to the model's current parameters. Collective."""
-        self.move_centre(self._flat.host())
+        self.set_centre(self._flat.host())
         self._began = False
 
     def detach(self) -> None:

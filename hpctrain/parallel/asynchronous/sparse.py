@@ -16,7 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.part_update import states_of
 from hpctrain.parallel.strategy import trainable
 
-Lookups = (nn.Embedding, nn.EmbeddingBag)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def rows_of(gradient: Tensor) -> Tensor:
     return gradient.indices()[0]
 
 
-def by_rows(rows: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+def sparse_rows(rows: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return a sparse gradient with these rows, each once and in order."""
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True)
 
@@ -77,7 +77,7 @@ def find_tables(model: nn.Module) -> list[EmbeddingTable]:
     tables = []
     for name, parameter in trainable(model):
         modules = users[parameter]
-        if all(isinstance(module, Lookups) and module.sparse for module in modules):
+        if all(isinstance(module, EMBEDDINGS) and module.sparse for module in modules):
             tables.append(EmbeddingTable(name, parameter, tuple(modules)))
     for table in tables:
         if any(module.max_norm is not None for module in table.modules):
@@ -98,46 +98,46 @@ def find_tables(model: nn.Module) -> list[EmbeddingTable]:
 Read = Callable[[int, Tensor], Tensor]  # returns the rows of the table with that index, in host memory
 
 
-class Lookup:
+class RowReader:
     """Hooks that read table rows into a model, each once per step, so that all passes of a step see the same values."""
 
     def __init__(self, tables: Sequence[EmbeddingTable], read: Read) -> None:
         self._tables, self._read = tables, read
-        self._known = [torch.zeros(table.shape[0], dtype=torch.bool) for table in tables]
-        self._brought: list[tuple[Tensor, Tensor]] = []  # marks of valid rows per read, to be cleared
-        self._all = False
+        self._valid = [torch.zeros(table.shape[0], dtype=torch.bool) for table in tables]
+        self._valid_rows: list[tuple[Tensor, Tensor]] = []  # marks of valid rows per read, to be cleared
+        self._all_valid = False
         self._handles: list[RemovableHandle] = []
         for number, table in enumerate(tables):
             for module in table.modules:
                 self._handles.append(module.register_forward_pre_hook(self._hook(number), with_kwargs=True))
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Begin a step: rows read before are outdated."""
-        for known, rows in self._brought:
-            known[rows] = False
-        self._brought.clear()
-        self._all = False
+        for valid, rows in self._valid_rows:
+            valid[rows] = False
+        self._valid_rows.clear()
+        self._all_valid = False
 
-    def know_all(self) -> None:
+    def mark_all_valid(self) -> None:
         """Record that whole tables have been read."""
-        self._all = True
+        self._all_valid = True
 
     def _hook(self, number: int) -> Callable[..., None]:
-        def before(_: nn.Module, words: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._bring(number, words[0] if words else named["input"])
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._read_missing(number, args[0] if args else kwargs["input"])
 
         return before
 
-    def _bring(self, number: int, indices: Tensor) -> None:
-        table, known = self._tables[number], self._known[number]
+    def _read_missing(self, number: int, indices: Tensor) -> None:
+        table, valid = self._tables[number], self._valid[number]
         rows = torch.unique(indices.detach()).cpu().long()  # sorted
-        if self._all or not rows.numel() or rows[0] < 0 or rows[-1] >= table.shape[0]:
+        if self._all_valid or not rows.numel() or rows[0] < 0 or rows[-1] >= table.shape[0]:
             return  # torch reports indices that are out of range
-        rows = rows[~known[rows]]
+        rows = rows[~valid[rows]]
         if not rows.numel():
             return
-        known[rows] = True
-        self._brought.append((known, rows))
+        valid[rows] = True
+        self._valid_rows.append((valid, rows))
         values = table.parameter.data
         values.index_copy_(0, rows.to(values.device), self._read(number, rows).to(values.device))
 
@@ -151,7 +151,7 @@ class Lookup:
 # Updates of tables that a worker makes locally and adds to all copies: only the changed rows --------------------------
 
 
-class TableSteps:
+class TableUpdates:
     """Local table updates; in the copies, tables are stored one after the other, from the first element."""
 
     def __init__(self, tables: Sequence[EmbeddingTable]) -> None:
@@ -171,7 +171,7 @@ class TableSteps:
         shape, start = self._tables[number].shape, self._starts[number]
         return copy[start : start + shape[0] * shape[1]].view(shape).index_select(0, rows)
 
-    def remember(self) -> None:
+    def save_rows(self) -> None:
         """Save the rows that have a gradient, before an update."""
         self._before.clear()
         for number, table in enumerate(self._tables):
@@ -180,12 +180,12 @@ class TableSteps:
                 rows = rows_of(gradient)
                 self._before.append((number, rows, table.parameter.data[rows]))
 
-    def share(self, memory: RemoteMemory, keepers: Sequence[int]) -> None:
+    def add_changes(self, memory: RemoteMemory, owners: Sequence[int]) -> None:
         """Add the changes to every copy."""
         for number, rows, before in self._before:
             change = (self._tables[number].parameter.data[rows] - before).cpu()
-            for keeper in keepers:
-                memory.add_rows(keeper, change, rows.cpu(), self._starts[number])
+            for owner in owners:
+                memory.add_rows(owner, change, rows.cpu(), self._starts[number])
         self._before.clear()
 
 
@@ -216,10 +216,10 @@ def _average(table: EmbeddingTable, gradient: Tensor | None, counts: Sequence[in
         count = gradient.values().shape[0]
         rows[:count], values[:count] = rows_of(gradient), gradient.values()
     if not most:
-        return by_rows(rows, values, table.shape)
+        return sparse_rows(rows, values, table.shape)
     all_rows = comm.all_gather(torch.empty(comm.size * most, dtype=torch.int64), rows)
     all_values = comm.all_gather(torch.empty(comm.size * most, width, dtype=values.dtype), values)
     given = torch.cat([torch.arange(max(count, 0)) + rank * most for rank, count in enumerate(counts)])
-    where, place = torch.unique(all_rows[given], return_inverse=True)
-    total = torch.zeros(where.numel(), width, dtype=values.dtype).index_add_(0, place, all_values[given])
-    return by_rows(where, total / comm.size, table.shape)
+    where, index = torch.unique(all_rows[given], return_inverse=True)
+    total = torch.zeros(where.numel(), width, dtype=values.dtype).index_add_(0, index, all_values[given])
+    return sparse_rows(where, total / comm.size, table.shape)

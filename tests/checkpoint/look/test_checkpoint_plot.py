@@ -13,7 +13,7 @@ from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools.curves import plot, running_mean
 from hpctrain.errors import UsageError
-from hpctrain.parallel.asynchronous.metrics import LONGEST
+from hpctrain.parallel.asynchronous.metrics import MAX_BARS
 
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("matplotlib.figure")
@@ -99,7 +99,7 @@ def test_the_staleness_histogram_has_its_own_panel(tmp_path: Path, drawn: list[A
     assert [round(bar.get_x() + bar.get_width() / 2) for bar in below.patches] == [0, 1, 2, 3]
     assert top.get_xlabel() == "step" and below.get_xlabel().startswith("staleness") and below.get_yscale() == "log"
     assert top.get_xlim()[1] > 9 > below.get_xlim()[1]
-    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[1] * LONGEST), tmp_path / "loss.png")
+    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[1] * MAX_BARS), tmp_path / "loss.png")
     assert drawn[1].axes[1].get_xlabel().endswith("(the last bar: and above)")
     plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[]), tmp_path / "loss.png")
     assert len(drawn[2].axes) == 1

@@ -155,9 +155,9 @@ def test_invalid_settings_are_refused(bad: dict[str, Any]) -> None:
 
 
 def test_parameters_of_different_dtypes_are_refused() -> None:
-    from hpctrain.parallel.asynchronous.replica import Flat
+    from hpctrain.parallel.asynchronous.replica import FlatParameters
 
     with pytest.raises(UsageError, match=r"the parameter 1.weight is of torch.bfloat16, 0.weight of torch.float32"):
-        Flat(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).to(torch.bfloat16)))
+        FlatParameters(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).to(torch.bfloat16)))
     with pytest.raises(UsageError, match="no parameter"):
-        Flat(nn.ReLU())
+        FlatParameters(nn.ReLU())

@@ -15,7 +15,7 @@ from torch import nn
 from hpctrain.errors import DeadlineError
 from hpctrain.parallel.asynchronous import metrics, replica
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.metrics import CommunicationTime, Histogram, bars
+from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram, bars
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach
 
@@ -127,7 +127,7 @@ def test_a_timeout_at_the_staleness_bound_names_the_slow_rank(own: Any, monkeypa
                 passes(strategy)
                 optimizer.step()
         monkeypatch.delenv("HPCTRAIN_TIMEOUT")
-        strategy._bound.leave()
+        strategy._bound.cancel()
     strategy.drain()
     strategy.detach()
 
@@ -176,12 +176,12 @@ def slowed(monkeypatch: pytest.MonkeyPatch, clock: list[float], what: Any, name:
 
 SHARING: dict[str, tuple[str, dict[str, Any], Any]] = {  # with the communicating call that takes time
     "server": ("server", {}, lambda strategy: (strategy._store, "read")),
-    "synchronous server": ("server", {"mode": "synchronous"}, lambda strategy: (strategy, "_share_gradients")),
-    "hogwild": ("hogwild", {}, lambda strategy: (strategy, "_count_moves")),
+    "synchronous server": ("server", {"mode": "synchronous"}, lambda strategy: (strategy, "_average_gradients")),
+    "hogwild": ("hogwild", {}, lambda strategy: (strategy, "_count_updates")),
     "easgd": ("easgd", {}, lambda strategy: (replica, "pull_centre")),
     "local sgd": ("easgd", {"average": True}, lambda strategy: (strategy, "_average")),
     "asynchronous": ("easgd", {"mode": "asynchronous"}, lambda strategy: (strategy._lock, "of")),
-    "round-robin": ("easgd", {"mode": "round-robin"}, lambda strategy: (strategy, "_await_turn")),
+    "round-robin": ("easgd", {"mode": "round-robin"}, lambda strategy: (strategy, "_wait_for_turn")),
 }
 
 
@@ -206,7 +206,7 @@ def test_the_share_counts_communication_within_steps(
         elif step == 2:
             with strategy.consensus_view():
                 clock[0] += 1000
-            started += 1000 + 2 * (member == "server" or member == "local sgd")  # a meeting also reads
+            started += 1000 + 2 * (member == "server" or member == "local sgd")  # a consensus view also reads
     passed = clock[0] - started
     assert strategy.metrics()["communication"] == pytest.approx((passed - 15) / passed) and passed > 15
     strategy.detach()
@@ -231,12 +231,12 @@ def test_ranks_that_only_hold_parameters_have_no_share(own: Any, clock: list[flo
 
 def test_the_last_bar_counts_all_larger_staleness(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bars(Counter()) == [] and bars(Counter({0: 2, 3: 1})) == [2, 0, 0, 1]
-    monkeypatch.setattr(metrics, "LONGEST", 3)
+    monkeypatch.setattr(metrics, "MAX_BARS", 3)
     assert bars(Counter({1: 4, 2: 1, 900: 5})) == [0, 4, 6]
     if comm.size == 1:
-        record = Histogram()
+        record = StalenessHistogram()
         for staleness in (0, 900, 0):
-            record.note(staleness)
+            record.record(staleness)
         assert record.metrics(comm) == {
             "staleness": 300.0,
             "staleness_most": 900.0,

@@ -41,7 +41,7 @@ def test_a_step_copies_once_per_direction(own: Any, monkeypatch: pytest.MonkeyPa
         copies.append("in")
         return take(self, *words)
 
-    take = ServedVector.take_host
-    monkeypatch.setattr(ServedVector, "take_host", noted)
+    take = ServedVector.load_host
+    monkeypatch.setattr(ServedVector, "load_host", noted)
     train(own, "server", CPU, steps=3)
     assert len(copies) == 3 + 2  # copies at the meeting and at the end

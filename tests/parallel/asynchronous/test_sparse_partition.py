@@ -13,11 +13,11 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
-from hpctrain.parallel.asynchronous.part_update import ParameterStates, states_of
-from hpctrain.parallel.asynchronous.partition import share_of
+from hpctrain.parallel.asynchronous.part_update import StateSpec, states_of
+from hpctrain.parallel.asynchronous.partition import part_of
 from hpctrain.parallel.asynchronous.sparse import find_tables
 
-ADAM = ParameterStates((("m", 0.0), ("v", 0.5)), "number")
+ADAM = StateSpec((("m", 0.0), ("v", 0.5)), "number")
 
 
 def serve(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterServer:
@@ -28,8 +28,8 @@ def serve(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterServer
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_owners_hold_whole_rows_and_each_element_exactly_once(count: int) -> None:
-    groups, tables = [7, 0, 12], [(4, 3, 1, ADAM), (2, 5, 0, ParameterStates())]
-    shares = [share_of(place, count, groups, ParameterStates((("buffer", 0.0),)), tables) for place in range(count)]
+    groups, tables = [7, 0, 12], [(4, 3, 1, ADAM), (2, 5, 0, StateSpec())]
+    shares = [part_of(place, count, groups, StateSpec((("buffer", 0.0),)), tables) for place in range(count)]
     assert [row for one in shares for row in range(one.blocks[0].first, one.blocks[0].last)] == [0, 1, 2, 3]
     assert sum(one.dense for one in shares) == 19 and sum(one.length for one in shares) == 2 * 19 + 3 * 12 + 10
     for share in shares:
@@ -42,7 +42,7 @@ def test_owners_hold_whole_rows_and_each_element_exactly_once(count: int) -> Non
         block = share.blocks[0]
         rows = torch.arange(block.first, block.last)
         assert block.with_states(rows).tolist() == list(range(block.height))
-        share.set_first_values(memory)
+        share.initialize_states(memory)
         assert memory.eq(0.5).sum() == block.rows * block.width
 
 
@@ -102,7 +102,7 @@ def test_groups_are_checked_separately() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     strategy.detach()
     sparse = states_of(torch.optim.SparseAdam([nn.Parameter(torch.zeros(3))]), table="a table")
-    assert sparse == ParameterStates((("exp_avg", 0.0), ("exp_avg_sq", 0.0)), "number")
+    assert sparse == StateSpec((("exp_avg", 0.0), ("exp_avg_sq", 0.0)), "number")
 
 
 def test_unsuitable_gradients_are_named_and_refused() -> None:

@@ -142,7 +142,7 @@ def test_no_update_is_staler_than_the_bound(own: Any) -> None:
         passes(strategy.model, own.rank, step)
         optimizer.step()
     strategy.drain()
-    counts = strategy._stale.counts
+    counts = strategy._staleness.counts
     assert max(counts) <= max(own.size - 1, 1) and sum(counts.values()) == 20
     strategy.detach()
 
