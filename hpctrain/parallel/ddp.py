@@ -34,13 +34,13 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
-from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.buckets import GradBucket, assign_buckets, make_buckets, memory_needed
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.guard import AddedParameters
 from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, after_gradient
-from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
+from hpctrain.parallel.strategy import Strategy, broadcast_buffers, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 FIRST_BUCKET = 2**20  # bytes

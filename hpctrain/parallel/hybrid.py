@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.config import ParallelSettings, shape_of
 from hpctrain.parallel.fsdp.optimizer import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.guard.gradient_hooks import INSTEAD, GradientHooks
 from hpctrain.parallel.meta_init import is_meta
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.parameters import TiedGradients
 from hpctrain.parallel.pipeline.pipeline import Pipeline

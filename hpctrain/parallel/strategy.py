@@ -344,3 +344,15 @@ def clip_whole_gradients(model: nn.Module, max_norm: float) -> Tensor:
 def element_values(gradient: Tensor) -> Tensor:
     """Return the values of a gradient, each once; for a sparse gradient those of its rows."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Broadcast the buffers of rank 0 to all ranks, one message per dtype. Collective."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
+        comm.broadcast(flat)
+        for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
+            buffer.copy_(values.view_as(buffer))

@@ -20,8 +20,7 @@ from hpctrain.data.nested import samples_in
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.agreement import broadcast_buffers
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import Strategy, broadcast_buffers
 from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means

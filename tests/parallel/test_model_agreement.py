@@ -11,8 +11,9 @@ from support.replicas import assert_same_on_all_ranks, make_gpt, make_mlp, weigh
 from torch import nn
 
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model, model_entries
 from hpctrain.parallel.ddp import DataParallel
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, model_entries
+from hpctrain.parallel.strategy import broadcast_buffers
 
 
 def renamed(model: nn.Module) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp import setup
-from hpctrain.parallel.fsdp.buffer_pool import FreshPool
 from hpctrain.parallel.fsdp.param_group import ParamGroup
 from hpctrain.parallel.fsdp.reduce import GroupReduction
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
@@ -44,8 +43,6 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **settings: Any) -> None:
         self.streams, self.log = LateStreams(torch.device("cuda")), Log()
         monkeypatch.setattr(setup, "streams_of", lambda device: self.streams)
-        monkeypatch.setattr(setup, "_buffer_pool", lambda groups, comm, settings, device, *, all_gradients: FreshPool(
-            device, len(groups) if all_gradients else setup.ON_DEVICE))
         self._use_memory_again(monkeypatch)
         self.comm: Any = LateRank(self.streams, self.log)
         self.model, self.plain = model or Net(), Net()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.parallel.fsdp.layout import ring_slots
 
 
 class BufferPool(Protocol):
@@ -68,3 +68,35 @@ class FreshPool:
     def buffer(self, number: int) -> Tensor:
         """Allocate memory for a group."""
         return torch.empty(self._sizes[number], dtype=torch.uint8, device=self._device)
+
+
+@dataclass(frozen=True)
+class RingSlot:
+    """Slot of one tensor in a ring buffer; the first ``after`` tensors must be released before its use."""
+
+    offset: int
+    after: int  # number of tensors, counted from the first
+
+
+def ring_slots(sizes: Sequence[int], capacity: int) -> list[RingSlot]:
+    """Assign slots in a ring of ``capacity`` elements to tensors that are used in order; the largest must fit."""
+    slots: list[RingSlot] = []
+    end, first_of_lap = 0, 0  # end of the last tensor, and the first tensor since the last wrap-around
+    for number, size in enumerate(sizes):
+        if end + size > capacity:
+            end, first_of_lap = 0, number
+        after = next(
+            (
+                other + 1
+                for other in reversed(range(first_of_lap))
+                if _overlap(slots[other].offset, sizes[other], end, size)
+            ),
+            0,
+        )
+        slots.append(RingSlot(end, max(after, slots[-1].after if slots else 0)))
+        end += size
+    return slots
+
+
+def _overlap(start: int, size: int, other: int, length: int) -> bool:
+    return start < other + length and other < start + size

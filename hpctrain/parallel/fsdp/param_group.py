@@ -1,16 +1,16 @@
-"""Parameter groups: parameters in one flat tensor that is divided into one slice per rank, and their stream.
+"""Parameter groups: parameters in one flat tensor that is divided into one slice per rank.
 
-Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
-computing stream. A collective first waits on this stream for the computations that were enqueued
-before it (an event). If its result is needed, the computing stream waits for the collective
-(another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
-in memory that the node shares, still in progress. Then each call of its handle drives its progress.
+Note: flat slices. The parameters of a group are stored one after another. Rank r of p holds the
+r-th of p equal slices, wherever their boundaries cut the parameters. Thus every rank holds the same
+number of elements. All-gather and reduce-scatter need no copy to reorder tensors, and a parameter
+is contiguous for the computation (after Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
+Sharded Data Parallel", VLDB 2023, section 3.2.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,66 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device.streams import Streams
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.layout import FlatLayout, HeldRange, boxes, lay_out
-from hpctrain.shard import Shard
+
+ALIGN = 64  # bytes: parameters and slices start on cache lines
+
+
+@dataclass(frozen=True)
+class HeldRange:
+    """Range of a parameter's elements that a rank holds, in C order, and its offset in the rank's slice."""
+
+    begin: int
+    end: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Layout of a flat tensor in ``ranks`` slices: parameters of ``numels`` elements at ``offsets``."""
+
+    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    ranks: int
+    slice_numel: int  # elements per slice
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of the flat tensor, padding included."""
+        return self.ranks * self.slice_numel
+
+    def held(self, rank: int) -> list[HeldRange]:
+        """Return the range of each parameter that a rank holds; ranges may be empty."""
+        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
+        found = []
+        for offset, numel in zip(self.offsets, self.numels):
+            begin, end = max(offset, low), min(offset + numel, high)
+            found.append(HeldRange(begin - offset, end - offset, begin - low) if begin < end else HeldRange(0, 0, 0))
+        return found
+
+
+def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> FlatLayout:
+    """Place parameters one after another, each aligned to a cache line; ``itemsize`` in bytes."""
+    align = max(ALIGN // itemsize, 1)
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end += -(-numel // align) * align
+    slice_numel = max(-(-end // (ranks * align)), 1) * align
+    return FlatLayout(tuple(offsets), tuple(numels), ranks, slice_numel)
+
+
+# Communication stream -------------------------------------------------------------------------------------------------
+#
+# Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
+# computing stream. A collective first waits on this stream for the computations that were enqueued
+# before it (an event). If its result is needed, the computing stream waits for the collective
+# (another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
+# in memory that the node shares, still in progress. Then each call of its handle drives its progress.
 
 
 class StreamWork:
@@ -270,31 +328,3 @@ def held_in(memory: Tensor, held: HeldRange, shape: torch.Size) -> Tensor:
 
 
 # Boxes of the model's tensors that this rank holds, for checkpoints ---------------------------------------------------
-
-
-class FlatSplit:
-    """``Split`` of a model whose parameters are cut into flat slices; ``members`` maps every name to its parameter."""
-
-    def __init__(self, members: Mapping[str, ShardedParam]) -> None:
-        self._members = members
-
-    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        """Return the boxes of a parameter, or of an optimizer state of its shape; others are whole on every rank."""
-        member = self._members.get(name)
-        if member is None:
-            return [Shard.whole(name, tensor)]
-        shape, held, flat = tuple(member.shape), member.held, tensor.detach().view(-1)
-        if 0 in shape:
-            return [Shard.whole(name, flat.view(shape))]  # no rank holds an element, but the file must list the tensor
-        whole = Shard(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, None)
-        return [
-            replace(whole, start=start, extent=extent, tensor=_cut(flat, offset, extent))
-            for start, extent, offset in boxes(shape, held.begin, held.end)
-        ]
-
-
-def _cut(flat: Tensor, offset: int, extent: tuple[int, ...]) -> Tensor:
-    numel = 1
-    for size in extent:
-        numel *= size
-    return flat[offset : offset + numel].view(extent)

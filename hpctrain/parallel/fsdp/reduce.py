@@ -1,4 +1,17 @@
-"""Gradient reduction for sharded data parallelism, overlapped with the backward pass; each rank keeps its slice."""
+"""Gradient reduction for sharded data parallelism, overlapped with the backward pass; each rank keeps its slice.
+
+Note: the path of a gradient. Autograd computes a fresh gradient and calls its hook. The hook
+divides the gradient by the number of ranks while copying it to the flat gradients of its parameter
+group. This takes one pass, with the gradient still in cache. The hook then releases the gradient.
+When all gradients of a group are computed, the group is reduced into the slices of the owning
+ranks, and a later group reuses its memory. All ranks reduce the groups in the same order: the order
+in which they were complete on rank 0 in the first backward pass. The order of the gradients on a
+rank does not matter. If a gradient is computed before there is memory for its group, it stays in
+the tensor that autograd returned.
+
+The set of parameters that any rank has used is known only after the last rank has ended its
+backward pass. One message then distributes it.
+"""
 
 from __future__ import annotations
 
@@ -107,19 +120,7 @@ class GroupReduction:
         self.computed.clear()
 
 
-# Gradient reduction for sharded data parallelism, overlapped with the backward pass; each rank keeps its slice --------
-#
-# Note: the path of a gradient. Autograd computes a fresh gradient and calls its hook. The hook
-# divides the gradient by the number of ranks while copying it to the flat gradients of its parameter
-# group. This takes one pass, with the gradient still in cache. The hook then releases the gradient.
-# When all gradients of a group are computed, the group is reduced into the slices of the owning
-# ranks, and a later group reuses its memory. All ranks reduce the groups in the same order: the order
-# in which they were complete on rank 0 in the first backward pass. The order of the gradients on a
-# rank does not matter. If a gradient is computed before there is memory for its group, it stays in
-# the tensor that autograd returned.
-#
-# The set of parameters that any rank has used is known only after the last rank has ended its
-# backward pass. One message then distributes it.
+# Reduction of all groups ----------------------------------------------------------------------------------------------
 
 
 class ReductionObserver(Protocol):
@@ -139,9 +140,8 @@ class GradReduction:
     that hold the same slice of each replica. ``world`` holds all ranks. Gradients are communicated
     in ``dtype``, or in their own dtype if that is None. Without ``early`` all groups are reduced at
     the end of the backward pass, so that no other collective of the pass runs between their
-    reductions. ``make_reduction`` creates the object that follows the gradients of one group. A subclass
-    of ``GroupReduction`` that stores slices elsewhere learns from its
-    ``after_reduce`` method when they are reduced.
+    reductions. ``make_reduction`` creates the reduction of one group. A subclass of
+    ``GroupReduction`` that stores slices elsewhere starts its copies in ``after_reduce``.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device.streams import streams_of
 from hpctrain.errors import UsageError
-from hpctrain.parallel.agreement import check_same_model
 from hpctrain.parallel.buckets import assign_buckets
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.buffer_pool import BufferPool, FreshPool, RingPool
@@ -24,6 +23,7 @@ from hpctrain.parallel.fsdp.residency import KeepUnsharded, Residency
 from hpctrain.parallel.fsdp.units import Unit, find_units
 from hpctrain.parallel.fsdp.unshard import UnitState, UnshardOnDemand
 from hpctrain.parallel.meta_init import check_initialisable, initial_values, make_buffers
+from hpctrain.parallel.model_agreement import check_same_model
 from hpctrain.parallel.strategy import trainable
 
 if TYPE_CHECKING:
@@ -38,26 +38,14 @@ Entry = tuple[str, nn.Parameter, Locations]
 
 
 class GroupBuilder:
-    """Factory of parameter groups for the ranks of ``comm``; ``flat(numel, dtype)`` allocates their memory.
+    """Factory of parameter groups.
 
     ``host`` and ``host_frozen`` allocate the memory of a rank's shards of trained and of frozen
     parameters. The shards are on the device if these are None.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        flat: Memory,
-        device: torch.device,
-        *,
-        on_demand: bool,
-        compute_dtype: torch.dtype | None,
-        host: Memory | None = None,
-        host_frozen: Memory | None = None,
-    ) -> None:
-        self._comm, self._flat, self._device = comm, flat, device
-        self._host, self._host_frozen = host, host_frozen
-        self._on_demand, self._compute_dtype = on_demand, compute_dtype
+    def __init__(self, plan: ShardingPlan, host: Memory | None = None, host_frozen: Memory | None = None) -> None:
+        self._plan, self._host, self._host_frozen = plan, host, host_frozen
 
     def of_unit(self, unit: Unit) -> list[ParamGroup]:
         """Return the parameter groups of a unit: one per dtype, trained and frozen parameters separately."""
@@ -78,17 +66,16 @@ class GroupBuilder:
 
     def _make(self, entries: Sequence[Entry]) -> ParamGroup:
         names, parameters, locations = zip(*entries)
-        dtype = parameters[0].dtype
-        compute_dtype = self._compute_dtype if self._compute_dtype and dtype is torch.float32 else dtype
+        plan, dtype = self._plan, parameters[0].dtype
         return ParamGroup(
             names,
             parameters,
             locations,
-            self._comm,
-            self._flat,
-            dtype=compute_dtype,
-            on_demand=self._on_demand,
-            device=self._device,
+            plan.comm,
+            plan.flat,
+            dtype=plan.compute_dtype if plan.compute_dtype and dtype is torch.float32 else dtype,
+            on_demand=plan.on_demand,
+            device=plan.device,
             host=self._host if parameters[0].requires_grad else self._host_frozen,
         )
 
@@ -156,6 +143,41 @@ class Parts:
         return list(dict.fromkeys(self.by_name.values()))
 
 
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Ranks and memory of a sharded model, the same on all ranks: collectives on other nodes depend on them."""
+
+    world: Communicator
+    comm: Communicator  # ranks that share one replica
+    replicas: Communicator | None  # ranks that hold the same slice of each replica
+    settings: ParallelSettings
+    device: torch.device
+    compute_dtype: torch.dtype | None  # of float32 parameters; None: float32
+    node_shared: bool  # whether the ranks of a node share the memory of unsharded parameters
+
+    @classmethod
+    def of(
+        cls, world: Communicator, settings: ParallelSettings, device: torch.device, parameters: list[nn.Parameter]
+    ) -> ShardingPlan:
+        """Return the plan for the parameters of a model. Collective."""
+        comm, replicas = _communicators(world, settings)
+        compute_dtype = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
+        node_shared = device.type == "cpu" and all(world.all_gather_object(comm.shares_memory))
+        node_shared = node_shared and world.has_space(_bytes_of(parameters, compute_dtype))
+        return cls(world, comm, replicas, settings, device, compute_dtype, node_shared)
+
+    @property
+    def on_demand(self) -> bool:
+        """Return whether units are unsharded only while they compute."""
+        return self.settings.data == "fsdp" and not self.node_shared
+
+    def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate unsharded parameters: in memory that the node shares, or in memory of each rank."""
+        if self.node_shared:
+            return self.comm.common(numel, dtype, must_share=True)
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+
 def shard_model(
     model: nn.Module,
     comm: Communicator,
@@ -166,7 +188,7 @@ def shard_model(
 ) -> Parts:
     """Shard the parameters of a model over the ranks, and return the components of the strategy. Collective.
 
-    With ``offload``, this rank's shards are stored and updated by the ``make_host_optimizer`` that it configures.
+    With ``offload``, this rank's shards are stored and updated by the result of ``make_host_optimizer``.
     """
     _check(model, comm)
     units = find_units(model, settings.units)
@@ -175,52 +197,36 @@ def shard_model(
     replaced = {name: weakref.ref(parameter) for name, parameter in originals.items()}
     uninitialised = make_buffers(model, device)
 
-    shard_comm, replicas = _communicators(comm, settings)
-    compute_dtype = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
-    # Agreed on by all ranks, because replicas on other nodes must make the same calls.
-    node_shared = device.type == "cpu" and all(comm.all_gather_object(shard_comm.shares_memory))
-    node_shared = node_shared and comm.has_space(_bytes_of(originals, compute_dtype))
-    on_demand = settings.data == "fsdp" and not node_shared
-    host_optimizer = _host_optimizer(
-        make_host_optimizer, offload, device, comm, list(originals.values()), shard_comm.size
-    )
+    plan = ShardingPlan.of(comm, settings, device, list(originals.values()))
+    host_optimizer = _host_optimizer(plan, make_host_optimizer, offload, list(originals.values()))
     host = host_optimizer.host if host_optimizer else None
-    host_frozen = host if offload and offload.parameters else None
-    flat = _memory(shard_comm, device, node_shared)
-    builder = GroupBuilder(
-        shard_comm, flat, device, on_demand=on_demand, compute_dtype=compute_dtype, host=host, host_frozen=host_frozen
-    )
-    unit_states, groups = _make_groups(builder, units, list(originals), settings, on_demand)
+    builder = GroupBuilder(plan, host=host, host_frozen=host if offload and offload.parameters else None)
+    unit_states, groups = _make_groups(builder, units, list(originals), settings, plan.on_demand)
     members = {id(originals[member.name]): member for group in groups for member in group.members}
     by_name = {name: members[number] for name, number in numbers.items()}
     units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without references to the old parameters
+
     stream = CommStream(streams_of(device))
-    unsharder = UnshardOnDemand(unit_states, shard_comm, stream, settings.prefetch) if on_demand else None
-    residency = unsharder or KeepUnsharded(groups, shard_comm, stream, node_shared=node_shared)
-    trained = [group for group in groups if group.trained]
-    # With offload, unsharded gradients of all groups would need too much memory.
-    all_gradients = settings.data == "zero1" and host_optimizer is None
-    buffers = _buffer_pool(trained, shard_comm, settings, device, all_gradients=all_gradients)
-    reduction = GradReduction(
-        trained,
-        shard_comm,
-        comm,
-        replicas,
-        buffers,
-        stream,
-        dtype=compute_dtype or (torch.bfloat16 if settings.compression == "bfloat16" else None),
-        early=not all_gradients or stream.asynchronous or shard_comm.shares_memory,
-        observer=unsharder,
-        make_reduction=host_optimizer.grad_offload.make_reduction if host_optimizer else GroupReduction,
-    )
+    unsharder = UnshardOnDemand(unit_states, plan.comm, stream, settings.prefetch) if plan.on_demand else None
+    residency = unsharder or KeepUnsharded(groups, plan.comm, stream, node_shared=plan.node_shared)
+    reduction = _grad_reduction(plan, [group for group in groups if group.trained], stream, unsharder, host_optimizer)
     if host_optimizer is not None:
         host_optimizer.take_over(groups, reduction.reductions)
-    _fill(model, groups, originals, comm, replicas, device)
+    _fill(model, groups, originals, plan)
     _share_buffers(model, uninitialised, comm, device)
     if unsharder:
         unsharder.reducer = reduction
     return Parts(
-        units, groups, residency, reduction, shard_comm, replicas, compute_dtype, replaced, by_name, host_optimizer
+        units,
+        groups,
+        residency,
+        reduction,
+        plan.comm,
+        plan.replicas,
+        plan.compute_dtype,
+        replaced,
+        by_name,
+        host_optimizer,
     )
 
 
@@ -233,14 +239,12 @@ def _check(model: nn.Module, comm: Communicator) -> None:
 
 
 def _host_optimizer(
+    plan: ShardingPlan,
     make_host_optimizer: MakeHostOptimizer | None,
     offload: OffloadSettings | None,
-    device: torch.device,
-    comm: Communicator,
     parameters: list[nn.Parameter],
-    ranks: int,
 ) -> HostOptimizer | None:
-    """Return the engine that keeps this rank's slices on the host; None without offload.
+    """Return the object that stores and updates this rank's slices on the host; None without offload.
 
     Raises an error on all ranks if a disk is full.
     """
@@ -248,11 +252,13 @@ def _host_optimizer(
         return None
 
     def make() -> HostOptimizer:
-        host_optimizer = make_host_optimizer(offload, device, comm)
-        host_optimizer.reserve((each for each in parameters if each.requires_grad or offload.parameters), ranks)
+        host_optimizer = make_host_optimizer(offload, plan.device, plan.world)
+        host_optimizer.reserve(
+            (each for each in parameters if each.requires_grad or offload.parameters), plan.comm.size
+        )
         return host_optimizer
 
-    return agreed(comm, make)
+    return agreed(plan.world, make)
 
 
 def _communicators(comm: Communicator, settings: ParallelSettings) -> tuple[Communicator, Communicator | None]:
@@ -268,17 +274,10 @@ def _communicators(comm: Communicator, settings: ParallelSettings) -> tuple[Comm
     return comm.split(comm.node), comm.split(comm.local_rank)
 
 
-def _bytes_of(parameters: Mapping[str, nn.Parameter], compute_dtype: torch.dtype | None) -> int:
-    """Return the bytes of unsharded parameters, including their copies in a narrower dtype."""
+def _bytes_of(parameters: Sequence[nn.Parameter], compute_dtype: torch.dtype | None) -> int:
+    """Return the bytes of unsharded parameters, including their copies in the compute dtype."""
     more = compute_dtype.itemsize if compute_dtype else 0
-    return sum(parameter.numel() * (parameter.itemsize + more) for parameter in parameters.values())
-
-
-def _memory(comm: Communicator, device: torch.device, node_shared: bool) -> Callable[[int, torch.dtype], Tensor]:
-    """Return the allocator of unsharded parameters: memory shared by the node, or memory of each rank."""
-    if node_shared:
-        return lambda numel, dtype: comm.common(numel, dtype, must_share=True)
-    return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
+    return sum(parameter.numel() * (parameter.itemsize + more) for parameter in parameters)
 
 
 def _make_groups(
@@ -293,22 +292,15 @@ def _make_groups(
     return unit_states, [group for unit_state in reversed(unit_states) for group in unit_state.groups]
 
 
-def _fill(
-    model: nn.Module,
-    groups: list[ParamGroup],
-    originals: dict[str, nn.Parameter],
-    comm: Communicator,
-    replicas: Communicator | None,
-    device: torch.device,
-) -> None:
+def _fill(model: nn.Module, groups: list[ParamGroup], originals: dict[str, nn.Parameter], plan: ShardingPlan) -> None:
     """Scatter rank 0's values, register the shards in the model, and release the ``originals``."""
-    values = InitialValues(model, device)
+    values = InitialValues(model, plan.device)
 
     def value(member: ShardedParam) -> Tensor:
         return values.of(member.name, originals[member.name])
 
     for group in groups:
-        group.fill(value if comm.rank == 0 else None, replicas)
+        group.fill(value if plan.world.rank == 0 else None, plan.replicas)
         group.to_sharded()
         for member in group.members:
             del originals[member.name]
@@ -325,17 +317,37 @@ def _share_buffers(model: nn.Module, uninitialised: list[str], comm: Communicato
         comm.broadcast(buffer)
 
 
-def _buffer_pool(
+def _grad_reduction(
+    plan: ShardingPlan,
     groups: list[ParamGroup],
-    comm: Communicator,
-    settings: ParallelSettings,
-    device: torch.device,
-    *,
-    all_gradients: bool,
+    stream: CommStream,
+    unsharder: UnshardOnDemand | None,
+    host_optimizer: HostOptimizer | None,
+) -> GradReduction:
+    """Return the reduction of the gradients of trained groups."""
+    compressed = torch.bfloat16 if plan.settings.compression == "bfloat16" else None
+    # With offload, unsharded gradients of all groups would need too much memory.
+    all_gradients = plan.settings.data == "zero1" and host_optimizer is None
+    return GradReduction(
+        groups,
+        plan.comm,
+        plan.world,
+        plan.replicas,
+        _buffer_pool(plan, groups, stream, all_gradients=all_gradients),
+        stream,
+        dtype=plan.compute_dtype or compressed,
+        early=not all_gradients or stream.asynchronous or plan.comm.shares_memory,
+        observer=unsharder,
+        make_reduction=host_optimizer.grad_offload.make_reduction if host_optimizer else GroupReduction,
+    )
+
+
+def _buffer_pool(
+    plan: ShardingPlan, groups: list[ParamGroup], stream: CommStream, *, all_gradients: bool
 ) -> BufferPool:
     """Return buffers for the gradients of all parameter groups, or of a few at a time."""
-    if device.type != "cpu":
-        return FreshPool(device, len(groups) if all_gradients else ON_DEVICE)
+    if stream.asynchronous:
+        return FreshPool(plan.device, len(groups) if all_gradients else ON_DEVICE)
     sizes = [group.layout.numel * group.members[0].unsharded.itemsize for group in groups]
-    few = max(max(sizes), IN_FLIGHT * int(settings.bucket_mib * 2**20))
-    return RingPool(comm, sum(sizes) if all_gradients else min(few, sum(sizes)))
+    few = max(max(sizes), IN_FLIGHT * int(plan.settings.bucket_mib * 2**20))
+    return RingPool(plan.comm, sum(sizes) if all_gradients else min(few, sum(sizes)))

@@ -20,11 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.optimizer import OptimizerHooks, clip_shards
-from hpctrain.parallel.fsdp.param_group import FlatSplit
 from hpctrain.parallel.fsdp.setup import shard_model
+from hpctrain.parallel.fsdp.sharding import FlatSplit
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.guard import AddedParameters
 from hpctrain.parallel.hooks import (
@@ -36,7 +35,7 @@ from hpctrain.parallel.hooks import (
     cast,
     differentiable,
 )
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import Strategy, broadcast_buffers
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.plain_tensors import as_parts, plain_tensors
 

@@ -1,106 +1,102 @@
 """Unsharding on demand (ZeRO 3): units are gathered before they compute and freed afterwards, forward and backward.
 
-Note: why an order is needed. A collective deadlocks if one rank does not enter it. A rank that
-skips a unit (because it has no sample, or takes another branch) would not enter the unit's
-collectives. Therefore the first pass records what it gathers and reduces, and all ranks follow the
-record of rank 0. A rank that needs an action first executes all actions before it.
+Note: the states of a unit in a step. A unit is gathered before its forward pass and freed after it.
+It is gathered again when the backward pass reaches its outputs. It is freed when the gradients of
+its inputs and of its parameters have been computed (see ``UnitHooks``). The model's own unit stays
+unsharded from the forward pass to the end of the backward pass. On a device with streams, the next
+units are gathered while one computes: at most ``prefetch`` of them, because each one takes memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.hooks import UnitHooks
 from hpctrain.parallel.fsdp.param_group import CommStream, ParamGroup, StreamWork
+from hpctrain.parallel.fsdp.pass_plan import Action, PassPlan, PlanCursor, hoist_gathers
+from hpctrain.parallel.hooks import after_backward, after_gradient, around_forward, before_backward
+from hpctrain.plain_tensors import as_parts
 
-# A collective action: gather the unit, or reduce the parameter group, of this index.
-Action = tuple[Literal["gather", "reduce"], int]
-
-
-@dataclass(frozen=True)
-class PassPlan:
-    """Actions of a forward pass, and of the backward pass that follows it."""
-
-    forward: list[Action]
-    backward: list[Action]
-
-    def contains(self, action: Action) -> bool:
-        """Return whether an action is part of either pass."""
-        return action in self.forward or action in self.backward
-
-    def without_reductions(self) -> PassPlan:
-        """Return the plan of a pass whose gradients are not reduced."""
-        return PassPlan(self.forward, [action for action in self.backward if action[0] == "gather"])
-
-
-def hoist_gathers(actions: Sequence[Action], prefetch: int) -> list[Action]:
-    """Move every gather before the ``prefetch`` reductions that precede it, so that it is complete in time."""
-    hoisted: list[Action] = []
-    for action in actions:
-        position = len(hoisted)
-        if action[0] == "gather":
-            for _ in range(prefetch):
-                reductions = [index for index in range(position) if hoisted[index][0] == "reduce"]
-                position = reductions[-1] if reductions else position
-        hoisted.insert(position, action)
-    return hoisted
-
-
-class PlanCursor:
-    """Cursor in a list of actions."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self._actions = actions
-        self._executed = 0  # number of actions that have been executed
-        self._requested = 0  # number of actions up to the last one that was requested
-
-    def advance_to(self, action: Action) -> list[Action] | None:
-        """Return the actions still to be executed up to ``action``, inclusive; None if it does not occur any more."""
-        for position in range(self._requested, len(self._actions)):
-            if self._actions[position] == action:
-                self._requested = position + 1
-                return self._advance(position + 1)
-        return None
-
-    def actions_before(self, action: Action) -> list[Action]:
-        """Return the actions still to be executed before one that is being executed, possibly ahead of its position."""
-        if action not in self._actions[self._executed :]:
-            return []
-        return self._advance(self._actions.index(action, self._executed) + 1)[:-1]
-
-    def next_gathers(self, prefetch: int) -> list[Action]:
-        """Return the next gathers, as long as at most ``prefetch`` units are gathered that were not requested yet."""
-        position = self._executed
-        unrequested = sum(kind == "gather" for kind, _ in self._actions[self._requested : position])
-        while position < len(self._actions) and self._actions[position][0] == "gather" and unrequested < prefetch:
-            position, unrequested = position + 1, unrequested + 1
-        return self._advance(position)
-
-    def _advance(self, position: int) -> list[Action]:
-        due = list(self._actions[self._executed : position])
-        self._executed = max(self._executed, position)
-        return due
-
-    def remaining(self) -> list[Action]:
-        """Return all actions still to be executed."""
-        self._requested = len(self._actions)
-        return self._advance(len(self._actions))
-
-
-# Unsharding on demand (ZeRO 3)
+# Hooks of a unit: forward hooks of its module, and gradient hooks of its outputs and inputs ---------------------------
 #
-# Note: the states of a unit in a step. A unit is gathered before its forward pass and freed after it.
-# It is gathered again when the backward pass reaches its outputs. It is freed when the gradients of
-# its inputs and of its parameters have been computed (see ``UnitHooks``). The model's own unit stays
-# unsharded from the forward pass to the end of the backward pass. On a device with streams, the next
-# units are gathered while one computes: at most ``prefetch`` of them, because each one takes memory.
+# Note: when a unit may be freed in the backward pass. When the gradients of the unit's inputs have
+# been computed, everything on the path from its outputs to its inputs has been computed. Other paths
+# may still lead to gradients of the unit's own parameters. Therefore those gradients must have been
+# computed too, at least for the parameters that received one in the last pass. A unit whose inputs
+# require no gradient is freed at the end of the pass.
+
+
+class UnitHooks:
+    """Hooks that unshard and reshard one unit."""
+
+    def __init__(self, residency: UnshardOnDemand, unit: UnitState, on_backward: Callable[[], None]) -> None:
+        self._residency, self._unit, self._on_backward = residency, unit, on_backward
+        self._trained = [member for group in unit.groups if group.trained for member in group.members]
+        # parameters that received a gradient in the last pass
+        self._expected = {member.name for member in self._trained}
+        self._received: set[str] = set()
+        self._inputs_done = False
+
+    def attach(self) -> list[RemovableHandle]:
+        """Register hooks on the unit's module and parameters."""
+        handles = around_forward(self._unit.module, self._before, self._after)
+        for member in self._trained:
+            handles.append(after_gradient(member.unsharded, self._after_gradient, member.name))
+        return handles
+
+    @as_parts
+    def _before(self, args: Any, kwargs: Any) -> None:
+        if self._residency.idle:
+            return
+        self._residency.unshard_unit(self._unit)
+        if torch.is_grad_enabled() and not self._residency.in_backward:
+            after_backward((args, kwargs), self._after_inputs)
+
+    @as_parts
+    def _after(self, args: Any, kwargs: Any, result: Any) -> None:
+        # The recomputation of activations does not end the unit's backward pass.
+        if self._residency.idle or self._residency.in_backward:
+            return
+        if torch.is_grad_enabled():
+            before_backward(result, self._begin_backward)
+        self._unit.reshard()
+
+    @as_parts
+    def _begin_backward(self) -> None:
+        self._on_backward()
+        self._inputs_done = False
+        self._residency.unshard_unit(self._unit)
+
+    @as_parts
+    def _after_inputs(self) -> None:
+        self._inputs_done = True
+        self._reshard_if_done()
+
+    @as_parts
+    def _after_gradient(self, name: str, _: Tensor) -> None:
+        self._received.add(name)
+        if self._inputs_done:
+            self._reshard_if_done()
+
+    def _reshard_if_done(self) -> None:
+        if self._received >= self._expected:
+            self._unit.reshard()
+
+    def end_backward(self) -> None:
+        """End a backward pass."""
+        if self._received:
+            self._expected, self._received = self._received, set()
+        self._inputs_done = False
+
+
+# Residency that unshards on demand ------------------------------------------------------------------------------------
 
 
 class UnitReducer(Protocol):

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.guard import torch_functions
-from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, mark, part_of, unmark
+from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, ShardTensor, mark, part_of
 from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, around_forward, before_backward
 from hpctrain.plain_tensors import as_parts, plain_tensors
 
@@ -258,3 +258,9 @@ def protect(strategy: Strategy) -> None:
         strategy.guard = ParameterGuard(strategy, parameters, what, in_passes=in_passes)
         strategy.whole_states = WholeStates(strategy)
         strategy.guards.add(strategy)
+
+
+def unmark(tensor: Tensor | None) -> None:
+    """Make a gradient a plain tensor again, for an optimizer."""
+    if type(tensor) is ShardTensor:
+        tensor.__class__ = Tensor  # type: ignore[assignment]

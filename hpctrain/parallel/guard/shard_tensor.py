@@ -334,12 +334,6 @@ def mark_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient if part is None else mark(gradient, part)
 
 
-def unmark(tensor: Tensor | None) -> None:
-    """Make a gradient a plain tensor again, for an optimizer."""
-    if type(tensor) is ShardTensor:
-        tensor.__class__ = Tensor  # type: ignore[assignment]
-
-
 def _tensors(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values

@@ -11,8 +11,8 @@ from torch import nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.agreement import check_same_model
 from hpctrain.parallel.meta_init import check_initialisable, materialise
+from hpctrain.parallel.model_agreement import check_same_model
 from hpctrain.parallel.rng import Region, agree, can_drop
 from hpctrain.parallel.tensor import sequence as sequences
 from hpctrain.parallel.tensor.functional import bounds

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hpctrain.parallel.fsdp.layout import ALIGN, FlatLayout, HeldRange, lay_out, ring_slots
+from hpctrain.parallel.fsdp.buffer_pool import ring_slots
+from hpctrain.parallel.fsdp.param_group import ALIGN, FlatLayout, HeldRange, lay_out
 
 Case = tuple[list[int], int, int]  # elements of the parameters, ranks, bytes per element
 CASES: list[Case] = [

@@ -137,7 +137,7 @@ def test_no_rank_ever_holds_the_whole_model_in_memory(comm: Any, name: str) -> N
         modules = make("cpu", **shape).modules()
         module = max(sum(each.nbytes for each in module.parameters(recurse=False)) for module in modules)
         # torch does not allocate node memory, so neither the shards nor the buffers of gradients are counted.
-        share = sum(group.own.nbytes for group in groups) if name == "fsdp_alone" else 0
+        share = sum(group.shard_data.nbytes for group in groups) if name == "fsdp_alone" else 0
         group = max(group.layout.numel * 4 for group in groups)
         room = max(IN_FLIGHT * int(limit * 2**20), group) if name == "fsdp_alone" else 0
         small = 2**12  # digests, counts, fences

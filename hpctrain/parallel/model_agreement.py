@@ -1,0 +1,65 @@
+"""Checks that all ranks have the same model, and broadcasts of its values."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.errors import MismatchError
+
+# The ranks compare for each entry: kind, name, shape, dtype, and whether it requires a gradient.
+Entry = tuple[str, str, tuple[int, ...], str, bool]
+
+
+def check_same_model(model: nn.Module, comm: Communicator) -> None:
+    """Raise ``MismatchError`` on all ranks if parameters or buffers of any rank differ in name, shape or dtype.
+
+    Collective. MPI would reduce mismatched tensors without an error and return garbage. Only
+    digests are exchanged unless there is a difference.
+    """
+    entries = model_entries(model)
+    digest = hashlib.sha256(repr(entries).encode()).digest()
+    digests = comm.all_gather_object(digest)
+    if len(set(digests)) == 1:
+        return
+    raise MismatchError(_first_difference(comm.all_gather_object(entries)), everywhere=True)
+
+
+def broadcast_model(model: nn.Module, comm: Communicator) -> None:
+    """Broadcast the parameters and buffers of rank 0 to all ranks. Collective."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        comm.broadcast(tensor)
+
+
+def model_entries(model: nn.Module) -> list[Entry]:
+    """Return the entries that must be equal on all ranks, in order."""
+    rows: list[Entry] = []
+    named: list[tuple[str, str, Any]] = [("parameter", *item) for item in model.named_parameters()]
+    named += [("buffer", *item) for item in model.named_buffers()]
+    for kind, name, tensor in named:
+        rows.append((kind, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad))
+    return rows
+
+
+def _first_difference(everyone: list[list[Entry]]) -> str:
+    for position in range(max(map(len, everyone))):
+        rows = [entries[position] if position < len(entries) else None for entries in everyone]
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                return (
+                    f"the ranks hold different models: rank 0 has {_tell(rows[0])}, "
+                    f"rank {rank} has {_tell(row)} at position {position}; "
+                    "build the same model on every rank, from the same settings"
+                )
+    raise AssertionError("digests differ, entries do not")
+
+
+def _tell(row: Entry | None) -> str:
+    if row is None:
+        return "nothing"
+    kind, name, shape, dtype, trained = row
+    return f"{kind} {name} of shape {shape} and dtype {dtype}{'' if trained or kind == 'buffer' else ', frozen'}"
