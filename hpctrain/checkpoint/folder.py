@@ -95,21 +95,21 @@ def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -
     If the newest checkpoint is damaged, no file is deleted. ``verified`` names a file that was just
     committed and is not verified again.
     """
-    return Keeper(folder, RetentionPolicy(last=count)).tidy(verified=verified)
+    return Retention(folder, RetentionPolicy(last=count)).apply(verified=verified)
 
 
-class Keeper:
+class Retention:
     """Retention: deletes the checkpoints of a folder that a policy does not keep.
 
     The value that selects the best checkpoint is read from the files themselves, so it survives
     every restart. Each file is read once.
     """
 
-    def __init__(self, folder: str | Path, keep: RetentionPolicy) -> None:
-        self.folder, self.keep = Path(folder), keep
+    def __init__(self, folder: str | Path, policy: RetentionPolicy) -> None:
+        self.folder, self.policy = Path(folder), policy
         self._values: dict[tuple[str, int, int], float | None] = {}
 
-    def tidy(self, *, verified: Path | None = None) -> list[Path]:
+    def apply(self, *, verified: Path | None = None) -> list[Path]:
         """Delete the checkpoints that the policy does not keep, and return their paths.
 
         If the newest checkpoint is damaged, no file is deleted. ``verified`` names a file that was
@@ -117,16 +117,18 @@ class Keeper:
         that cannot be read is kept: it may be the best one.
         """
         files = list_checkpoints(self.folder)
-        if len(files) <= self.keep.last:
+        if len(files) <= self.policy.last:
             return []
-        old = superseded(self._candidates(files), self.keep)
-        if not old or not _is_sound(files[-1], verified):
+        old = superseded(self._candidates(files), self.policy)
+        if not old or not _is_valid(files[-1], verified):
             return []
         return [path for one in old if _delete(path := self.folder / one.name)]
 
     def best(self) -> Path | None:
         """Return the checkpoint with the best value; ``None`` if the policy keeps no best or no file has a value."""
-        found = best_of(self._candidates(list_checkpoints(self.folder)), self.keep.which) if self.keep.best else None
+        if not self.policy.best:
+            return None
+        found = best_of(self._candidates(list_checkpoints(self.folder)), self.policy.which)
         return self.folder / found.name if found else None
 
     def _candidates(self, files: list[Path]) -> list[StoredCheckpoint]:
@@ -135,7 +137,7 @@ class Keeper:
             step = layout.step_of(path.name)
             assert step is not None, "only such files are listed"
             try:
-                found.append(StoredCheckpoint(path.name, step, self._value(path) if self.keep.best else None))
+                found.append(StoredCheckpoint(path.name, step, self._value(path) if self.policy.best else None))
             except CheckpointError as error:
                 logger.warning("%s is kept: cannot determine whether it is the best: %s", path, error)
         return found
@@ -149,12 +151,12 @@ class Keeper:
         if identity not in self._values:
             with Reader(path) as reader:
                 logged = reader.values(layout.TRAIN).get(LOGGED, {})
-            value = logged.get(self.keep.best) if isinstance(logged, dict) else None
+            value = logged.get(self.policy.best) if isinstance(logged, dict) else None
             self._values[identity] = value if isinstance(value, float) else None
         return self._values[identity]
 
 
-def _is_sound(newest: Path, verified: Path | None) -> bool:
+def _is_valid(newest: Path, verified: Path | None) -> bool:
     if verified is not None and verified.name == newest.name:
         return True
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hpctrain.comm.agreement import on_first_rank
-from hpctrain.comm.debug import wanted
+from hpctrain.comm.debug import check_enabled
 from hpctrain.comm.device.cuda_aware_probe import TIMEOUT, ProbeResult, probe
 from hpctrain.comm.transport.waiting import timeout_seconds
 from hpctrain.comm.tuning.measure import AlgorithmTimes, measure
@@ -60,7 +60,7 @@ def calibrate(
     ``output`` is the file to write; the default is the file that jobs on this machine read. Raises
     ``UsageError`` before the measurement if this file cannot be written or is not a calibration.
     """
-    if wanted():
+    if check_enabled():
         raise UsageError("HPCTRAIN_CHECK slows every collective: unset it to calibrate", everywhere=True)
     comm = job.comm
     # Checked first: a minute of measuring must not be lost because the folder is not writable.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain import trace
 from hpctrain.checkpoint.folder import list_checkpoints
@@ -20,60 +18,10 @@ from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import TrainState
 from hpctrain.util.retry import patience, retries
 
-
-class FailedSaves:
-    """Number of failed saves, ``total`` and ``in_a_row``; ``logs`` is true on the rank that writes the log."""
-
-    def __init__(self, *, logs: bool) -> None:
-        self.total = self.in_a_row = 0
-        self._logs = logs
-
-    def failed(self, reason: str, step: int, folder: Path, again: int) -> None:
-        """Record that a save into ``folder`` failed after ``step``; the next save is tried after step ``again``."""
-        self.total += 1
-        self.in_a_row += 1
-        if self._logs:
-            count = "" if self.in_a_row == 1 else f" ({self.in_a_row} failures in a row)"
-            logger.warning(
-                "no checkpoint of step %d%s: %s; %s; continuing, the next is tried after step %d",
-                step,
-                count,
-                reason,
-                _newest(folder),
-                again,
-            )
-
-    def succeeded(self, step: int) -> None:
-        """Record a successful save."""
-        if self.in_a_row and self._logs:
-            logger.warning("step %d is saved, after %d failures", step, self.in_a_row)
-        self.in_a_row = 0
-
-
-def _newest(folder: Path) -> str:
-    try:
-        found = list_checkpoints(folder)
-    except CheckpointError as error:
-        return str(error)
-    return f"the newest that exists is {found[-1]}" if found else "there is no earlier one"
-
-
-# Checkpointing of a run: periodic and requested saves, synchronous or in the background, with error handling ----------
-
-
 PAUSES = (0.5, 1.0, 2.0, 4.0, 4.0)  # seconds before a checkpoint is retried after a transient fault
 
 
-@dataclass(frozen=True)
-class _Save:
-    """Checkpoint that is being written."""
-
-    step: int
-    path: Path
-    started: float
-
-
-class Saves:
+class RunCheckpoints:
     """Saves of a run's state; every method except ``close`` is collective.
 
     ``committed`` is the step of the newest checkpoint that this run has written or resumed from.
@@ -81,21 +29,24 @@ class Saves:
     """
 
     def __init__(
-        self, state: TrainState, options: RunOptions, books: RunFolder, timed: Callable[[float], None] = lambda _: None
+        self,
+        state: TrainState,
+        options: RunOptions,
+        run_folder: RunFolder,
+        timed: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._state, self._options, self._books, self._timed = state, options, books, timed
+        self._state, self._options, self._run_folder, self._timed = state, options, run_folder, timed
         self._failures = FailedSaves(logs=state.comm.rank == 0)
         self._saver: Saver | None = None
-        self._pending: _Save | None = None
+        self._pending: tuple[int, float] | None = None  # step of the checkpoint in progress, and its start
         self.check: Callable[[str], None] = lambda when: None  # raises if replicated parameters differ between ranks
         self.committed = 0
-        self._told: tuple[str | None, Mapping[str, Any]] = (None, {})  # arguments of the last checkpoint that was begun
-        self._repeats, self._again = 0, False
+        self._retries, self._retry_later = 0, False
 
     def open(self) -> None:
         """Create the saver; with ``background``, start the writer process."""
         self._saver = Saver(self._state.comm, self._options.storage, background=self._options.background)
-        self._saver.claim = self._books.claim
+        self._saver.claim = self._run_folder.claim
 
     @property
     def busy(self) -> bool:
@@ -103,31 +54,31 @@ class Saves:
         return self._saver is not None and self._saver.busy
 
     @as_parts
-    def now(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
+    def save(self) -> Path:
         """Write the checkpoint of the current step and return when it is complete. Raises ``CheckpointError``."""
-        self.drain()
+        self.wait()
         while True:
             try:
-                path = self._begin(config, provenance)
-                self._wait()
+                path = self._begin()
+                self._complete()
                 return path
             except CheckpointFaultError as error:
                 self._pause(error)
 
     @as_parts
-    def due(self, config: str | None, provenance: Mapping[str, Any]) -> None:
+    def save_due(self) -> None:
         """Write a periodic checkpoint; in the background, return as soon as the state is copied."""
-        self.drain()
-        self._again = False
+        self.wait()
+        self._retry_later = False
         while True:
             try:
-                self._begin(config, provenance)
+                self._begin()
                 if not self._options.background:
-                    self._wait()
+                    self._complete()
                 return
             except CheckpointError as error:
-                if not self._may_repeat(error):
-                    self._bear(error, self._state.step)
+                if not self._may_retry(error):
+                    self._record_failure(error, self._state.step)
                     return
                 self._pause(error)
 
@@ -137,23 +88,23 @@ class Saves:
         if self._pending is not None and self._saver is not None:
             with self._waiting():
                 self._try(self._saver.advance)
-        if self._again:
-            self.due(*self._told)
+        if self._retry_later:
+            self.save_due()
 
-    def drain(self) -> None:
+    def wait(self) -> None:
         """Wait for a pending checkpoint."""
         if self._pending is not None:
-            self._try(self._wait)
+            self._try(self._complete)
 
     @as_parts
-    def finish(self, config: str | None, provenance: Mapping[str, Any], *, moved: bool = False) -> None:
+    def finish(self, *, moved: bool = False) -> None:
         """Save the current step at the end of the run; an error here always raises, because work would be lost.
 
         ``moved`` means that the data position has changed although the step has not.
         """
-        self.drain()
+        self.wait()
         if self._state.step > self.committed or moved:
-            self.now(config, provenance)
+            self.save()
 
     def close(self) -> None:
         """Abandon a pending checkpoint; not collective."""
@@ -161,17 +112,17 @@ class Saves:
             self._saver.close()
         self._saver = self._pending = None
 
-    def _begin(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
+    def _begin(self) -> Path:
         assert self._saver is not None
-        self._told = config, provenance
-        self.check(f"at the checkpoint of step {self._state.step}")
-        save = _Save(self._state.step, self._state.path(self._state.step), time.monotonic())
-        with self._waiting(step=save.step):
-            self._state.save(self._saver, save.path, config=config, provenance=provenance)
-        self._pending = save
-        return save.path
+        step, started = self._state.step, time.monotonic()
+        self.check(f"at the checkpoint of step {step}")
+        with self._waiting(step=step), self._state.consensus_view():
+            request = self._state.save_request()
+            self._saver.start(request)
+        self._pending = step, started
+        return request.path
 
-    def _wait(self) -> None:
+    def _complete(self) -> None:
         assert self._saver is not None
         try:
             with self._waiting():
@@ -189,58 +140,95 @@ class Saves:
             with trace.span("checkpoint", **facts):
                 yield
         finally:
-            self._books.waited(time.monotonic() - began)
+            self._run_folder.waited(time.monotonic() - began)
 
-    def _try(self, move: Any) -> None:
+    def _try(self, action: Callable[[], None]) -> None:
         """Advance a pending checkpoint; if the run may continue without it, record the failure."""
         assert self._saver is not None and self._pending is not None
-        step = self._pending.step
+        step, _ = self._pending
         try:
-            move()
+            action()
         except CheckpointError as error:
             self._pending = None
-            if self._may_repeat(error):
+            if self._may_retry(error):
                 self._pause(error)
-                self._again = True  # the state of that step is gone: the next step is saved instead
+                self._retry_later = True  # the state of that step is gone: the next step is saved instead
             else:
-                self._bear(error, step)
+                self._record_failure(error, step)
             return
         self._note_commit()
 
     def _note_commit(self) -> None:
         if self._pending is None or (self._saver is not None and self._saver.pending):
             return
-        save, self._pending = self._pending, None
-        self.committed = save.step
-        self._repeats = 0
-        self._failures.succeeded(save.step)
-        seconds = time.monotonic() - save.started
+        (step, started), self._pending = self._pending, None
+        self.committed = step
+        self._retries = 0
+        self._failures.succeeded(step)
+        seconds = time.monotonic() - started
         self._timed(seconds)
-        self._books.saved(save.step, seconds)
+        self._run_folder.saved(step, seconds)
         if self._state.comm.rank == 0:
-            self._state.tidy(save.path)
+            self._state.delete_superseded(self._state.path(step))
 
-    def _may_repeat(self, error: CheckpointError) -> bool:
+    def _may_retry(self, error: CheckpointError) -> bool:
         """Return, with the same result on all ranks, whether to retry after a transient fault."""
         tries = len(PAUSES) if patience() else 0
-        return isinstance(error, CheckpointFaultError) and error.everywhere and self._repeats < tries
+        return isinstance(error, CheckpointFaultError) and error.everywhere and self._retries < tries
 
     def _pause(self, error: CheckpointError) -> None:
         """Wait before the next try; raise the error if no tries are left."""
-        if not self._may_repeat(error):
+        if not self._may_retry(error):
             raise error
-        pause = min(PAUSES[self._repeats], patience())
-        self._repeats += 1
+        pause = min(PAUSES[self._retries], patience())
+        self._retries += 1
         if self._state.comm.rank == 0:
             retries.note(str(error), pause)
             logger.warning("%s; trying again in %g s", error, pause)
         time.sleep(pause)
 
-    def _bear(self, error: CheckpointError, step: int) -> None:
+    def _record_failure(self, error: CheckpointError, step: int) -> None:
         """Record a failed periodic save and continue; raise an error that this rank alone has met."""
         if self._options.on_error == "stop" or not error.everywhere:
             raise error
         every, last = self._options.every, self._options.steps
-        again = (self._state.step // every + 1) * every
-        self._failures.failed(str(error), step, self._state.folder, min(again, last or again))
-        self._books.failed_save(step, str(error), self._failures.total)
+        next_step = (self._state.step // every + 1) * every
+        self._failures.failed(str(error), step, self._state.folder, min(next_step, last or next_step))
+        self._run_folder.failed_save(step, str(error), self._failures.total)
+
+
+class FailedSaves:
+    """Number of failed saves, ``total`` and ``in_a_row``; ``logs`` is true on the rank that writes the log."""
+
+    def __init__(self, *, logs: bool) -> None:
+        self.total = self.in_a_row = 0
+        self._logs = logs
+
+    def failed(self, reason: str, step: int, folder: Path, next_step: int) -> None:
+        """Record that a save into ``folder`` failed after ``step``; the next save is tried after ``next_step``."""
+        self.total += 1
+        self.in_a_row += 1
+        if self._logs:
+            count = "" if self.in_a_row == 1 else f" ({self.in_a_row} failures in a row)"
+            logger.warning(
+                "no checkpoint of step %d%s: %s; %s; continuing, the next is tried after step %d",
+                step,
+                count,
+                reason,
+                _newest(folder),
+                next_step,
+            )
+
+    def succeeded(self, step: int) -> None:
+        """Record a successful save."""
+        if self.in_a_row and self._logs:
+            logger.warning("step %d is saved, after %d failures", step, self.in_a_row)
+        self.in_a_row = 0
+
+
+def _newest(folder: Path) -> str:
+    try:
+        found = list_checkpoints(folder)
+    except CheckpointError as error:
+        return str(error)
+    return f"the newest that exists is {found[-1]}" if found else "there is no earlier one"

@@ -1,7 +1,7 @@
 """Checks of a run's first step for mistakes that train a wrong model without raising an error.
 
 Each rank records its first forward and backward passes. The records are gathered once, before the
-first update. The parameters are compared once, after the update. Later steps have no overhead.
+first update. Later steps have no overhead. ``updates.ReplicaChecks`` compares the parameters after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -51,7 +50,6 @@ LOSSES = (
 BY_CLASS = ("cross_entropy", "nll_loss")  # the mean of these is over the targets, weighted by the class weights
 NAMED = 4  # parameters that a message lists
 WRITE = "write loss = run.backward(batch, compute) with compute(batch) returning"
-WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes; the widest is summed fastest
 
 
 @dataclass
@@ -70,8 +68,8 @@ class FirstStepChecks:
     if the caller requested the same batches on all ranks, None if the loader is used unchanged.
     ``loader`` is the loader's name in messages.
 
-    Call ``check_held`` and ``attach`` before the loop, ``before_update`` and ``compare_copies``
-    around the first update, and ``close`` in any case.
+    Call ``check_optimizers`` and ``attach`` before the loop, ``before_update`` before the first
+    update, and ``close`` in any case.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class FirstStepChecks:
 
     # Before the loop --------------------------------------------------------------------------------------------------
 
-    def check_held(self) -> None:
+    def check_optimizers(self) -> None:
         """Raise ``UsageError`` if a strategy lacks trainable parameters; warn if no optimizer has them."""
         groups = [group for one in self._optimizers.values() for group in one.param_groups]
         updated = {id(parameter) for group in groups for parameter in group["params"]}
@@ -225,9 +223,9 @@ class FirstStepChecks:
             first, other = replicas.setdefault(number, (rank, digest))
             if other != digest:
                 raise MismatchError(
-                    f"inputs of {_name(key)} in the first step: ranks {first} and {rank} got different ones; ranks "
-                    "that hold parts of one replica (parallel.tensor, parallel.pipe) need the same samples; give the "
-                    "loader strategy.data.rank and strategy.data.size, or pass the DataLoader itself to job.run",
+                    f"inputs of {model_name(key)} in the first step: ranks {first} and {rank} got different ones; "
+                    "ranks that hold parts of one replica (parallel.tensor, parallel.pipe) need the same samples; give "
+                    "the loader strategy.data.rank and strategy.data.size, or pass the DataLoader itself to job.run",
                     everywhere=True,
                 )
         alike: dict[int, list[int]] = {}
@@ -243,69 +241,11 @@ class FirstStepChecks:
         logger.warning(
             "inputs of %s in the first step: data ranks %s got the same ones from %s, so they train on the data of "
             "one rank; %s",
-            _name(key),
+            model_name(key),
             ", ".join(map(str, same)),
             self._loader,
             advice,
         )
-
-    def compare_copies(self, when: str) -> None:
-        """Compare parameters that are replicated on several ranks. Collective.
-
-        Raises ``MismatchError`` on all ranks if any bit differs.
-        """
-        if not self._compares:
-            return
-        differences = [self._difference(key, model, when) for key, model in self._models.items()]
-        own = next((each for each in differences if each), "")
-        found = next((each for each in self._comm.all_gather_object(own) if each), "")
-        if found:
-            raise MismatchError(found, everywhere=True)
-
-    @torch.no_grad()
-    def warn_of_buffers(self) -> None:
-        """Warn of buffers that differ between data ranks after the first step. Collective."""
-        if not self._compares:
-            return
-        for key, model in self._models.items():
-            named = dict(model.named_modules(remove_duplicate=False))
-            sums = {
-                name: _sum_of_bits(buffer)
-                for name, buffer in model.named_buffers()
-                if not isinstance(named[name.rpartition(".")[0]], _BatchNorm)
-            }
-            data = self._strategies[key].data
-            everyone = data.all_gather_object(sums)
-            own = [name for name in sums if any(other.get(name) != sums[name] for other in everyone)]
-            differ = list(dict.fromkeys(name for names in self._comm.all_gather_object(own) for name in names))
-            if differ and self._comm.rank == 0:
-                logger.warning(
-                    "buffers %s%s of %s after the first step: each data rank has different values, from its own "
-                    "samples or random numbers, and those of rank 0 are kept; one process would compute them from all "
-                    "samples; average them over the ranks in the model's forward (comm.all_reduce), or use batch norms",
-                    ", ".join(differ[:4]),
-                    ", ..." if len(differ) > 4 else "",
-                    _name(key),
-                )
-
-    @torch.no_grad()
-    def _difference(self, key: str, model: nn.Module, when: str) -> str:
-        """Return a message about the first parameter whose replicas differ; empty if all are equal."""
-        copies = self._strategies[key].copies
-        if copies is None or copies.size == 1:
-            return ""
-        sums = {name: _sum_of_bits(parameter) for name, parameter in model.named_parameters()}
-        everyone = copies.all_gather_object((self._comm.rank, sums))
-        first, expected = everyone[0]
-        for name in expected:
-            for rank, other in everyone:
-                if other.get(name) != expected[name]:
-                    return (
-                        f"parameter {name} of {_name(key)} {when}: rank {rank} holds other values than rank {first}; "
-                        "data-parallel ranks must make the same update; look for values computed from one "
-                        "rank's samples or random numbers (clipping, noise, a learning rate, values set by hand)"
-                    )
-        return ""
 
 
 @contextmanager
@@ -349,7 +289,8 @@ def _not_over_samples(name: str, given: Mapping[str, Any]) -> str:
     return ""
 
 
-def _name(key: str) -> str:
+def model_name(key: str) -> str:
+    """Return how messages call the model with a key."""
     return f"model {key!r}" if key else "the model"
 
 
@@ -383,19 +324,12 @@ def _digest(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
         if tensor.layout is torch.strided:
-            digest = zlib.crc32(_flat(tensor).cpu().view(torch.uint8).numpy().data, digest)
+            digest = zlib.crc32(flat_elements(tensor).cpu().view(torch.uint8).numpy().data, digest)
     return digest
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of the elements as integers: one pass over memory on the tensor's own device."""
-    flat = _flat(tensor)
-    start, size = flat.storage_offset() * flat.element_size(), flat.nbytes
-    width = next(width for width in WHOLE if start % width == 0 and size % width == 0)
-    return int(flat.view(WHOLE[width]).sum(dtype=torch.int64))
-
-
-def _flat(tensor: Tensor) -> Tensor:
+def flat_elements(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as one contiguous row of real numbers."""
     plain = tensor.detach()
     return (torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain).contiguous().reshape(-1)
 

@@ -28,9 +28,10 @@ from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.hooks import plain_module
 from hpctrain.plain_tensors import as_parts
+from hpctrain.train.accumulate import Compute
 from hpctrain.train.async_control import check_call, exchange_for, meet
-from hpctrain.train.backward import Backward, Compute
-from hpctrain.train.checkpointing import Saves
+from hpctrain.train.backward import Backward
+from hpctrain.train.checkpointing import RunCheckpoints
 from hpctrain.train.control import StopSaveFlags, install, starting
 from hpctrain.train.evaluation import Evaluation, Measure
 from hpctrain.train.feed import FeedPart, StatefulFeed
@@ -107,7 +108,9 @@ class Run:
         self._progress: Progress | None = None
         self._books = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._books)
-        self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
+        self._checkpoints = RunCheckpoints(
+            self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds)
+        )
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, self._meet)
         self._has_saved = False
         self.checks = self._updates.checks = FirstStepChecks(
@@ -119,7 +122,7 @@ class Run:
             loader=f"the {type(loader).__name__}",
         )
         self.checks.compiled = any(given[key] is not one for key, one in named.items())
-        self._saves.check = self.checks.compare_copies
+        self._checkpoints.check = self._updates.replicas.compare
         self._loop = self._make_loop()
         self._backward = Backward(self)
         self._evaluation = Evaluation(job.comm, self.strategies, self.streams)
@@ -131,11 +134,11 @@ class Run:
             metrics=self._figures,
             save=self._save,
             save_due=self._save_due,
-            advance=self._saves.advance,
+            advance=self._checkpoints.advance,
             saved=self._stops.saved,
             look=self._stops.look,
             reason=lambda: self._stops.reason,
-            busy=lambda: self._saves.busy,
+            busy=lambda: self._checkpoints.busy,
             timed=lambda seconds: self._stops.governor.step(seconds),
             go_back=self._go_back,
             meet=self._meet,
@@ -315,20 +318,21 @@ class Run:
     def _open(self) -> None:
         comm, opening = self.job.comm, self._opening
         opening.agree_on_seed()
-        agreed(comm, self.checks.check_held)
+        agreed(comm, self.checks.check_optimizers)
         self.provenance |= opening.start_from_another()
         self.state.find_schedulers()
         self.state.check_storable()
         on_first_rank(comm, opening.take_folder)
         try:
             self.provenance = opening.resume(self.config, self.provenance)
+            self.state.config, self.state.provenance = self.config, self.provenance
             on_first_rank(comm, lambda: opening.open_books(self._stops, self.config, self.provenance))
-            self._saves.committed = self.step
-            agreed(comm, self._saves.open)
+            self._checkpoints.committed = self.step
+            agreed(comm, self._checkpoints.open)
             self.stop_request.raise_lost_interrupt()
         except BaseException:
             try:
-                self._saves.close()
+                self._checkpoints.close()
             finally:
                 self._books.close("failed", self.step, None)
             raise
@@ -375,11 +379,11 @@ class Run:
 
     def _save(self) -> Path:
         self._find_late_schedulers()
-        return self._saves.now(self.config, self.provenance)
+        return self._checkpoints.save()
 
     def _save_due(self) -> None:
         self._find_late_schedulers()
-        self._saves.due(self.config, self.provenance)
+        self._checkpoints.save_due()
 
     def _find_late_schedulers(self) -> None:
         """Search again for schedulers before the first save: some are created after the run has started."""
@@ -392,12 +396,12 @@ class Run:
         """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
         for health in self._updates.healths.values():
             health.wants_rollback = False
-        self._saves.drain()
+        self._checkpoints.wait()
         found = self.state.find(strict=self.options.strict)
         if found is None:
             raise NonFiniteError("there is no checkpoint to roll back to yet", everywhere=True)
         self.state.restore(found, rewind_data=False)
-        self._saves.committed = self.step
+        self._checkpoints.committed = self.step
         self._books.rewind(self.step)
 
     # Leaving ----------------------------------------------------------------------------------------------------------
@@ -415,7 +419,7 @@ class Run:
                     strategy.drain()
                 moved = self._loop.in_epochs and self._feed_part.has_moved
                 self._find_late_schedulers()
-                self._saves.finish(self.config, self.provenance, moved=moved)
+                self._checkpoints.finish(moved=moved)
                 for strategy in self.strategies.values():
                     strategy.conclude()
                 self._tracing.close()
@@ -433,7 +437,7 @@ class Run:
         try:
             if error is not None:
                 self._loop.abandon()
-            self._saves.close()
+            self._checkpoints.close()
         finally:
             self._give_back(error)
 

@@ -17,14 +17,14 @@ from torch import nn
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
+from hpctrain.checkpoint.content import SaveRequest
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.integrity import crc32
 from hpctrain.checkpoint.format.layout import group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.local_state import Models, by_key
-from hpctrain.checkpoint.retention import RetentionPolicy
-from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.restore import Loaded, load, load_rank_local
+from hpctrain.checkpoint.retention import RetentionPolicy
 from hpctrain.checkpoint.states import Leaf, pack_states, to_numpy
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
@@ -79,7 +79,7 @@ class TrainState:
         self.found_scaler = False  # whether a GradScaler was found, not passed by the program
         self.changed: list[str] = []  # hyperparameters that the last restore has overwritten, one line each
         self.folder = folder
-        self.keeper = files.Keeper(folder, keep)
+        self.retention = files.Retention(folder, keep)
         self.step = 0
         self.batches = 0  # consumed from the loader; more than the steps if a rollback skipped some
         self.tokens = 0
@@ -87,7 +87,9 @@ class TrainState:
         self.logged: dict[str, float] = {}  # in the current step, by name
         self.capture: Callable[[], Mapping[str, Any]] = rng.capture_rng  # returns the generator states to save
         self.stopped: str | None = None  # why the program has ended the run for good
-        self._unjudged = False  # whether a warning about a checkpoint that cannot be the best was logged
+        self.config: str | None = None  # text to store with each checkpoint
+        self.provenance: Mapping[str, Any] = {}  # facts to store with each checkpoint
+        self._warned = False  # whether a warning about a checkpoint that cannot be the best was logged
 
     @property
     def model(self) -> nn.Module:
@@ -122,9 +124,17 @@ class TrainState:
             if name not in NOT_JUDGED and isinstance(value, (int, float)) and math.isfinite(value)
         }
 
-    def save(self, saver: Saver, path: Path, *, config: str | None, provenance: Mapping[str, Any]) -> None:
-        """Save the current step. Collective."""
-        self._judge()
+    @contextmanager
+    def consensus_view(self) -> Iterator[None]:
+        """Show the parameters that a checkpoint stores, which asynchronous strategies do not train on. Collective."""
+        with ExitStack() as views:
+            for strategy in self.strategies.values():
+                views.enter_context(strategy.consensus_view())
+            yield
+
+    def save_request(self, path: Path | None = None) -> SaveRequest:
+        """Return the request to save the current step, in its ``consensus_view``; ``path`` is that of its file."""
+        self._warn_if_unrated()
         train = {
             "step": self.step,
             "batches": self.batches,
@@ -134,22 +144,19 @@ class TrainState:
             files.LOGGED: self.logged,
             **({} if self.stopped is None else {STOPPED: self.stopped}),
         }
-        if self.keeper.keep.best:
-            train |= {files.KEEP_BEST: self.keeper.keep.best, files.BEST: self.keeper.keep.which}
-        with ExitStack() as meetings:
-            for strategy in self.strategies.values():
-                meetings.enter_context(strategy.consensus_view())
-            saver.save(
-                path,
-                model=self.models,
-                optimizer=self.optimizers,
-                train=train,
-                rng=self.capture(),
-                config=config,
-                provenance=provenance,
-                split=self.splits,
-                own=self._own(),
-            )
+        policy = self.retention.policy
+        if policy.best:
+            train |= {files.KEEP_BEST: policy.best, files.BEST: policy.which}
+        return SaveRequest(
+            path or self.path(self.step),
+            agreed(self.comm, lambda: Models.of(self.models, self.splits)),
+            self.optimizers,
+            train=train,
+            rng=self.capture(),
+            config=self.config,
+            provenance=self.provenance,
+            rank_local=self._rank_local_state(),
+        )
 
     def find_schedulers(self) -> list[str]:
         """Add learning-rate schedulers that the program did not pass to the saved states; return their names.
@@ -219,26 +226,26 @@ class TrainState:
 
     def keep_best(self) -> None:
         """Keep the checkpoint with the best value given to ``run.save(best=...)``."""
-        if not self.keeper.keep.best:
-            self.keeper.keep = replace(self.keeper.keep, best=SAVED_FOR)
+        if not self.retention.policy.best:
+            self.retention.policy = replace(self.retention.policy, best=SAVED_FOR)
 
-    def _judge(self) -> None:
+    def _warn_if_unrated(self) -> None:
         """Warn once on rank 0 if the metric that selects the best checkpoint was not logged in this step."""
-        name = self.keeper.keep.best
+        name = self.retention.policy.best
         if name == SAVED_FOR:
             return  # given for some checkpoints only
-        if name and name not in self.logged and not self._unjudged and self.comm.rank == 0:
-            self._unjudged = True
+        if name and name not in self.logged and not self._warned and self.comm.rank == 0:
+            self._warned = True
             logger.warning(
                 "step %d logged no finite number called %s: its checkpoint cannot become the best",
                 self.step,
                 name,
             )
 
-    def tidy(self, written: Path) -> None:
+    def delete_superseded(self, written: Path) -> None:
         """Delete old checkpoints; an unreadable folder logs a warning and does not end the run."""
         try:
-            self.keeper.tidy(verified=written)
+            self.retention.apply(verified=written)
         except CheckpointError as error:
             logger.warning("older checkpoints are kept: %s", error)
 
@@ -251,7 +258,7 @@ class TrainState:
         """Return on all ranks the newest valid checkpoint that rank 0 sees."""
         return on_first_rank(self.comm, lambda: files.newest_valid(self.folder, strict=strict))
 
-    def _own(self) -> dict[str, torch.Tensor]:
+    def _rank_local_state(self) -> dict[str, torch.Tensor]:
         """Return the rank-local state of this rank; if there are several models, names begin with the model's key."""
         found: dict[str, torch.Tensor] = {}
         for key, strategy in self.strategies.items():
@@ -273,9 +280,9 @@ class TrainState:
             )
         return found[0]
 
-    def _restore_own(self, path: Path) -> None:
+    def _restore_rank_local(self, path: Path) -> None:
         """Restore the rank-local states if the same number of ranks has saved them."""
-        own = self._own()
+        own = self._rank_local_state()
         if own and not load_rank_local(path, own, comm=self.comm) and self.comm.rank == 0:
             logger.warning("%s has no state of these workers: all start from the center", path)
 
@@ -296,7 +303,7 @@ class TrainState:
         loaded = load(path, model=self.models, optimizer=self.optimizers, comm=self.comm, split=self.splits)
         for strategy in self.strategies.values():
             strategy.refresh()
-        self._restore_own(path)
+        self._restore_rank_local(path)
         train = loaded.train
         with _plain_values(path):
             states = dict(train.get("states", {}))
@@ -320,7 +327,7 @@ class TrainState:
         for strategy in self.strategies.values():
             strategy.agree_on_generators()
         self.step = loaded.step
-        if train.get(files.KEEP_BEST) == SAVED_FOR and not self.keeper.keep.best:
+        if train.get(files.KEEP_BEST) == SAVED_FOR and not self.retention.policy.best:
             self.keep_best()  # as the program requested by run.save(best=...)
         stopped = train.get(STOPPED)
         self.stopped = None if stopped is None else str(stopped)

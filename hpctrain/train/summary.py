@@ -69,7 +69,7 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
         print(printable_lines("\n".join(f"    {line}" for line in text.splitlines())))
         print()
     print(printable_lines(f"run folder       {run.folder}"))
-    best = run.state.keeper.best()
+    best = run.state.retention.best()
     if best is not None:
         print(printable_lines(f"best checkpoint  {best} (by {run.options.keep_best})"))
     took = render.summary(run.folder)

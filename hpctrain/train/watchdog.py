@@ -168,16 +168,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY):
-            seconds, operation, number = waiting.seconds, waiting.operation, waiting.entered
+            seconds, operation, number = waiting.seconds, waiting.operation, waiting.count
             alone = stop_request.alone()
             if self._vitals is not None:
                 self._vitals.beat(operation, seconds)
-                if self._vitals.stacks_wanted():
+                if self._vitals.stacks_requested():
                     self._print_stacks()
             if seconds < PATIENCE:
                 continue
-            left = self._farewell.who_left() if self._farewell is not None else []
-            if waiting.entered != number or not waiting.operation:
+            left = self._farewell.ranks_that_left() if self._farewell is not None else []
+            if waiting.count != number or not waiting.operation:
                 continue
             if alone > ALONE:
                 why = f"a rank has died (SIGTERM without SIGUSR1, {ASKED_BY}), this one waits in {operation}"
@@ -192,19 +192,19 @@ class Watchdog:
 
     def _others(self) -> str:
         """Describe the late ranks, or all ranks if all wait: they may be in different collectives."""
-        vitals = self._vitals.look() if self._vitals is not None else []
+        vitals = self._vitals.read_all() if self._vitals is not None else []
         return "".join(f"; {vital}" for vital in ([vital for vital in vitals if vital.late] or vitals))
 
     def _elsewhere(self, own: str) -> str:
         """Describe what other ranks of the node wait in, unless this rank's error names the same operation."""
-        vitals = self._vitals.look() if self._vitals is not None else []
+        vitals = self._vitals.read_all() if self._vitals is not None else []
         others = [one for one in vitals if one.rank != self._transport.rank and one.operation]
         found = [one for one in others if not own.startswith(one.operation)]
         return "".join(f"; {vital}" for vital in found[:MOST])
 
     def _collect_stacks(self) -> None:
         if self._vitals is not None:
-            self._vitals.ask_for_stacks()
+            self._vitals.request_stacks()
         self._print_stacks()
         time.sleep(2 * LOOK_EVERY)  # the watchdogs of the other ranks check within this time
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import save
-from hpctrain.checkpoint.folder import LOGGED, Keeper, list_checkpoints
+from hpctrain.checkpoint.folder import LOGGED, Retention, list_checkpoints
 from hpctrain.checkpoint.format.layout import step_file
 from hpctrain.checkpoint.retention import RetentionPolicy, StoredCheckpoint, best_of, superseded
 from hpctrain.errors import UsageError
@@ -119,13 +119,13 @@ def present(folder: Path) -> list[int]:
 def test_the_best_checkpoint_is_read_from_the_files(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 0.5), (3, 2.0), (4, 2.5)):
         write(tmp_path, step, {"loss": loss, "accuracy": -loss})
-        Keeper(tmp_path, RetentionPolicy(last=1, best="loss")).tidy()  # as after a restart: no state in memory
+        Retention(tmp_path, RetentionPolicy(last=1, best="loss")).apply()  # as after a restart: no state in memory
     assert present(tmp_path) == [2, 4]
-    assert Keeper(tmp_path, RetentionPolicy(best="loss")).best() == tmp_path / step_file(2)
-    assert Keeper(tmp_path, RetentionPolicy(best="accuracy", which="highest")).best() == tmp_path / step_file(2)
+    assert Retention(tmp_path, RetentionPolicy(best="loss")).best() == tmp_path / step_file(2)
+    assert Retention(tmp_path, RetentionPolicy(best="accuracy", which="highest")).best() == tmp_path / step_file(2)
     assert (
-        Keeper(tmp_path, RetentionPolicy(best="other")).best() is None
-        and Keeper(tmp_path, RetentionPolicy()).best() is None
+        Retention(tmp_path, RetentionPolicy(best="other")).best() is None
+        and Retention(tmp_path, RetentionPolicy()).best() is None
     )
 
 
@@ -135,8 +135,8 @@ def test_files_without_the_value_are_treated_as_ordinary_files(tmp_path: Path, l
     write(tmp_path, 2, {"loss": 9.0})
     write(tmp_path, 3, logged)
     write(tmp_path, 4, {"loss": 9.5})
-    keeper = Keeper(tmp_path, RetentionPolicy(last=1, best="loss"))
-    assert [path.name for path in keeper.tidy()] == [step_file(1), step_file(3)] and present(tmp_path) == [2, 4]
+    retention = Retention(tmp_path, RetentionPolicy(last=1, best="loss"))
+    assert [path.name for path in retention.apply()] == [step_file(1), step_file(3)] and present(tmp_path) == [2, 4]
 
 
 def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,22 +149,22 @@ def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return reader(path)
 
     monkeypatch.setattr(folder, "Reader", counting)
-    keeper = Keeper(tmp_path, RetentionPolicy(last=1, every=1, best="loss"))
+    retention = Retention(tmp_path, RetentionPolicy(last=1, every=1, best="loss"))
     for step in range(1, 6):
-        keeper.tidy(verified=write(tmp_path, step, {"loss": float(step)}))
+        retention.apply(verified=write(tmp_path, step, {"loss": float(step)}))
     assert sorted(opened) == [step_file(step) for step in range(1, 6)]
     write(tmp_path, 3, {"loss": 0.0})  # another file of the same name, as after a rollback
-    assert keeper.best() == tmp_path / step_file(3)
+    assert retention.best() == tmp_path / step_file(3)
 
 
 def test_an_unreadable_file_is_kept_if_it_may_be_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in range(1, 5):
         write(tmp_path, step, {"loss": float(step)})
     (tmp_path / step_file(1)).write_bytes(b"torn")
-    Keeper(tmp_path, RetentionPolicy(last=1, best="loss")).tidy()
+    Retention(tmp_path, RetentionPolicy(last=1, best="loss")).apply()
     assert present(tmp_path) == [1, 2, 4]
     assert f"{step_file(1)} is kept: cannot determine whether it is the best" in caplog.text
-    Keeper(tmp_path, RetentionPolicy(last=1)).tidy()
+    Retention(tmp_path, RetentionPolicy(last=1)).apply()
     assert present(tmp_path) == [4]
 
 
@@ -176,5 +176,5 @@ def test_no_file_is_deleted_while_the_newest_is_damaged(tmp_path: Path, caplog: 
     data[100] ^= 1
     newest.write_bytes(data)
     for keep in (RetentionPolicy(last=1), RetentionPolicy(last=1, best="loss"), RetentionPolicy(last=1, every=2)):
-        assert Keeper(tmp_path, keep).tidy() == []
+        assert Retention(tmp_path, keep).apply() == []
     assert present(tmp_path) == [1, 2, 3, 4] and "older checkpoints are kept: the newest is not valid" in caplog.text

@@ -17,6 +17,7 @@ from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach
 from hpctrain.train.first_step import LOSSES, FirstStepChecks
+from hpctrain.train.updates import ReplicaChecks
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -66,18 +67,19 @@ class Step:
     strategy: Any
     optimizer: torch.optim.Optimizer
     checks: FirstStepChecks
+    replicas: ReplicaChecks
 
     def run(self, inputs: Any, loss: Callable[[Tensor], Tensor] | None = None) -> None:
         """Run the first step with all checks."""
-        self.checks.check_held()
+        self.checks.check_optimizers()
         self.checks.attach()
         try:
             outputs = self.model(inputs)
             (loss(outputs) if loss else outputs.square().mean()).backward()
             self.checks.before_update()
             self.optimizer.step()
-            self.checks.compare_copies("after the first update")
-            self.checks.warn_of_buffers()
+            self.replicas.compare("after the first update")
+            self.replicas.warn_of_buffers()
         finally:
             self.checks.close()
 
@@ -88,7 +90,7 @@ def make(comm: Any, splits: bool | None = None, model: nn.Module | None = None, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     models, strategies, optimizers = {"model": model}, {"model": strategy}, {"optimizer": optimizer}
     checks = FirstStepChecks(comm, models, strategies, optimizers, splits, loader="DataLoader")
-    return Step(comm, model, strategy, optimizer, checks)
+    return Step(comm, model, strategy, optimizer, checks, ReplicaChecks(comm, models, strategies))
 
 
 def samples(number: int, count: int = 3) -> Tensor:
@@ -101,21 +103,21 @@ def samples(number: int, count: int = 3) -> Tensor:
 @pytest.mark.parametrize("data", ["ddp", "zero1"])
 def test_parameters_made_after_wrap_are_refused(comm: Any, data: str) -> None:
     step = make(comm, data=data)
-    step.checks.check_held()
+    step.checks.check_optimizers()
     step.model.last = nn.Linear(8, WIDTH)
     with pytest.raises(UsageError, match=r"^parameters that are not .*: last\.weight, last\.bias; .*before job\.wrap$"):
-        step.checks.check_held()
+        step.checks.check_optimizers()
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp", "easgd"])
 def test_parameters_of_every_strategy_are_known(comm: Any, data: str, lines: list[str]) -> None:
     step = make(comm, data=data)
-    step.checks.check_held()
+    step.checks.check_optimizers()
     assert not lines
     step.model.more = nn.Parameter(torch.ones(3))
     with pytest.raises(UsageError, match="wrapped model: more; "):
-        step.checks.check_held()
+        step.checks.check_optimizers()
     step.strategy.detach()
 
 
@@ -124,28 +126,28 @@ def test_parameters_unfrozen_after_wrap_are_adopted_by_ddp(comm: Any) -> None:
     model.first.requires_grad_(False)
     step = make(comm, model=model)
     model.first.bias.requires_grad_(True)
-    step.checks.check_held()
+    step.checks.check_optimizers()
 
 
 def test_shards_unfrozen_after_wrap_are_refused(comm: Any) -> None:
     model = Net()
     model.first.requires_grad_(False)
     step = make(comm, model=model, data="zero1", mixed_precision="bfloat16")  # which shards even on one rank
-    step.checks.check_held()
+    step.checks.check_optimizers()
     model.first.bias.requires_grad_(True)
     with pytest.raises(UsageError, match=r"wrapped model: first\.bias; "):
-        step.checks.check_held()
+        step.checks.check_optimizers()
 
 
 def test_parameters_in_no_optimizer_are_warned_about(comm: Any, lines: list[str]) -> None:
     step = make(comm)
     step.checks._optimizers = {"optimizer": torch.optim.SGD([step.model.first.weight], lr=0.1)}
-    step.checks.check_held()
+    step.checks.check_optimizers()
     (line,) = lines
     assert line.startswith("parameters in no optimizer: first.bias, last.weight, last.bias; ")
     step.model.last.requires_grad_(False)
     step.model.first.bias.requires_grad_(False)
-    step.checks.check_held()
+    step.checks.check_optimizers()
     assert len(lines) == 1
 
 
@@ -296,7 +298,7 @@ def test_copies_that_differ_are_refused_on_all_ranks(comm: Any) -> None:
         step.model.last.bias[1] += 1e-6 * (comm.rank == comm.size - 1)
     said = rf"^parameter last\.bias of model 'model' after the first update: rank {comm.size - 1} .* than rank 0; "
     with pytest.raises(MismatchError, match=said) as raised:
-        step.checks.compare_copies("after the first update")
+        step.replicas.compare("after the first update")
     assert raised.value.everywhere
 
 
@@ -314,7 +316,7 @@ def test_copies_are_compared_along_the_data_axis_of_a_mesh(comm: Any) -> None:
     with torch.no_grad():
         step.model.first.weight[0, 0] += 1.0 * (comm.rank == 2)
     with pytest.raises(MismatchError, match=r"parameter first\.weight .*: rank 2 holds other values than rank 0; "):
-        step.checks.compare_copies("after the first update")
+        step.replicas.compare("after the first update")
 
 
 @pytest.mark.ranks
@@ -322,7 +324,7 @@ def test_asynchronous_ranks_do_not_wait_for_each_other(comm: Any, lines: list[st
     step = make(comm, data="hogwild")
     with comm.recording() as recorder:
         step.checks.before_update()
-        step.checks.compare_copies("after the first update")
+        step.replicas.compare("after the first update")
     assert not recorder.calls and not lines
     step.strategy.detach()
 

@@ -102,7 +102,7 @@ def write(job: Any, of: TrainState) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     job.comm.barrier()
     with Saver(job.comm) as saver:
-        of.save(saver, path, config=None, provenance={})
+        saver.start(of.save_request(path))
     return path
 
 

@@ -31,7 +31,7 @@ def test_a_run_with_background_saves_resumes_bit_for_bit(job: Any, shared_tmp_pa
 
     def stop(step: int, batch: torch.Tensor) -> None:
         if step == 7:
-            first.run._saves.drain()
+            first.run._checkpoints.wait()
             raise Stop
 
     first = Training(job, halting, make_batches(STEPS), steps=STEPS, every=2, background=True)
@@ -85,11 +85,11 @@ def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path,
 
     def kill(step: int, batch: torch.Tensor) -> None:
         where.append(step)
-        worker = training.run._saves._saver._writer
-        assert isinstance(worker, BackgroundWriter)
+        writer = training.run._checkpoints._saver._writer
+        assert isinstance(writer, BackgroundWriter)
         if step == 3 and job.rank == job.size - 1:
-            worker._process.kill()
-            worker._process.wait()
+            writer._process.kill()
+            writer._process.wait()
 
     options = {"steps": STEPS, "every": 2, "background": True, "on_error": on_error}
     training = Training(job, shared_tmp_path, make_batches(STEPS), **options)

@@ -135,7 +135,7 @@ class Program:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.job.comm.barrier()
         with Saver(self.job.comm) as saver:
-            self.state.save(saver, path, config=None, provenance={})
+            saver.start(self.state.save_request(path))
         return path
 
 

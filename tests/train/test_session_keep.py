@@ -115,7 +115,7 @@ def test_a_save_after_a_resume_keeps_its_logged_value(job: Any, tmp_path: Path) 
     again = Training(job, tmp_path, make_batches(9), keep_best="score")
     with again.run as run:
         run.save()
-    assert run.state.keeper.best() == tmp_path / "checkpoints/step_00000006.h5"
+    assert run.state.retention.best() == tmp_path / "checkpoints/step_00000006.h5"
     assert run.state.logged["score"] == SCORES[8]
 
 
