@@ -10,14 +10,14 @@ from hpctrain import errors
 T = TypeVar("T")
 
 
-class Gathers(Protocol):
+class ObjectGatherer(Protocol):
     """Part of a communicator's interface that this module needs."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order. Collective."""
 
 
-def agreed(comm: Gathers | None, action: Callable[[], T], *, alike: bool = True) -> T:
+def agreed(comm: ObjectGatherer | None, action: Callable[[], T], *, alike: bool = True) -> T:
     """Run an action on this rank and return its result if it succeeded on all ranks. Collective.
 
     If the action fails on any rank, every rank raises the same error, with the type that the first
@@ -37,7 +37,7 @@ def agreed(comm: Gathers | None, action: Callable[[], T], *, alike: bool = True)
     reports = comm.all_gather_object(None if error is None else _report(error))
     if any(reports):
         # The text of a project error is sufficient. For any other exception, chain the traceback.
-        raise _joint(reports, alike) from (None if isinstance(error, errors.HpctrainError) else error)
+        raise _combined_error(reports, alike) from (None if isinstance(error, errors.HpctrainError) else error)
     return outcome[0]
 
 
@@ -53,12 +53,12 @@ def _report(error: Exception) -> tuple[str, str]:
     return kind, str(error) if isinstance(error, errors.HpctrainError) else f"{kind}: {error}"
 
 
-def _joint(reports: list[tuple[str, str] | None], alike: bool) -> errors.HpctrainError:
+def _combined_error(reports: list[tuple[str, str] | None], alike: bool) -> errors.HpctrainError:
     failed = {rank: report for rank, report in enumerate(reports) if report}
     kind, text = next(iter(failed.values()))
     if len(reports) > 1 and len(set(failed.values())) > 1:
         text = "; ".join(f"rank {rank}: {report[1]}" for rank, report in failed.items())
     elif len(reports) > 1 and (not alike or len(failed) < len(reports) and list(failed) != [0]):
         text = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}: {text}"
-    found: type[errors.HpctrainError] = getattr(errors, kind, errors.HpctrainError)
-    return found(text, everywhere=True)
+    error_type: type[errors.HpctrainError] = getattr(errors, kind, errors.HpctrainError)
+    return error_type(text, everywhere=True)

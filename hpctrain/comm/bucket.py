@@ -16,18 +16,18 @@ from hpctrain.comm.reduction import check_op
 class _Batch:
     """Tensors that can share one message: same operation, reduction or root, dtype and device."""
 
-    carry: Callable[[Tensor], object]
+    communicate: Callable[[Tensor], object]
     tensors: list[Tensor] = field(default_factory=list)
 
-    def go(self) -> None:
+    def run(self) -> None:
         """Communicate the tensors as one flat tensor and copy the results back."""
         if len(self.tensors) == 1:
-            self.carry(self.tensors[0])
+            self.communicate(self.tensors[0])
             return
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors])
-        self.carry(flat)
-        for tensor, piece in zip(self.tensors, torch.split(flat, [tensor.numel() for tensor in self.tensors])):
-            tensor.detach().copy_(piece.view_as(tensor))
+        self.communicate(flat)
+        for tensor, part in zip(self.tensors, torch.split(flat, [tensor.numel() for tensor in self.tensors])):
+            tensor.detach().copy_(part.view_as(tensor))
 
 
 class CoalescingBucket:
@@ -49,16 +49,16 @@ class CoalescingBucket:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Reduce elementwise over all ranks, in place."""
         check_op(op, tensor.dtype)
-        self._put(("all_reduce", op), lambda flat: self._comm.all_reduce(flat, op), tensor)
+        self._add(("all_reduce", op), lambda flat: self._comm.all_reduce(flat, op), tensor)
 
     def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0) -> None:
         """Reduce elementwise into the root's tensor."""
         check_op(op, tensor.dtype)
-        self._put(("reduce", op, root), lambda flat: self._comm.reduce(flat, op, root), tensor)
+        self._add(("reduce", op, root), lambda flat: self._comm.reduce(flat, op, root), tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy the root's tensor to every rank, in place."""
-        self._put(("broadcast", root), lambda flat: self._comm.broadcast(flat, root), tensor)
+        self._add(("broadcast", root), lambda flat: self._comm.broadcast(flat, root), tensor)
 
     def __enter__(self) -> CoalescingBucket:
         return self
@@ -67,7 +67,7 @@ class CoalescingBucket:
         batches, self._batches = list(self._batches.values()), {}
         if kind is None:
             for batch in batches:
-                batch.go()
+                batch.run()
 
-    def _put(self, key: tuple[object, ...], carry: Callable[[Tensor], object], tensor: Tensor) -> None:
-        self._batches.setdefault((*key, tensor.dtype, tensor.device), _Batch(carry)).tensors.append(tensor)
+    def _add(self, key: tuple[object, ...], communicate: Callable[[Tensor], object], tensor: Tensor) -> None:
+        self._batches.setdefault((*key, tensor.dtype, tensor.device), _Batch(communicate)).tensors.append(tensor)

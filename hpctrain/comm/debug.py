@@ -30,12 +30,12 @@ from hpctrain.log import logger
 
 VARIABLE = "HPCTRAIN_CHECK"
 RECORD = 4096  # bytes per rank's record
-_ROOM = 180  # characters per text field (each may expand to twelve bytes); longer texts are truncated
-_NAMED = 8  # number of ranks named in a message before the others are only counted
+_TEXT_LENGTH = 180  # characters per text field (each may expand to twelve bytes); longer texts are truncated
+_MAX_NAMED = 8  # number of ranks named in a message before the others are only counted
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _COMMUNICATION = f"{_PACKAGE}comm{os.sep}"
-_NOT_USERS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
+_INTERNAL = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CollectiveRecord:
         return f"{what} of {self.dtype} {self.shape}" if self.dtype else what
 
 
-def wanted() -> bool:
+def check_enabled() -> bool:
     """Return whether ``HPCTRAIN_CHECK`` enables the check. Raises ``SettingsError`` for an unknown value."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "order"):
@@ -69,12 +69,13 @@ def order_check(transport: Transport) -> OrderCheck | None:
     """
     modes = transport.all_gather_object(os.environ.get(VARIABLE, ""))
     if len(set(modes)) > 1:
-        odd = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
+        differing = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
         raise MismatchError(
-            f"{VARIABLE} is {modes[0]!r} on rank 0 and {modes[odd]!r} on rank {odd}: set it alike for all ranks",
+            f"{VARIABLE} is {modes[0]!r} on rank 0 and {modes[differing]!r} on rank {differing}: "
+            "set it alike for all ranks",
             everywhere=True,
         )
-    return OrderCheck(transport.split(0, transport.rank)) if wanted() and transport.size > 1 else None
+    return OrderCheck(transport.split(0, transport.rank)) if check_enabled() and transport.size > 1 else None
 
 
 class OrderCheck:
@@ -84,9 +85,9 @@ class OrderCheck:
         self._transport = transport
         self._others = [rank for rank in range(transport.size) if rank != transport.rank]
         self._number = 0
-        self._last: dict[int, CollectiveRecord] = {}
-        self._sites_said: set[tuple[str, ...]] = set()
-        self._unfinished: list[tuple[Tensor, Work]] = []
+        self._previous: dict[int, CollectiveRecord] = {}
+        self._reported_sites: set[tuple[str, ...]] = set()
+        self._unfinished_messages: list[tuple[Tensor, Work]] = []
 
     def __call__(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
         """Wait until all ranks have reached this collective; raise if their calls differ. Collective.
@@ -96,37 +97,37 @@ class OrderCheck:
         ``HPCTRAIN_TIMEOUT`` for others.
         """
         self._number += 1
-        own = _describe(self._number, operation, tensors, detail)
-        calls = {self._transport.rank: own, **self._collect(own)}
+        own_call = _describe(self._number, operation, tensors, detail)
+        calls = {self._transport.rank: own_call, **self._collect(own_call)}
         self._compare([calls[rank] for rank in range(self._transport.size)])
-        self._last = calls
+        self._previous = calls
 
     def free(self) -> None:
         """Free the transport. Collective."""
         self._transport.free()
 
-    def _collect(self, own: CollectiveRecord) -> dict[int, CollectiveRecord]:
-        record = _pack(own)
-        arriving: dict[int, tuple[Tensor, Work]] = {}
+    def _collect(self, own_call: CollectiveRecord) -> dict[int, CollectiveRecord]:
+        record = _pack(own_call)
+        receives: dict[int, tuple[Tensor, Work]] = {}
         for rank in self._others:
-            place = torch.empty(RECORD, dtype=torch.uint8)
-            arriving[rank] = (place, self._transport.irecv(place, rank))
-        leaving = [(record, self._transport.isend(record, rank)) for rank in self._others]
-        missing = self._await({rank: work for rank, (_, work) in arriving.items()}, own)
-        calls = {rank: _unpack(place) for rank, (place, _) in arriving.items() if rank not in missing}
+            buffer = torch.empty(RECORD, dtype=torch.uint8)
+            receives[rank] = (buffer, self._transport.irecv(buffer, rank))
+        sends = [(record, self._transport.isend(record, rank)) for rank in self._others]
+        missing = self._missing_after_deadline({rank: work for rank, (_, work) in receives.items()}, own_call)
+        calls = {rank: _unpack(buffer) for rank, (buffer, _) in receives.items() if rank not in missing}
         if missing:
             # MPI may still write into these buffers; they must outlive this call.
-            self._unfinished += [*leaving, *(arriving[rank] for rank in missing)]
-            raise DeadlineError(self._report(missing, {self._transport.rank: own, **calls}))
-        for _, work in leaving:
+            self._unfinished_messages += [*sends, *(receives[rank] for rank in missing)]
+            raise DeadlineError(self._report(missing, {self._transport.rank: own_call, **calls}))
+        for _, work in sends:
             work.wait()
         return calls
 
-    def _await(self, works: dict[int, Work], own: CollectiveRecord) -> set[int]:
+    def _missing_after_deadline(self, works: dict[int, Work], own_call: CollectiveRecord) -> set[int]:
         """Return the ranks whose record has not arrived before the deadline."""
         limit = timeout_seconds()
         started, missing = time.monotonic(), set(works)
-        with waiting(f"check of {own.operation} at {own.site}"):
+        with waiting(f"check of {own_call.operation} at {own_call.site}"):
             while missing:
                 missing = {rank for rank in missing if not works[rank].done()}
                 waited = time.monotonic() - started
@@ -142,22 +143,22 @@ class OrderCheck:
                 name = {"detail": "root, reduction or place"}.get(what, what)
                 raise MismatchError(f"collective {self._number}: the ranks differ in {name}: {called}", everywhere=True)
         sites = tuple(call.site for call in calls)
-        if len(set(sites)) > 1 and sites not in self._sites_said:
+        if len(set(sites)) > 1 and sites not in self._reported_sites:
             # Different call sites are often intended (if rank == 0: ...), so this is a warning. If
             # values are wrong, these lines are the first place to look.
-            self._sites_said.add(sites)
+            self._reported_sites.add(sites)
             if self._transport.rank == 0:
                 called = _grouped(calls, lambda call: call.site)
                 logger.warning("collective %d, %s, is called from different lines: %s", self._number, calls[0], called)
 
-    def _report(self, missing: set[int], come: dict[int, CollectiveRecord]) -> str:
+    def _report(self, missing: set[int], calls: dict[int, CollectiveRecord]) -> str:
         limit, size = timeout_seconds(), self._transport.size
-        waits = _grouped([come.get(rank) for rank in range(size)], lambda call: f"waiting in {call} at {call.site}")
+        waits = _grouped([calls.get(rank) for rank in range(size)], lambda call: f"waiting in {call} at {call.site}")
         text = (
             f"collective {self._number}: {_name(sorted(missing))} {'has' if len(missing) == 1 else 'have'} not arrived "
             f"within {limit:g} s (HPCTRAIN_TIMEOUT); {waits}"
         )
-        before = [self._last.get(rank) if rank in missing else None for rank in range(size)]
+        before = [self._previous.get(rank) if rank in missing else None for rank in range(size)]
         if any(before):
             text += "; " + _grouped(before, lambda call: f"last in {call} at {call.site}")
         return text
@@ -174,10 +175,10 @@ def call_site() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_COMMUNICATION):
-            place = f"{_short(path)}:{frame.f_lineno}"
-            if not path.startswith(_NOT_USERS):
-                return f"{inner} from {place}" if inner else place
-            inner = inner or place
+            line = f"{_short(path)}:{frame.f_lineno}"
+            if not path.startswith(_INTERNAL):
+                return f"{inner} from {line}" if inner else line
+            inner = inner or line
         frame = frame.f_back
     return inner or "an unknown line"
 
@@ -190,7 +191,9 @@ def _short(path: str) -> str:
 def _describe(number: int, operation: str, tensors: Sequence[Tensor], detail: str) -> CollectiveRecord:
     dtype = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     shape = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-    return CollectiveRecord(number, operation, detail, dtype[:_ROOM], shape[:_ROOM], call_site()[-_ROOM:])
+    return CollectiveRecord(
+        number, operation, detail, dtype[:_TEXT_LENGTH], shape[:_TEXT_LENGTH], call_site()[-_TEXT_LENGTH:]
+    )
 
 
 def _pack(call: CollectiveRecord) -> Tensor:
@@ -211,12 +214,12 @@ def _grouped(calls: Sequence[CollectiveRecord | None], text: Callable[[Collectiv
     for rank, call in enumerate(calls):
         if call is not None:
             groups.setdefault(text(call), []).append(rank)
-    return "; ".join(f"{_name(ranks)}: {said}" for said, ranks in groups.items())
+    return "; ".join(f"{_name(ranks)}: {text}" for text, ranks in groups.items())
 
 
 def _name(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:_NAMED]))
-    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    named = ", ".join(map(str, ranks[:_MAX_NAMED]))
+    rest = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{rest}"
 
 
@@ -242,8 +245,8 @@ class MismatchDetector:
         outside of shared memory on all ranks.
         """
         if self._check is not None:
-            place = "" if where is None else self._memory.name_of(where)
-            self._check(operation, *tensors, detail=", ".join(filter(None, (detail, place))))
+            location = "" if where is None else self._memory.name_of(where)
+            self._check(operation, *tensors, detail=", ".join(filter(None, (detail, location))))
 
     def free(self) -> None:
         """Free the transport that the detector uses. Collective."""

@@ -68,40 +68,43 @@ def fill_in(size: int, pipe: int = 1, data: int = -1, tensor: int = 1, order: Se
 
     Raises ``UsageError``, which names lengths that would work, if the lengths do not fit.
     """
-    given = {"pipe": pipe, "data": data, "tensor": tensor}
-    open_axes = [axis for axis, length in given.items() if length == -1]
-    fixed = prod(length for length in given.values() if length != -1)
-    if len(open_axes) > 1 or any(length < 1 for length in given.values() if length != -1):
+    lengths = {"pipe": pipe, "data": data, "tensor": tensor}
+    open_axes = [axis for axis, length in lengths.items() if length == -1]
+    fixed = prod(length for length in lengths.values() if length != -1)
+    if len(open_axes) > 1 or any(length < 1 for length in lengths.values() if length != -1):
         raise UsageError(
-            f"mesh of {_tell(given)}: every axis is a number of ranks, and one may be -1, which is what is left over",
+            f"mesh of {_as_text(lengths)}: every axis is a number of ranks, and one may be -1, "
+            "which is what is left over",
             everywhere=True,
         )
     if size % fixed or (not open_axes and fixed != size):
-        raise UsageError(f"{size} ranks cannot form a mesh of {_tell(given)}: {_hint(size, given)}", everywhere=True)
+        raise UsageError(
+            f"{size} ranks cannot form a mesh of {_as_text(lengths)}: {_hint(size, lengths)}", everywhere=True
+        )
     for axis in open_axes:
-        given[axis] = size // fixed
-    return Shape(**given, order=tuple(order))
+        lengths[axis] = size // fixed
+    return Shape(**lengths, order=tuple(order))
 
 
-def _hint(size: int, given: dict[str, int]) -> str:
+def _hint(size: int, lengths: dict[str, int]) -> str:
     """Return, for each axis longer than 1, the lengths that would work with the other axes unchanged."""
     hints = []
-    for axis, length in given.items():
+    for axis, length in lengths.items():
         if length in (1, -1):
             continue
-        rest = prod(other for name, other in given.items() if name != axis and other != -1)
+        rest = prod(other for name, other in lengths.items() if name != axis and other != -1)
         if size % rest:
             continue
         found = [n for n in range(1, size // rest + 1) if size // rest % n == 0]
-        if -1 not in given.values():
+        if -1 not in lengths.values():
             found = found[-1:]
         hints.append(f"{axis} = {' or '.join(map(str, found))} would work")
-    product = prod(length for length in given.values() if length != -1)
+    product = prod(length for length in lengths.values() if length != -1)
     return "; ".join(hints) or f"the number of ranks must be a multiple of {product}"
 
 
-def _tell(given: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {length}" for axis, length in given.items())
+def _as_text(lengths: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {length}" for axis, length in lengths.items())
 
 
 class Mesh:

@@ -14,7 +14,7 @@ from hpctrain.errors import MismatchError
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-Kind = tuple[tuple[int, ...], str, bool, bool]  # shape, dtype, requires a gradient, has a nonzero weight
+RowType = tuple[tuple[int, ...], str, bool, bool]  # shape, dtype, requires a gradient, has a nonzero weight
 
 
 def gather_rows(comm: Communicator, tensor: Tensor, weight: float, algorithm: str) -> Tensor:
@@ -23,11 +23,13 @@ def gather_rows(comm: Communicator, tensor: Tensor, weight: float, algorithm: st
     Collective. Raises ``MismatchError`` on all ranks if the tensors differ in more than the number
     of rows.
     """
-    wants = tensor.requires_grad and torch.is_grad_enabled()
-    kinds: list[Kind] = comm.all_gather_object((tuple(tensor.shape), str(tensor.dtype), wants, weight != 0))
-    _check(kinds)
-    counts = [shape[0] if counts else 0 for shape, _, _, counts in kinds]
-    if not wants:
+    requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+    row_types: list[RowType] = comm.all_gather_object(
+        (tuple(tensor.shape), str(tensor.dtype), requires_grad, weight != 0)
+    )
+    _check_row_types(row_types)
+    counts = [shape[0] if counts else 0 for shape, _, _, counts in row_types]
+    if not requires_grad:
         return _gather(comm, tensor, counts, algorithm)
     apply: Callable[..., Tensor] = _GatherRows.apply
     return apply(tensor, comm, counts, weight, algorithm)
@@ -39,10 +41,10 @@ def gather_into(comm: Communicator, out: Tensor, tensor: Tensor, algorithm: str)
     return apply(tensor, out.detach(), comm, algorithm)
 
 
-def _check(kinds: list[Kind]) -> None:
+def _check_row_types(row_types: list[RowType]) -> None:
     """Raise if the tensors of two ranks cannot be gathered; all ranks reach the same result."""
-    shape, dtype, wants, _ = kinds[0]
-    for rank, (other, kind, also, _) in enumerate(kinds):
+    shape, dtype, requires_grad, _ = row_types[0]
+    for rank, (other, kind, other_requires_grad, _) in enumerate(row_types):
         what = f"{list(other)} of {kind}"
         if not other:
             raise MismatchError(
@@ -56,28 +58,29 @@ def _check(kinds: list[Kind]) -> None:
                 "may differ; give all ranks tensors of one dtype and equal other dims",
                 everywhere=True,
             )
-        if also is not wants:
+        if other_requires_grad is not requires_grad:
+            with_grad, without = (rank, 0) if other_requires_grad else (0, rank)
             raise MismatchError(
-                f"all_gather of rows: the tensor of rank {rank if also else 0} requires a gradient, that of rank "
-                f"{0 if also else rank} does not; the backward pass is collective; detach on all, or on none",
+                f"all_gather of rows: the tensor of rank {with_grad} requires a gradient, that of rank {without} does "
+                "not; the backward pass is collective; detach on all, or on none",
                 everywhere=True,
             )
 
 
 def _gather(comm: Communicator, tensor: Tensor, counts: list[int], algorithm: str) -> Tensor:
     """Return the rows of all ranks; unequal shares are padded to the longest one."""
-    most = max(counts)
+    longest = max(counts)
     own = tensor.detach()[: counts[comm.rank]]
-    if min(counts) < most:
-        padded = own.new_zeros((most, *own.shape[1:]))
+    if min(counts) < longest:
+        padded = own.new_zeros((longest, *own.shape[1:]))
         padded[: len(own)] = own
         own = padded
-    gathered = own.new_empty((comm.size * most, *own.shape[1:]))
+    gathered = own.new_empty((comm.size * longest, *own.shape[1:]))
     if gathered.numel():
         comm.all_gather(gathered, own.contiguous(), algorithm=algorithm)
-    if min(counts) == most:
+    if min(counts) == longest:
         return gathered
-    return torch.cat([rows[:count] for rows, count in zip(torch.split(gathered, most), counts)])
+    return torch.cat([rows[:count] for rows, count in zip(torch.split(gathered, longest), counts)])
 
 
 class _GatherRows(torch.autograd.Function):
@@ -95,14 +98,14 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         counts, weight, rank = ctx.counts, ctx.weight, ctx.comm.rank
         weighted = grad * weight if weight else torch.zeros_like(grad)  # a placeholder batch may have inf gradients
-        own = _own_sum(ctx.comm, weighted.contiguous(), counts)
+        own = _sum_of_own_rows(ctx.comm, weighted.contiguous(), counts)
         if not weight:
             return grad.new_zeros((ctx.rows, *grad.shape[1:])), *[None] * 4
         assert len(own) == counts[rank]
         return own / weight if weight != 1 else own, *[None] * 4
 
 
-def _own_sum(comm: Communicator, grad: Tensor, counts: list[int]) -> Tensor:
+def _sum_of_own_rows(comm: Communicator, grad: Tensor, counts: list[int]) -> Tensor:
     """Return the sum over all ranks of this rank's rows of ``grad``."""
     if min(counts) == max(counts):
         own = grad.new_empty((counts[comm.rank], *grad.shape[1:]))

@@ -10,7 +10,16 @@ import pytest
 import torch
 from support.pace import scaled
 
-from hpctrain.comm.debug import RECORD, CollectiveRecord, OrderCheck, _pack, _unpack, call_site, order_check, wanted
+from hpctrain.comm.debug import (
+    RECORD,
+    CollectiveRecord,
+    OrderCheck,
+    _pack,
+    _unpack,
+    call_site,
+    check_enabled,
+    order_check,
+)
 from hpctrain.errors import DeadlineError, MismatchError, SettingsError
 
 
@@ -151,13 +160,13 @@ def test_without_the_variable_there_is_no_check(comm: Any, monkeypatch: pytest.M
 
 def test_one_rank_needs_no_check(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_CHECK", "order")
-    assert wanted() and order_check(comm.transport) is None
+    assert check_enabled() and order_check(comm.transport) is None
 
 
 def test_an_unknown_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_CHECK", "everything")
     with pytest.raises(SettingsError, match="HPCTRAIN_CHECK='everything': allowed is order"):
-        wanted()
+        check_enabled()
 
 
 def test_the_line_of_a_hook_is_followed_by_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:

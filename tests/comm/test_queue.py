@@ -71,7 +71,7 @@ def test_deferred_nccl_messages_start_before_the_host_waits() -> None:
     queue.register_channel(channel)
     gone: list[str] = []
     with queue("nccl", "send"):
-        channel.hold("send", torch.empty(0), lambda comm, stream: gone.append("send"))
+        channel.defer("send", torch.empty(0), lambda comm, stream: gone.append("send"))
     with queue("nccl", "recv"):
         assert not gone
     with queue("host", "barrier"):

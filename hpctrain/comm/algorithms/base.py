@@ -45,9 +45,9 @@ class Algorithm(Generic[P]):
 
 def exchange(transport: Transport, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> Iterator[Work]:
     """Send to one rank while receiving from another, or from the same one."""
-    arriving = transport.irecv(incoming, source, TAG)
+    receive = transport.irecv(incoming, source, TAG)
     yield transport.isend(outgoing, to, TAG)
-    yield arriving
+    yield receive
 
 
 def cut(flat: Tensor, nbytes: int, itemsize: int) -> Sequence[Tensor]:
@@ -60,7 +60,7 @@ def cut(flat: Tensor, nbytes: int, itemsize: int) -> Sequence[Tensor]:
     return torch.split(flat, slices(flat.numel(), max(1, number)))
 
 
-def place(out: Tensor, tensor: Tensor) -> None:
+def copy_unless_same(out: Tensor, tensor: Tensor) -> None:
     """Copy a tensor to ``out`` unless both share the same memory."""
     if out.data_ptr() != tensor.data_ptr():
         out.copy_(tensor)

@@ -38,12 +38,12 @@ def parent_of(role: int, count: int) -> int:
 
 def children_of(role: int, count: int) -> list[int]:
     """Return the children of a role: the lower one, and the higher one if it exists."""
-    found, reach = [], (role & -role) >> 1
+    result, reach = [], (role & -role) >> 1
     if reach:
-        found.append(role - reach)
+        result.append(role - reach)
     while reach and role + reach > count:
         reach >>= 1
-    return found + ([role + reach] if reach else [])
+    return result + ([role + reach] if reach else [])
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TreePosition:
     pieces: Sequence[Tensor]
 
 
-def links(vrank: int, size: int, tree: int) -> tuple[int, tuple[int, ...]]:
+def neighbours(vrank: int, size: int, tree: int) -> tuple[int, tuple[int, ...]]:
     """Return parent and children of a rank in tree 0 or 1; all are numbered from the root, 0."""
     count = size - 1
     if not vrank:
@@ -67,16 +67,18 @@ def links(vrank: int, size: int, tree: int) -> tuple[int, tuple[int, ...]]:
     return (up + tree - 1) % count + 1 if up else 0, tuple((child + tree - 1) % count + 1 for child in down)
 
 
-def places(transport: Transport, tensor: Tensor, root: int, segment: int | None, itemsize: int) -> list[TreePosition]:
+def positions(
+    transport: Transport, tensor: Tensor, root: int, segment: int | None, itemsize: int
+) -> list[TreePosition]:
     """Return this rank's positions in both trees."""
     size, vrank = transport.size, (transport.rank - root) % transport.size
     segment = segment or best_segment(tensor.numel() * itemsize, 2 * tree_height(size))
-    found = []
+    result = []
     for tree, half in enumerate(torch.split(tensor, slices(tensor.numel(), TREES))):
-        up, down = links(vrank, size, tree)
+        up, down = neighbours(vrank, size, tree)
         children = tuple((child + root) % size for child in down)
-        found.append(TreePosition((up + root) % size, children, TAG - tree, cut(half, segment, itemsize)))
-    return found
+        result.append(TreePosition((up + root) % size, children, TAG - tree, cut(half, segment, itemsize)))
+    return result
 
 
 @Algorithm
@@ -87,23 +89,23 @@ def broadcast(transport: Transport, tensor: Tensor, root: int = 0, segment: int 
     beta), which is about S beta + 2 h alpha + sqrt(8 h alpha S beta) at the best ``segment``
     (bytes; selected by default).
     """
-    trees = places(transport, tensor, root, segment, tensor.itemsize)
-    going: list[Work] = []
+    trees = positions(transport, tensor, root, segment, tensor.itemsize)
+    sends: list[Work] = []
     if transport.rank == root:
         for pair in zip_longest(*(tree.pieces for tree in trees)):
             for tree, piece in zip(trees, pair):
                 if piece is not None:
-                    going += [transport.isend(piece, child, tree.tag) for child in tree.children]
-        yield from going
+                    sends += [transport.isend(piece, child, tree.tag) for child in tree.children]
+        yield from sends
         return
-    arriving = [[transport.irecv(piece, tree.parent, tree.tag) for piece in tree.pieces] for tree in trees]
+    receives = [[transport.irecv(piece, tree.parent, tree.tag) for piece in tree.pieces] for tree in trees]
     # First serve the tree in which other ranks wait for this one. Waiting for both trees in turn
     # would couple them, and each segment would travel through both.
     for number in sorted(range(TREES), key=lambda number: not trees[number].children):
-        for piece, work in zip(trees[number].pieces, arriving[number]):
+        for piece, work in zip(trees[number].pieces, receives[number]):
             yield work
-            going += [transport.isend(piece, child, trees[number].tag) for child in trees[number].children]
-    yield from going
+            sends += [transport.isend(piece, child, trees[number].tag) for child in trees[number].children]
+    yield from sends
 
 
 @Algorithm
@@ -118,8 +120,8 @@ def reduce(
     rounded by the root alone. Memory: S.
     """
     wide = partial_dtype(tensor.dtype, op)
-    trees = places(transport, tensor, root, segment, wide.itemsize)
-    steps = _collect if transport.rank == root else _climb
+    trees = positions(transport, tensor, root, segment, wide.itemsize)
+    steps = _reduce_at_root if transport.rank == root else _send_up
     yield from steps(transport, reducer, trees, op, wide)
 
 
@@ -137,7 +139,9 @@ def all_reduce(
     yield from broadcast.steps(transport, tensor, 0, segment)
 
 
-def _expect(transport: Transport, tree: TreePosition, wide: torch.dtype) -> list[list[tuple[Tensor, Work]]]:
+def _receive_from_children(
+    transport: Transport, tree: TreePosition, wide: torch.dtype
+) -> list[list[tuple[Tensor, Work]]]:
     """Start to receive all data that the children in a tree will send."""
     rows = []
     for child in tree.children:
@@ -146,13 +150,13 @@ def _expect(transport: Transport, tree: TreePosition, wide: torch.dtype) -> list
     return rows
 
 
-def _collect(
+def _reduce_at_root(
     transport: Transport, reducer: Reducer, trees: Sequence[TreePosition], op: str, wide: torch.dtype
 ) -> Iterator[Work]:
     """Add the partial results from the tops of both trees to the root's own tensor."""
     scale = average_scale(op, transport.size)
-    arriving = [row for tree in trees for row in _expect(transport, tree, wide)]
-    for number, column in enumerate(zip_longest(*arriving)):
+    receives = [row for tree in trees for row in _receive_from_children(transport, tree, wide)]
+    for number, column in enumerate(zip_longest(*receives)):
         for tree, item in zip(trees, column):
             if item is not None:
                 own, (piece, work) = tree.pieces[number], item
@@ -160,32 +164,32 @@ def _collect(
                 reducer.reduce_into(own, (own, piece), op, scale)
 
 
-def _climb(
+def _send_up(
     transport: Transport, reducer: Reducer, trees: Sequence[TreePosition], op: str, wide: torch.dtype
 ) -> Iterator[Work]:
     """Send own data in the tree where this rank is a leaf; combine and forward its children's data in the other."""
     leaves = [tree for tree in trees if not tree.children]
     rows = zip_longest(*(leaf.pieces for leaf in leaves))
     outgoing = iter([(piece, leaf) for row in rows for piece, leaf in zip(row, leaves) if piece is not None])
-    going: list[Work] = []
+    sends: list[Work] = []
 
     def send_leaves(number: int) -> None:
         for piece, leaf in (pair for _, pair in zip(range(number), outgoing)):
-            going.append(transport.isend(piece.to(wide), leaf.parent, leaf.tag))
+            sends.append(transport.isend(piece.to(wide), leaf.parent, leaf.tag))
 
     # The messages of the leaf alternate with those forwarded in the other tree, so that neither
     # delays the other. The initial lead keeps the other tree busy while the first segments climb
     # this one.
     send_leaves(max(2, tree_height(transport.size)))
     for tree in trees:
-        arriving = _expect(transport, tree, wide)
+        receives = _receive_from_children(transport, tree, wide)
         for number, own in enumerate(tree.pieces if tree.children else ()):
             partial = own
-            for above, (piece, work) in enumerate(row[number] for row in arriving):
+            for above, (piece, work) in enumerate(row[number] for row in receives):
                 yield work
                 reducer.combine(piece, *((partial, piece) if above else (piece, partial)), op)
                 partial = piece
-            going.append(transport.isend(partial, tree.parent, tree.tag))
+            sends.append(transport.isend(partial, tree.parent, tree.tag))
             send_leaves(1)
     send_leaves(sum(len(tree.pieces) for tree in trees))
-    yield from going
+    yield from sends

@@ -41,16 +41,16 @@ def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: 
     """
     rank, size = transport.rank, transport.size
     counts = slices(tensor.numel(), size)
-    at = offsets(counts[rank:] + counts[:rank])
-    room = torch.empty(tensor.numel(), dtype=partial_dtype(tensor.dtype, op))
-    _rotate(room, tensor, offsets(counts)[rank])
+    starts = offsets(counts[rank:] + counts[:rank])
+    buffer = torch.empty(tensor.numel(), dtype=partial_dtype(tensor.dtype, op))
+    _rotate(buffer, tensor, offsets(counts)[rank])
     for kept, had in halvings(size):
-        mine = room[: at[had - kept]]
-        arrived = torch.empty_like(mine)
-        outgoing = room[at[kept] : at[had]]
+        own_part = buffer[: starts[had - kept]]
+        arrived = torch.empty_like(own_part)
+        outgoing = buffer[starts[kept] : starts[had]]
         yield from exchange(transport, outgoing, (rank + kept) % size, arrived, (rank - kept) % size)
-        reducer.combine(mine, mine, arrived, op)
-    reducer.finish(out, room[: at[1]], op, size)
+        reducer.combine(own_part, own_part, arrived, op)
+    reducer.finish(out, buffer[: starts[1]], op, size)
 
 
 @Algorithm
@@ -62,15 +62,15 @@ def all_gather(transport: Transport, out: Tensor, tensor: Tensor) -> Iterator[Wo
     """
     rank, size = transport.rank, transport.size
     counts = slices(out.numel(), size)
-    at = offsets(counts[rank:] + counts[:rank])
-    room = torch.empty_like(out)
-    room[: at[1]].copy_(tensor)
+    starts = offsets(counts[rank:] + counts[:rank])
+    buffer = torch.empty_like(out)
+    buffer[: starts[1]].copy_(tensor)
     for kept, had in reversed(halvings(size)):
-        outgoing, incoming = room[: at[had - kept]], room[at[kept] : at[had]]
+        outgoing, incoming = buffer[: starts[had - kept]], buffer[starts[kept] : starts[had]]
         # The receiver numbers the slices from its own on, so the slices that it lacks begin with
         # this rank's.
         yield from exchange(transport, outgoing, (rank - kept) % size, incoming, (rank + kept) % size)
-    _rotate(out, room, out.numel() - offsets(counts)[rank])
+    _rotate(out, buffer, out.numel() - offsets(counts)[rank])
 
 
 @Algorithm

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hpctrain.comm.algorithms.base import TAG, Algorithm, cut, place
+from hpctrain.comm.algorithms.base import TAG, Algorithm, copy_unless_same, cut
 from hpctrain.comm.algorithms.cost import RING_SEGMENT, best_segment
 from hpctrain.comm.algorithms.direct import slices
 from hpctrain.comm.reduction import Reducer, average_scale, partial_dtype
@@ -32,14 +32,14 @@ def broadcast(transport: Transport, tensor: Tensor, root: int = 0, segment: int 
     nbytes = tensor.numel() * tensor.itemsize
     pieces = cut(tensor, segment or best_segment(nbytes, size - 2), tensor.itemsize)
     left, right = (rank - 1) % size, (rank + 1) % size
-    arriving = [transport.irecv(piece, left, TAG) for piece in pieces] if rank != root else []
-    going = []
+    receives = [transport.irecv(piece, left, TAG) for piece in pieces] if rank != root else []
+    sends = []
     for number, piece in enumerate(pieces):
-        if arriving:
-            yield arriving[number]
+        if receives:
+            yield receives[number]
         if right != root:
-            going.append(transport.isend(piece, right, TAG))
-    yield from going
+            sends.append(transport.isend(piece, right, TAG))
+    yield from sends
 
 
 @Algorithm
@@ -61,23 +61,23 @@ def reduce_scatter(
     if size == 1:
         reducer.finish(out, tensor, op, size)
         return
-    room = torch.empty(2, chunks[0].numel(), dtype=wide)
+    buffer = torch.empty(2, chunks[0].numel(), dtype=wide)
     before: list[Work] = []
-    going = [transport.isend(piece, right, TAG) for piece in cut(chunks[left].to(wide), segment, wide.itemsize)]
+    sends = [transport.isend(piece, right, TAG) for piece in cut(chunks[left].to(wide), segment, wide.itemsize)]
     for step in range(2, size + 1):
-        mine = chunks[(rank - step) % size]
+        own_part = chunks[(rank - step) % size]
         yield from before  # these sends read the buffer that is filled next
-        pieces = cut(room[step % 2, : mine.numel()], segment, wide.itemsize)
-        arriving = [transport.irecv(piece, left, TAG) for piece in pieces]
-        before, going = going, []
+        pieces = cut(buffer[step % 2, : own_part.numel()], segment, wide.itemsize)
+        receives = [transport.irecv(piece, left, TAG) for piece in pieces]
+        before, sends = sends, []
         results = cut(out, segment, wide.itemsize) if step == size else pieces
-        for piece, own, result, work in zip(pieces, cut(mine, segment, wide.itemsize), results, arriving):
+        for piece, own, result, work in zip(pieces, cut(own_part, segment, wide.itemsize), results, receives):
             yield work
             if step == size:
                 reducer.reduce_into(result, (piece, own), op, scale)
             else:
                 reducer.combine(piece, piece, own, op)
-                going.append(transport.isend(piece, right, TAG))
+                sends.append(transport.isend(piece, right, TAG))
     yield from before
 
 
@@ -92,14 +92,14 @@ def all_gather(transport: Transport, out: Tensor, tensor: Tensor) -> Iterator[Wo
     chunks = torch.split(out, slices(out.numel(), size))
     left, right = (rank - 1) % size, (rank + 1) % size
     sources = [(rank - step) % size for step in range(1, size)]
-    arriving = [transport.irecv(chunks[source], left, TAG) for source in sources]
-    place(chunks[rank], tensor)
-    going = [transport.isend(chunks[rank], right, TAG)] if size > 1 else []
-    for source, work in zip(sources, arriving):
+    receives = [transport.irecv(chunks[source], left, TAG) for source in sources]
+    copy_unless_same(chunks[rank], tensor)
+    sends = [transport.isend(chunks[rank], right, TAG)] if size > 1 else []
+    for source, work in zip(sources, receives):
         yield work
         if source != right:
-            going.append(transport.isend(chunks[source], right, TAG))
-    yield from going
+            sends.append(transport.isend(chunks[source], right, TAG))
+    yield from sends
 
 
 @Algorithm

@@ -28,11 +28,11 @@ def subtree(vrank: int, size: int) -> int:
 
 def children(vrank: int, size: int) -> list[int]:
     """Return the children of a rank, the smallest subtree first."""
-    reach, found, distance = subtree(vrank, size), [], 1
+    reach, result, distance = subtree(vrank, size), [], 1
     while distance < reach:
-        found.append(vrank + distance)
+        result.append(vrank + distance)
         distance *= 2
-    return found
+    return result
 
 
 def parent(vrank: int) -> int:
@@ -50,8 +50,8 @@ def broadcast(transport: Transport, tensor: Tensor, root: int = 0) -> Iterator[W
     if vrank:
         yield transport.irecv(tensor, (parent(vrank) + root) % size, TAG)
     # Send to the largest subtree first: it is the deepest.
-    going = [transport.isend(tensor, (child + root) % size, TAG) for child in reversed(children(vrank, size))]
-    yield from going
+    sends = [transport.isend(tensor, (child + root) % size, TAG) for child in reversed(children(vrank, size))]
+    yield from sends
 
 
 @Algorithm
@@ -67,8 +67,8 @@ def reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str, root
     wide, partial = partial_dtype(tensor.dtype, op), tensor
     below = children(vrank, size)
     pieces = [torch.empty(tensor.numel(), dtype=wide) for _ in below]
-    arriving = [transport.irecv(piece, (child + root) % size, TAG) for child, piece in zip(below, pieces)]
-    for piece, work in zip(pieces, arriving):
+    receives = [transport.irecv(piece, (child + root) % size, TAG) for child, piece in zip(below, pieces)]
+    for piece, work in zip(pieces, receives):
         yield work
         reducer.combine(piece, partial, piece, op)
         partial = piece
@@ -99,17 +99,17 @@ def gather(transport: Transport, out: Tensor | None, tensor: Tensor, root: int =
     """
     size, vrank, share = transport.size, (transport.rank - root) % transport.size, tensor.numel()
     direct = out is not None and vrank == 0 == root
-    room = out if direct and out is not None else tensor.new_empty(subtree(vrank, size) * share)
-    arriving = []
+    buffer = out if direct and out is not None else tensor.new_empty(subtree(vrank, size) * share)
+    receives = []
     for child in children(vrank, size):
         start, length = (child - vrank) * share, subtree(child, size) * share
-        arriving.append(transport.irecv(room[start : start + length], (child + root) % size, TAG))
-    room[:share].copy_(tensor)
-    yield from arriving
+        receives.append(transport.irecv(buffer[start : start + length], (child + root) % size, TAG))
+    buffer[:share].copy_(tensor)
+    yield from receives
     if vrank:
-        yield transport.isend(room, (parent(vrank) + root) % size, TAG)
+        yield transport.isend(buffer, (parent(vrank) + root) % size, TAG)
     elif out is not None and not direct:
-        out.copy_(room.roll(root * share))
+        out.copy_(buffer.roll(root * share))
 
 
 @Algorithm
@@ -121,14 +121,14 @@ def scatter(transport: Transport, out: Tensor, tensor: Tensor | None, root: int 
     """
     size, vrank, share = transport.size, (transport.rank - root) % transport.size, out.numel()
     if vrank:
-        room = out.new_empty(subtree(vrank, size) * share)
-        yield transport.irecv(room, (parent(vrank) + root) % size, TAG)
+        buffer = out.new_empty(subtree(vrank, size) * share)
+        yield transport.irecv(buffer, (parent(vrank) + root) % size, TAG)
     else:
         assert tensor is not None, "the root has what is scattered"
-        room = tensor.roll(-root * share) if root else tensor
-    going = []
+        buffer = tensor.roll(-root * share) if root else tensor
+    sends = []
     for child in reversed(children(vrank, size)):
         start, length = (child - vrank) * share, subtree(child, size) * share
-        going.append(transport.isend(room[start : start + length], (child + root) % size, TAG))
-    out.copy_(room[:share])
-    yield from going
+        sends.append(transport.isend(buffer[start : start + length], (child + root) % size, TAG))
+    out.copy_(buffer[:share])
+    yield from sends

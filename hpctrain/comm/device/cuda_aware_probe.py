@@ -56,7 +56,7 @@ def library_name() -> str:
     return " ".join(MPI.Get_library_version().splitlines()[0].strip("\0").split())
 
 
-def mpi_says() -> bool | None:
+def mpi_reports_cuda() -> bool | None:
     """Return whether the MPI library reports CUDA-awareness; None if it has no query function."""
     from mpi4py import MPI
 
@@ -81,9 +81,9 @@ def exchange(transport: Transport, device: torch.device, sizes: Sequence[int] = 
     for name, check in checks.items():
         for numel in sizes:
             found, wanted = check(transport, device, numel)
-            bad = int((found.cpu() != wanted).sum())
-            if bad:
-                wrong.append(f"{name} of {numel} elements brought {bad} wrong ones to rank {transport.rank}")
+            wrong_values = int((found.cpu() != wanted).sum())
+            if wrong_values:
+                wrong.append(f"{name} of {numel} elements brought {wrong_values} wrong ones to rank {transport.rank}")
     return wrong
 
 
@@ -96,10 +96,10 @@ def _values(rank: int, numel: int) -> Tensor:
 def _ring(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     found = torch.zeros(numel, device=device)
-    arriving = transport.irecv(found, left)
-    leaving = transport.isend(_values(transport.rank, numel).to(device), right)
-    arriving.wait()
-    leaving.wait()
+    receive = transport.irecv(found, left)
+    send = transport.isend(_values(transport.rank, numel).to(device), right)
+    receive.wait()
+    send.wait()
     return found, _values(left, numel)
 
 
@@ -166,8 +166,8 @@ def _read(output: str, code: int) -> ProbeResult:
     if verdict is not None and (code == 0 or not verdict.cuda_aware):
         return verdict
     library = verdict.library if verdict else ""
-    said = next(filter(None, (line.strip("= \t") for line in output.splitlines())), "it printed nothing")
-    return ProbeResult(False, f"the exchange ended with status {code}: {said[:200]}", library)
+    first_line = next(filter(None, (line.strip("= \t") for line in output.splitlines())), "it printed nothing")
+    return ProbeResult(False, f"the exchange ended with status {code}: {first_line[:200]}", library)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    reasons = MPI.COMM_WORLD.allgather(_hindrance(wanted, size))
+    reasons = MPI.COMM_WORLD.allgather(_reason_to_skip(wanted, size))
     if any(reasons):
         return _print(rank, ProbeResult(False, next(filter(None, reasons)), library_name()))
     device = torch.device("cuda", rank % torch.cuda.device_count()) if wanted == "cuda" else torch.device("cpu")
@@ -191,13 +191,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _print(rank, judge(CudaMpiTransport(MPI.COMM_WORLD, device), device, library_name()))
 
 
-def _hindrance(wanted: str, size: int) -> str:
+def _reason_to_skip(wanted: str, size: int) -> str:
     """Return why the exchange is impossible or unnecessary; empty if it should run."""
     if size < 2:
         return "the canary needs two ranks"
     if wanted == "cuda" and not torch.cuda.is_available():
         return "no GPU is visible"
-    if wanted == "cuda" and mpi_says() is False:
+    if wanted == "cuda" and mpi_reports_cuda() is False:
         return "the MPI library says that it was built without CUDA (MPIX_Query_cuda_support)"
     return ""
 

@@ -155,16 +155,16 @@ class NcclTransport(OnDevice, Transport):
     def split(self, color: int, key: int) -> NcclTransport:
         """Return a transport of the ranks with the same color, ordered by key."""
         self.channel.flush()
-        return self._adopt(self._host.split(color, key))
+        return self._split_from(self._host.split(color, key))
 
     def split_node(self) -> NcclTransport:
         """Return a transport of the ranks of this node."""
         self.channel.flush()
-        return self._adopt(self._host.split_node())
+        return self._split_from(self._host.split_node())
 
     def abort(self, code: int) -> None:
         """Abort NCCL's kernels, and abort the job."""
-        self.channel.give_up()
+        self.channel.abort_kernels()
         self._host.abort(code)
 
     def free(self) -> None:
@@ -176,10 +176,10 @@ class NcclTransport(OnDevice, Transport):
     # Implementation ---------------------------------------------------------------------------------------------------
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.channel.hold("send", tensor, lambda comm, stream: _put(comm, tensor, peer, stream))
+        return self.channel.defer("send", tensor, lambda comm, stream: _put(comm, tensor, peer, stream))
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.channel.hold("recv", tensor, lambda comm, stream: _get(comm, tensor, peer, stream))
+        return self.channel.defer("recv", tensor, lambda comm, stream: _get(comm, tensor, peer, stream))
 
     def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
         outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
@@ -227,12 +227,12 @@ class NcclTransport(OnDevice, Transport):
             with self.channel.group():
                 for root, share in enumerate(out.view(-1).chunk(self.size)):
                     source = tensor.view(-1) if root == self.rank else share
-                    for (start, nbytes), (into, _) in zip(_stretches(source), _stretches(share)):
+                    for (start, nbytes), (into, _) in zip(_byte_ranges(source), _byte_ranges(share)):
                         comm.broadcast(start, into, nbytes, BYTES, root, stream)
 
         return self.channel.start("all_gather", [out, tensor], call)
 
-    def _adopt(self, host: Transport) -> NcclTransport:
+    def _split_from(self, host: Transport) -> NcclTransport:
         part = NcclTransport(host, self.device, streams=self.channel.streams, library=self.channel.library)
         part._owns_host = True
         return part
@@ -303,7 +303,7 @@ def _cut(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
         yield flat[start : start + step], DTYPES[tensor.dtype]
 
 
-def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
+def _byte_ranges(tensor: Tensor) -> Iterator[tuple[int, int]]:
     """Yield address and length of the tensor's bytes, in ranges small enough for one call."""
     address, total = tensor.data_ptr(), _nbytes(tensor)
     for start in range(0, total, PIECE_BYTES):
@@ -311,15 +311,15 @@ def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _put(comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
-    for address, nbytes in _stretches(tensor):
+    for address, nbytes in _byte_ranges(tensor):
         comm.send(address, nbytes, BYTES, peer, stream)
 
 
 def _get(comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
-    for address, nbytes in _stretches(tensor):
+    for address, nbytes in _byte_ranges(tensor):
         comm.recv(address, nbytes, BYTES, peer, stream)
 
 
 def _move_all(comm: Any, tensor: Tensor, root: int, stream: int) -> None:
-    for address, nbytes in _stretches(tensor):
+    for address, nbytes in _byte_ranges(tensor):
         comm.broadcast(address, address, nbytes, BYTES, root, stream)

@@ -32,8 +32,8 @@ _OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "average": 4}
 # A bool is a byte that is 0 or 1. These operations give the same result as in torch: its sum is
 # "any".
 _BOOL_OPS = {"sum": 2, "max": 2, "min": 3, "product": 3}
-_MOVES_WITH_SEND = 2700
-_AVERAGES = 21000
+_WITH_SEND = 2700
+_WITH_AVERAGE = 21000
 
 
 def op_code(dtype: torch.dtype, op: str, version: int) -> int | None:
@@ -47,18 +47,18 @@ def op_code(dtype: torch.dtype, op: str, version: int) -> int | None:
     if dtype not in DTYPES or dtype in (torch.float16, torch.bfloat16):
         return None
     if dtype.is_floating_point:
-        known = op in ("sum", "product") or op == "average" and version >= _AVERAGES
+        known = op in ("sum", "product") or op == "average" and version >= _WITH_AVERAGE
     else:
         known = op in ("sum", "product", "min", "max")
     return _OPS[op] if known else None
 
 
-def why_missing() -> str:
+def reason_unavailable() -> str:
     """Return why NCCL cannot be used on this rank; an empty text if it can."""
     if not torch.cuda.is_available():
         return "no GPU is visible"
     try:
-        _checked()
+        load()
     except CommunicationError as error:
         return str(error)
     return ""
@@ -66,10 +66,6 @@ def why_missing() -> str:
 
 def load() -> Any:
     """Return CuPy's NCCL module; raise ``CommunicationError`` with an installation hint if it is missing."""
-    return _checked()
-
-
-def _checked() -> Any:
     # torch has already loaded its own libnccl, so CuPy finds that library by name.
     try:
         from cupy.cuda import nccl
@@ -78,7 +74,7 @@ def _checked() -> Any:
     if not getattr(nccl, "available", False):
         raise CommunicationError("CuPy has no NCCL: install nvidia-nccl-cu12, or CuPy's own with cupyx.tools")
     version = int(nccl.get_version())
-    if version < _MOVES_WITH_SEND:
+    if version < _WITH_SEND:
         raise CommunicationError(f"NCCL {version} cannot send from rank to rank: 2.7 or newer is needed")
     return nccl
 
@@ -130,9 +126,9 @@ class NcclChannel:
         self.library = library
         self._where = f"rank {rank} of {size}, {streams.device}"
         self._comm: Any = None
-        self._held: list[tuple[NcclWork, Call]] = []
-        self._under_way: deque[NcclWork] = deque()
-        with waiting("nccl_init"), streams.entered(), self._translated("NCCL cannot start"):
+        self._deferred: list[tuple[NcclWork, Call]] = []
+        self._pending: deque[NcclWork] = deque()
+        with waiting("nccl_init"), streams.entered(), self._comm_errors("NCCL cannot start"):
             self._comm = library.NcclCommunicator(size, tuple(unique), rank)
         self._stream = streams.new()
 
@@ -143,23 +139,23 @@ class NcclChannel:
         self._launch([work], call)
         return work
 
-    def hold(self, operation: str, tensor: Tensor, call: Call) -> NcclWork:
+    def defer(self, operation: str, tensor: Tensor, call: Call) -> NcclWork:
         """Defer a message until the next group."""
         work = NcclWork(self, operation, [tensor])
-        self._held.append((work, call))
+        self._deferred.append((work, call))
         return work
 
     def flush(self) -> None:
         """Enqueue the deferred messages on the stream, as one group."""
-        if self._held:
-            held, self._held = self._held, []
+        if self._deferred:
+            deferred, self._deferred = self._deferred, []
 
             def together(comm: Any, stream: int) -> None:
                 with self.group():
-                    for _, call in held:
+                    for _, call in deferred:
                         call(comm, stream)
 
-            self._launch([work for work, _ in held], together)
+            self._launch([work for work, _ in deferred], together)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -172,28 +168,28 @@ class NcclChannel:
 
     def check(self) -> None:
         """Raise if NCCL has failed, or if an operation has not completed within ``HPCTRAIN_TIMEOUT``."""
-        with self._translated("NCCL failed"):
+        with self._comm_errors("NCCL failed"):
             self._comm.check_async_error()
-        while self._under_way and self.streams.done(self._under_way[0].event):
-            self._under_way.popleft()
-        late = self.overdue(timeout_seconds()) if self._under_way else ""
-        if late:
-            self.give_up()
-            raise DeadlineError(late)
+        while self._pending and self.streams.done(self._pending[0].event):
+            self._pending.popleft()
+        hanging = self.hanging_operation(timeout_seconds()) if self._pending else ""
+        if hanging:
+            self.abort_kernels()
+            raise DeadlineError(hanging)
 
-    def overdue(self, limit: float) -> str:
+    def hanging_operation(self, limit: float) -> str:
         """Return a text about an operation in progress for more than ``limit`` seconds, else an empty text.
 
         A watchdog may call this from its own thread: it changes no state.
         """
-        for work in list(self._under_way):
+        for work in list(self._pending):
             if not self.streams.done(work.event):
                 if time.monotonic() - work.launched <= limit:
                     return ""
                 return f"nccl {work.operation} has not ended within {limit:g} s (HPCTRAIN_TIMEOUT) on {self._where}"
         return ""
 
-    def give_up(self) -> None:
+    def abort_kernels(self) -> None:
         """Abort NCCL's kernels on this rank, which would otherwise spin for missing ranks."""
         if self._comm is not None:
             self._comm.abort()
@@ -201,18 +197,18 @@ class NcclChannel:
     def close(self) -> None:
         """Wait for pending operations, and destroy the communicator. Collective."""
         self.flush()
-        for work in self._under_way:
+        for work in self._pending:
             self.streams.synchronize(work.event)
-        self._under_way.clear()
+        self._pending.clear()
         self._comm.destroy()
 
     def _launch(self, works: Sequence[NcclWork], call: Call) -> None:
         streams = self.streams
-        if self._under_way:
+        if self._pending:
             self.check()
         streams.wait(self._stream, streams.record(streams.current()))
         # The first operation of each kind connects the ranks, and NCCL blocks the host for this.
-        with waiting(f"nccl_{works[0].operation}"), streams.entered(), self._translated("NCCL failed"):
+        with waiting(f"nccl_{works[0].operation}"), streams.entered(), self._comm_errors("NCCL failed"):
             call(self._comm, streams.handle(self._stream))
         event = streams.record(self._stream)
         for work in works:
@@ -220,12 +216,12 @@ class NcclChannel:
             for tensor in work.tensors:
                 streams.keep(tensor, self._stream)
             work.tensors = ()
-        self._under_way.append(works[-1])
+        self._pending.append(works[-1])
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _comm_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.give_up()
+            self.abort_kernels()
             raise CommunicationError(f"{what} on {self._where}: {error}") from error

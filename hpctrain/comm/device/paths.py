@@ -73,7 +73,7 @@ def decide_cuda_awareness(verdict: bool | None, environ: Mapping[str, str] = os.
 
 def gather_capabilities(transport: Transport, device: torch.device, awareness: CudaAwareness) -> PathCapabilities:
     """Return the capabilities common to all ranks, naming a rank that lacks one. Collective."""
-    own = (nccl_channel.why_missing(), awareness, f"{socket.gethostname()} {identity(device)}")
+    own = (nccl_channel.reason_unavailable(), awareness, f"{socket.gethostname()} {identity(device)}")
     return combine(transport.all_gather_object(own))
 
 

@@ -16,14 +16,14 @@ and in between the slowest of the three stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.device.streams import Streams
-from hpctrain.comm.transport.chunks import TensorParts
 
 PIECE_BYTES = 8 * 2**20  # long enough for the bus's full speed, short enough that the first and last copy are cheap
 
@@ -38,17 +38,17 @@ class _Slot:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._memory: dict[str, Tensor] = {}
-        self.emptied: Any = None
+        self.copied_out: Any = None
 
     def memory(self, which: str, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Return memory for the parts, packed."""
         nbytes = sum(part.numel() for part in parts) * dtype.itemsize
-        held = self._memory.get(which)
-        if held is None or held.numel() < nbytes:
-            if self.emptied is not None:
-                self._streams.synchronize(self.emptied)
-            held = self._memory[which] = self._streams.pinned(max(nbytes, 64))
-        return held[:nbytes].view(dtype)
+        buffer = self._memory.get(which)
+        if buffer is None or buffer.numel() < nbytes:
+            if self.copied_out is not None:
+                self._streams.synchronize(self.copied_out)
+            buffer = self._memory[which] = self._streams.pinned(max(nbytes, 64))
+        return buffer[:nbytes].view(dtype)
 
 
 class StagedCopier:
@@ -67,11 +67,11 @@ class StagedCopier:
         for stream in (self._inward, self._outward):
             streams.wait(stream, computed)
         try:
-            ahead = self._copy_in(0, pieces[0], dtype)
+            next_copy = self._copy_in(0, pieces[0], dtype)
             for index, piece in enumerate(pieces):
-                (source, target, arrived), following = ahead, index + 1
-                if following < len(pieces):
-                    ahead = self._copy_in(following, pieces[following], dtype)
+                (source, target, arrived), next_index = next_copy, index + 1
+                if next_index < len(pieces):
+                    next_copy = self._copy_in(next_index, pieces[next_index], dtype)
                 streams.synchronize(arrived)
                 operation(target, source)
                 self._copy_out(index, piece, target)
@@ -85,17 +85,71 @@ class StagedCopier:
         slot = self._slots[index % 2]
         source = slot.memory("in", piece.inputs, dtype)
         target = source if piece.in_place else slot.memory("out", piece.outputs, dtype)
-        if slot.emptied is not None:
-            self._streams.wait(self._inward, slot.emptied)
-        for part, place in zip(piece.inputs, _places(source, piece.inputs)):
-            self._streams.copy(place, part, self._inward)
+        if slot.copied_out is not None:
+            self._streams.wait(self._inward, slot.copied_out)
+        for part, packed in zip(piece.inputs, _split(source, piece.inputs)):
+            self._streams.copy(packed, part, self._inward)
         return source, target, self._streams.record(self._inward)
 
     def _copy_out(self, index: int, piece: TensorParts, target: Tensor) -> None:
-        for part, place in zip(piece.outputs, _places(target, piece.outputs)):
-            self._streams.copy(part, place, self._outward)
-        self._slots[index % 2].emptied = self._streams.record(self._outward)
+        for part, packed in zip(piece.outputs, _split(target, piece.outputs)):
+            self._streams.copy(part, packed, self._outward)
+        self._slots[index % 2].copied_out = self._streams.record(self._outward)
 
 
-def _places(memory: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+def _split(memory: Tensor, parts: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.split(memory, [part.numel() for part in parts]) if parts else ()
+
+
+# Partition of collectives on long tensors into collectives on pieces; pure, so that all ranks cut alike ---------------
+
+
+@dataclass(frozen=True)
+class TensorParts:
+    """Parts of tensors that one host operation reads and writes, each packed in the given order.
+
+    ``in_place`` means that the operation works in the memory that it reads.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    in_place: bool = False
+
+
+def _ranges(numel: int, step: int) -> Iterator[slice]:
+    # An empty tensor gives one empty piece, because the other ranks wait for this rank in any case.
+    for start in range(0, max(numel, 1), max(step, 1)):
+        yield slice(start, min(start + step, numel))
+
+
+def elementwise(tensor: Tensor, nbytes: int, *, read: bool = True, write: bool = True) -> list[TensorParts]:
+    """Cut a flat tensor that is changed in place (all_reduce, broadcast), only read (send) or only written (recv).
+
+    A piece has at most ``nbytes`` bytes.
+    """
+    step = nbytes // tensor.element_size()
+    cuts = [tensor[piece] for piece in _ranges(tensor.numel(), step)]
+    return [TensorParts([cut] if read else [], [cut] if write else [], in_place=read and write) for cut in cuts]
+
+
+def gathered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[TensorParts]:
+    """Cut an all_gather of flat tensors: each input is a piece of this rank's share, the output that of all shares."""
+    step = nbytes // (tensor.element_size() * size)
+    shares = out.view(size, tensor.numel())
+    cuts = _ranges(tensor.numel(), step)
+    return [TensorParts([tensor[piece]], [share[piece] for share in shares.unbind()]) for piece in cuts]
+
+
+def scattered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[TensorParts]:
+    """Cut a reduce_scatter or an equal all_to_all of flat tensors: the input is a piece of every share.
+
+    The output is the same piece of ``out``, which has one share (reduce_scatter) or as many shares
+    as ``tensor`` (all_to_all).
+    """
+    step = nbytes // (tensor.element_size() * size)
+    shares = tensor.view(size, tensor.numel() // size)
+    results = out.view(-1, shares.shape[1]) if shares.shape[1] else out.view(1, 0)
+    return [
+        TensorParts([share[piece] for share in shares.unbind()], [result[piece] for result in results.unbind()])
+        for piece in _ranges(shares.shape[1], step)
+    ]

@@ -11,11 +11,11 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.rma.remote_memory import Operation, RemoteMemory, RowOperation
+from hpctrain.comm.transport import window
 from hpctrain.comm.transport.mpi_calls import memory
-from hpctrain.comm.transport.shared_counters import Counters, SharedParts
-from hpctrain.comm.transport.waiting import SPINS, call_in_waits, timeout_seconds, until, waiting
+from hpctrain.comm.transport.waiting import SPINS, register_progress, timeout_seconds, until, waiting
 
-# Remote memory over messages, for MPI libraries whose one-sided operations are broken or slow -------------------------
+# Protocol -------------------------------------------------------------------------------------------------------------
 #
 # Note: the protocol. A request is an array of integers (operation, first element or counter, number
 # of elements, amount, tag of the answer). Elements to write or add follow as a second message. For
@@ -33,12 +33,12 @@ _ANSWERS = 1000
 _FIELDS = 5
 _DONE = torch.zeros(1, dtype=torch.uint8)
 
-_LIVE: list[RemoteMemoryByMessages] = []
+_EXISTING: list[RemoteMemoryByMessages] = []
 
 
 def serve() -> None:
     """Serve the pending requests for all memories that this process exposes."""
-    for one in list(_LIVE):
+    for one in list(_EXISTING):
         one.serve_own()
 
 
@@ -49,10 +49,10 @@ def release(comm: MPI.Intracomm) -> None:
     MPI_Finalize. If the ranks hold different numbers of memories, after an error, all windows are
     left to MPI.
     """
-    if len(set(comm.allgather(len(_LIVE)))) == 1:
-        for one in _LIVE:
+    if len(set(comm.allgather(len(_EXISTING)))) == 1:
+        for one in _EXISTING:
             one.release()
-        _LIVE.clear()
+        _EXISTING.clear()
 
 
 class RemoteMemoryByMessages(RemoteMemory):
@@ -63,54 +63,54 @@ class RemoteMemoryByMessages(RemoteMemory):
     def __init__(self, comm: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
         self._comm = comm.Dup()
         self.rank, self.lengths, self.dtype = comm.rank, list(lengths), dtype
-        self._pieces = SharedParts(self._comm, lengths, dtype)
-        self._places = {rank: place for place, rank in enumerate(self._pieces.views)}
-        self._counters = Counters(self._pieces.node, words + 1)
-        self._arrivals, self._meetings = words, 0  # last counter: number of barriers that a rank has reached
-        _LIVE.append(self)
-        call_in_waits(serve)
-        self._sent: list[tuple[MPI.Request, object]] = []  # answers in transit, and the buffers that they use
-        self._numbers = count()
+        self._segments = SharedParts(self._comm, lengths, dtype)
+        self._node_ranks = {rank: node_rank for node_rank, rank in enumerate(self._segments.views)}
+        self._counters = Counters(self._segments.node, words + 1)
+        self._barrier_word, self._barriers = words, 0  # last counter: number of barriers that a rank has reached
+        _EXISTING.append(self)
+        register_progress(serve)
+        self._answers_in_transit: list[tuple[MPI.Request, object]] = []  # and the buffers that they use
+        self._tags = count()
         self._comm.Barrier()
 
     def view(self, rank: int) -> Tensor | None:
         """Return a rank's memory if it is on this node."""
-        return self._pieces.views.get(rank)
+        return self._segments.views.get(rank)
 
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
         """Atomically add to a counter of a rank, and return its previous value."""
-        if rank in self._places:
-            return self._counters.fetch_add(self._places[rank], word, amount)
+        if rank in self._node_ranks:
+            return self._counters.fetch_add(self._node_ranks[rank], word, amount)
         before = torch.zeros(1, dtype=torch.int64)
-        self._ask("count", rank, word, before, amount)
+        self._request("count", rank, word, before, amount)
         return int(before)
 
     def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
-        self._ask(operation, rank, start, values)
+        self._request(operation, rank, start, values)
 
     def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
-        self._ask(operation, rank, start, values, rows.numel(), rows.contiguous())
+        self._request(operation, rank, start, values, rows.numel(), rows.contiguous())
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def _ask(
+    def _request(
         self, what: str, rank: int, start: int, values: Tensor, amount: int = 0, rows: Tensor | None = None
     ) -> None:
         """Send a request, and serve others until it is answered."""
         if self.recorder is not None:
             self.recorder.count(what, values.nbytes)
-        tag = _ANSWER + next(self._numbers) % _ANSWERS
+        tag = _ANSWER + next(self._tags) % _ANSWERS
         request = np.array([_CODES.index(what), start, values.numel(), amount, tag], dtype=np.int64)
-        answered = what in ("get", "count", "get_rows")
-        room = memory(values) if answered else bytearray(1)
-        pending = [self._comm.Irecv([room, MPI.BYTE], rank, tag), self._comm.Isend(request, rank, _REQUEST)]
+        has_answer = what in ("get", "count", "get_rows")
+        answer = memory(values) if has_answer else bytearray(1)
+        pending = [self._comm.Irecv([answer, MPI.BYTE], rank, tag), self._comm.Isend(request, rank, _REQUEST)]
         if rows is not None:
             pending.append(self._comm.Isend([memory(rows), MPI.BYTE], rank, _ELEMENTS))
-        if not answered:
+        if not has_answer:
             pending.append(self._comm.Isend([memory(values), MPI.BYTE], rank, _ELEMENTS))
         operation = f"{what} in rank {rank}'s memory"
         with waiting(operation):
-            until(lambda: self._done(pending), operation, lambda: _late(operation, rank), SPINS, period=1)
+            until(lambda: self._done(pending), operation, lambda: _timeout_message(operation, rank), SPINS, period=1)
 
     def _done(self, pending: list[MPI.Request]) -> bool:
         self.progress()
@@ -124,9 +124,11 @@ class RemoteMemoryByMessages(RemoteMemory):
 
     def serve_own(self) -> None:
         """Serve the pending requests for this memory."""
-        if len(self._places) == len(self.lengths):
+        if len(self._node_ranks) == len(self.lengths):
             return  # all ranks are on this node
-        self._sent = [(request, made_of) for request, made_of in self._sent if not request.Test()]
+        self._answers_in_transit = [
+            (request, buffer) for request, buffer in self._answers_in_transit if not request.Test()
+        ]
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, _REQUEST, status):
             self._serve(status.Get_source())
@@ -139,15 +141,15 @@ class RemoteMemoryByMessages(RemoteMemory):
         if what == "count":
             answer = torch.tensor([self.fetch_add(self.rank, start, amount)])
         elif what == "get":
-            answer = self._pieces.own[start : start + numel].clone()  # a snapshot
+            answer = self._segments.own[start : start + numel].clone()  # a snapshot
         elif what.endswith("_rows"):
             answer = self._serve_rows(what, source, start, (amount, numel // amount))
         else:
             values = self._elements(source, (numel,))
-            own = self._pieces.own[start : start + numel]
+            own = self._segments.own[start : start + numel]
             own.copy_(values) if what == "put" else own.add_(values)
             answer = _DONE
-        self._sent.append((self._comm.Isend([memory(answer), MPI.BYTE], source, tag), answer))
+        self._answers_in_transit.append((self._comm.Isend([memory(answer), MPI.BYTE], source, tag), answer))
 
     def _serve_rows(self, what: str, source: int, start: int, shape: tuple[int, int]) -> Tensor:
         rows = self._elements(source, shape[:1], torch.int64)
@@ -164,38 +166,97 @@ class RemoteMemoryByMessages(RemoteMemory):
 
     def barrier(self) -> None:
         """Wait for all ranks, and serve them meanwhile. Collective."""
-        self._meetings += 1
-        self.fetch_add(self.rank, self._arrivals, 1)
-        meeting = [self._comm.Ibarrier()]
+        self._barriers += 1
+        self.fetch_add(self.rank, self._barrier_word, 1)
+        pending = [self._comm.Ibarrier()]
         operation = "a barrier of all workers"
         with waiting(operation):
-            until(lambda: self._done(meeting), operation, lambda: self._absent(operation), SPINS, period=1)
+            until(lambda: self._done(pending), operation, lambda: self._missing_ranks(operation), SPINS, period=1)
 
-    def _absent(self, operation: str) -> str:
+    def _missing_ranks(self, operation: str) -> str:
         """Return a text about the missing ranks of this node; the state of other nodes is not known here."""
-        absent = [rank for rank in self._places if self.fetch_add(rank, self._arrivals) < self._meetings]
-        who = f"ranks {absent} have not arrived" if absent else "some ranks of other nodes have not arrived"
+        missing = [rank for rank in self._node_ranks if self.fetch_add(rank, self._barrier_word) < self._barriers]
+        who = f"ranks {missing} have not arrived" if missing else "some ranks of other nodes have not arrived"
         return f"{operation}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
     def free(self) -> None:
         """Serve requests until all ranks have reached this call, then free the memory. Collective."""
-        if self not in _LIVE:
+        if self not in _EXISTING:
             return  # the process is exiting
         self.barrier()
-        for request, _ in self._sent:
+        for request, _ in self._answers_in_transit:
             request.Wait()
-        self._give_back()
+        self._free_all()
 
     def release(self) -> None:
         """Free the window of the counters; the memory stays valid. Collective."""
         self._counters.free()
 
-    def _give_back(self) -> None:
-        _LIVE.remove(self)
+    def _free_all(self) -> None:
+        _EXISTING.remove(self)
         self._counters.free()
-        self._pieces.free()
+        self._segments.free()
         self._comm.Free()
 
 
-def _late(operation: str, rank: int) -> str:
+def _timeout_message(operation: str, rank: int) -> str:
     return f"{operation}: rank {rank} did not answer within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+
+
+# Memory and counters of a node that every rank maps, made before any communicator exists ------------------------------
+
+
+PAGE = 4096
+
+
+class SharedParts:
+    """Memory segments of all ranks of a node, of individual lengths, mapped by all of them: ``views``."""
+
+    def __init__(self, world: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype) -> None:
+        self.node = node_of(world)
+        nbytes = lengths[world.rank] * dtype.itemsize
+        nbytes = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        self._window = window.reserve_window(self.node, nbytes, lambda here: world.allreduce(here, MPI.LAND))
+        self.views: dict[int, Tensor] = {}
+        for place, rank in enumerate(self.node.allgather(world.rank)):
+            memory, _ = self._window.Shared_query(place)
+            self.views[rank] = torch.frombuffer(memory, dtype=dtype, count=max(lengths[rank], 1))[: lengths[rank]]
+        self.own = self.views[world.rank]
+        self.own.zero_()
+        self.node.Barrier()
+
+    def free(self) -> None:
+        """Unmap all segments. Collective over the ranks of the node."""
+        self.views.clear()
+        del self.own
+        self._window.Free()
+        self.node.Free()
+
+
+class Counters:
+    """Atomic counters of each rank of a node, which any rank of the node can change without the owner's help."""
+
+    def __init__(self, node: MPI.Intracomm, words: int) -> None:
+        self._window = MPI.Win.Allocate(8 * max(words, 1), 8, comm=node)
+        torch.frombuffer(self._window.tomemory(), dtype=torch.int64).zero_()
+        node.Barrier()
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+
+    def fetch_add(self, rank: int, word: int, amount: int) -> int:
+        """Atomically add to a counter of a rank of the node, and return its previous value."""
+        given, before = np.array([amount], dtype=np.int64), np.zeros(1, dtype=np.int64)
+        self._window.Fetch_and_op(given, before, rank, word, MPI.SUM if amount else MPI.NO_OP)
+        self._window.Flush(rank)
+        return int(before[0])
+
+    def free(self) -> None:
+        """Free the counters. Collective."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+def node_of(world: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of the ranks that share memory with this one."""
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+    assert isinstance(node, MPI.Intracomm), "ranks of one world make no intercommunicator"
+    return node

@@ -35,8 +35,8 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
     def __init__(self, comm: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
         super().__init__(comm, lengths, dtype, words)
         self._window = MPI.WIN_NULL
-        if any(self._comm.allgather(len(self._places) < comm.size)):
-            own = self._pieces.own
+        if any(self._comm.allgather(len(self._node_ranks) < comm.size)):
+            own = self._segments.own
             memory = MPI.buffer.fromaddress(own.data_ptr(), own.nbytes)
             self._window = MPI.Win.Create(memory, dtype.itemsize, comm=self._comm)
             self._window.Lock_all(MPI.MODE_NOCHECK)
@@ -46,13 +46,13 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
             self.recorder.count(operation, values.nbytes)
         with waiting(f"{operation} in rank {rank}'s memory"):
             for spec in in_elements(values):
-                place = (start, spec[1], DTYPES[self.dtype])
+                target = (start, spec[1], DTYPES[self.dtype])
                 if operation == "get":
-                    self._window.Get(spec, rank, place)
+                    self._window.Get(spec, rank, target)
                 elif operation == "put":
-                    self._window.Put(spec, rank, place)
+                    self._window.Put(spec, rank, target)
                 else:
-                    self._window.Accumulate(spec, rank, place, MPI.SUM)
+                    self._window.Accumulate(spec, rank, target, MPI.SUM)
                 start += spec[1]
             self._window.Flush(rank)
 
@@ -80,50 +80,50 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
             self._window.Unlock_all()
             self._window.Free()
 
-    def _give_back(self) -> None:
+    def _free_all(self) -> None:
         self._free_window()
-        super()._give_back()
+        super()._free_all()
 
 
 LENGTH = 1000  # elements per rank
 
 
-def trial(comm: MPI.Intracomm) -> str:
+def self_test(comm: MPI.Intracomm) -> str:
     """Return a description of a failure; empty if the test passes. Collective.
 
     Each rank writes and adds to the memory of the rank farthest from it, and reads it back. All
     ranks add to one counter.
     """
     try:
-        exposed = RemoteMemoryByRma(comm, [LENGTH] * comm.size, torch.float32, 1)
+        remote = RemoteMemoryByRma(comm, [LENGTH] * comm.size, torch.float32, 1)
     except MPI.Exception as error:
         return f"cannot be set up ({str(error).splitlines()[0]})"
     try:
-        return _tried(exposed, comm)
+        return _run_self_test(remote, comm)
     except MPI.Exception as error:
         return f"fails ({str(error).splitlines()[0]})"
     finally:
-        exposed.free()
+        remote.free()
 
 
-def _tried(exposed: RemoteMemoryByRma, comm: MPI.Intracomm) -> str:
+def _run_self_test(remote: RemoteMemoryByRma, comm: MPI.Intracomm) -> str:
     target = (comm.rank + (comm.size + 1) // 2) % comm.size
     written, back = torch.arange(float(LENGTH)), torch.zeros(LENGTH)
-    exposed.put(target, written[: LENGTH // 2])
-    exposed.add(target, written[LENGTH // 2 :], LENGTH // 2)
-    exposed.add(target, torch.ones(LENGTH))
-    exposed.get(target, back)
-    exposed.fetch_add(0, 0, comm.rank + 1)
-    exposed.barrier()
-    found = _wrong(exposed, back, written + 1, comm.size * (comm.size + 1) // 2)
-    exposed.barrier()  # in any case: no rank may free memory that another rank still reads
+    remote.put(target, written[: LENGTH // 2])
+    remote.add(target, written[LENGTH // 2 :], LENGTH // 2)
+    remote.add(target, torch.ones(LENGTH))
+    remote.get(target, back)
+    remote.fetch_add(0, 0, comm.rank + 1)
+    remote.barrier()
+    found = _error_of(remote, back, written + 1, comm.size * (comm.size + 1) // 2)
+    remote.barrier()  # in any case: no rank may free memory that another rank still reads
     return found
 
 
-def _wrong(exposed: RemoteMemoryByRma, back: torch.Tensor, expected: torch.Tensor, total: int) -> str:
+def _error_of(remote: RemoteMemoryByRma, back: torch.Tensor, expected: torch.Tensor, total: int) -> str:
     if not torch.equal(back, expected):
         return "reads back other numbers than were written"
-    own = exposed.view(exposed.rank)
+    own = remote.view(remote.rank)
     if own is None or not torch.equal(own, expected):
         return "leaves other numbers in memory than were written"
-    return "loses additions to a counter" if exposed.fetch_add(0, 0) != total else ""
+    return "loses additions to a counter" if remote.fetch_add(0, 0) != total else ""

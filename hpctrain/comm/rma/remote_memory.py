@@ -44,17 +44,17 @@ class RemoteMemory(Recordable, ABC):
 
     def get(self, rank: int, out: Tensor, start: int = 0) -> None:
         """Read ``out.numel()`` elements of a rank from ``start`` on; concurrent writes may or may not be visible."""
-        near = self._near(rank, out, start)
-        if near is not None:
-            out.view(-1).copy_(near)
+        local = self._local_view(rank, out, start)
+        if local is not None:
+            out.view(-1).copy_(local)
         else:
             self._carry("get", rank, out.view(-1), start)
 
     def put(self, rank: int, values: Tensor, start: int = 0) -> None:
         """Write elements of a rank; they are visible when this returns."""
-        near = self._near(rank, values, start)
-        if near is not None:
-            near.copy_(values.view(-1))
+        local = self._local_view(rank, values, start)
+        if local is not None:
+            local.copy_(values.view(-1))
         else:
             self._carry("put", rank, values.view(-1), start)
 
@@ -64,33 +64,33 @@ class RemoteMemory(Recordable, ABC):
         Ranks of the owner's node add in shared memory, so concurrent additions by them to the same
         element may be lost. Use a ``Lock`` if no addition may be lost.
         """
-        near = self._near(rank, values, start)
-        if near is not None:
-            near.add_(values.view(-1))
+        local = self._local_view(rank, values, start)
+        if local is not None:
+            local.add_(values.view(-1))
         else:
             self._carry("add", rank, values.view(-1), start)
 
     def get_rows(self, rank: int, out: Tensor, rows: Tensor, start: int = 0) -> None:
         """Read distinct rows of a matrix that starts at element ``start`` of a rank and is as wide as ``out``."""
-        near = self._near_rows(rank, out, rows, start)
-        if near is not None:
-            torch.index_select(near, 0, rows, out=out)
+        local = self._local_rows(rank, out, rows, start)
+        if local is not None:
+            torch.index_select(local, 0, rows, out=out)
         elif rows.numel():
             self._carry_rows("get_rows", rank, out, rows, start)
 
     def put_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
         """Write distinct rows of a matrix; they are visible when this returns."""
-        near = self._near_rows(rank, values, rows, start)
-        if near is not None:
-            near.index_copy_(0, rows, values)
+        local = self._local_rows(rank, values, rows, start)
+        if local is not None:
+            local.index_copy_(0, rows, values)
         elif rows.numel():
             self._carry_rows("put_rows", rank, values, rows, start)
 
     def add_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
         """Add to distinct rows of a matrix, as ``add`` does; the result is visible when this returns."""
-        near = self._near_rows(rank, values, rows, start)
-        if near is not None:
-            near.index_add_(0, rows, values)
+        local = self._local_rows(rank, values, rows, start)
+        if local is not None:
+            local.index_add_(0, rows, values)
         elif rows.numel():
             self._carry_rows("add_rows", rank, values, rows, start)
 
@@ -117,14 +117,14 @@ class RemoteMemory(Recordable, ABC):
     def free(self) -> None:
         """Free the memory; views must not be used afterwards. Collective."""
 
-    def _near(self, rank: int, values: Tensor, start: int) -> Tensor | None:
+    def _local_view(self, rank: int, values: Tensor, start: int) -> Tensor | None:
         """Return the elements if their owner is on this node; raise ``UsageError`` for elements out of range."""
         end = start + values.numel()
         self._check(rank, values, start, end)
-        near = self.view(rank)
-        return None if near is None else near[start:end]
+        local = self.view(rank)
+        return None if local is None else local[start:end]
 
-    def _near_rows(self, rank: int, values: Tensor, rows: Tensor, start: int) -> Tensor | None:
+    def _local_rows(self, rank: int, values: Tensor, rows: Tensor, start: int) -> Tensor | None:
         """Return the rows from ``start`` to the last requested one if their owner is on this node."""
         if values.dim() != 2 or rows.dtype is not torch.int64 or rows.shape != values.shape[:1]:
             raise UsageError(f"values of shape {tuple(values.shape)} and rows of {tuple(rows.shape)}: one is for each")
@@ -134,17 +134,19 @@ class RemoteMemory(Recordable, ABC):
         width = values.shape[1]
         end = start + last * width
         self._check(rank, values, start, end)
-        near = self.view(rank)
-        return None if near is None else near[start:end].view(last, width)
+        local = self.view(rank)
+        return None if local is None else local[start:end].view(last, width)
 
     def _check(self, rank: int, values: Tensor, start: int, end: int) -> None:
         if not 0 <= rank < len(self.lengths) or not 0 <= start <= end <= self.lengths[rank]:
-            raise UsageError(f"elements {start} to {end} of rank {rank}: there are {_tell(self.lengths, rank)}")
+            raise UsageError(
+                f"elements {start} to {end} of rank {rank}: there are {_length_or_ranks(self.lengths, rank)}"
+            )
         if values.dtype is not self.dtype or not values.is_contiguous() or values.device.type != "cpu":
             raise UsageError(f"exposed memory holds {self.dtype}: give a contiguous tensor of it on the host")
 
 
-def _tell(lengths: Sequence[int], rank: int) -> str:
+def _length_or_ranks(lengths: Sequence[int], rank: int) -> str:
     return f"{lengths[rank]}" if 0 <= rank < len(lengths) else f"{len(lengths)} ranks"
 
 
@@ -162,8 +164,8 @@ _NEXT, _SERVED, _HOLDER = range(WORDS)
 class Lock:
     """One lock per rank's memory; ``first`` is the index of its first counter."""
 
-    def __init__(self, exposed: RemoteMemory, first: int = 0) -> None:
-        self._exposed, self._first = exposed, first
+    def __init__(self, remote: RemoteMemory, first: int = 0) -> None:
+        self._remote, self._first = remote, first
 
     @contextmanager
     def of(self, rank: int) -> Iterator[int]:
@@ -175,8 +177,14 @@ class Lock:
         ticket = self._word(rank, _NEXT, 1)
         operation = f"the lock of rank {rank}'s memory"
         with waiting(operation):
-            until(lambda: self._served(rank) >= ticket, operation, lambda: self._late(rank, operation), SPINS, period=1)
-        holder = self._exposed.rank + 1
+            until(
+                lambda: self._served(rank) >= ticket,
+                operation,
+                lambda: self._timeout_message(rank, operation),
+                SPINS,
+                period=1,
+            )
+        holder = self._remote.rank + 1
         self._word(rank, _HOLDER, holder)  # the previous holder reset it to 0
         try:
             yield ticket
@@ -185,16 +193,16 @@ class Lock:
             self._word(rank, _SERVED, 1)
 
     def _served(self, rank: int) -> int:
-        self._exposed.progress()
+        self._remote.progress()
         return self._word(rank, _SERVED, 0)
 
-    def _late(self, rank: int, operation: str) -> str:
+    def _timeout_message(self, rank: int, operation: str) -> str:
         holder = self._word(rank, _HOLDER, 0) - 1
         who = f"held by rank {holder}" if holder >= 0 else "no current holder"
         return f"{operation}: timed out after {timeout_seconds():g} s (HPCTRAIN_TIMEOUT); {who}"
 
     def _word(self, rank: int, which: int, amount: int) -> int:
-        return self._exposed.fetch_add(rank, self._first + which, amount)
+        return self._remote.fetch_add(rank, self._first + which, amount)
 
 
 # Remote memory of a world of one rank, which accesses its own memory --------------------------------------------------

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 VARIABLE = "HPCTRAIN_ONESIDED"
-WAYS = ("auto", "mpi", "messages")
+IMPLEMENTATIONS = ("auto", "mpi", "messages")
 
 
 def expose(transport: Transport, length: int, dtype: torch.dtype = torch.float32, words: int = 0) -> RemoteMemory:
@@ -30,41 +30,41 @@ def expose(transport: Transport, length: int, dtype: torch.dtype = torch.float32
     """
     from hpctrain.comm.rma.remote_memory import LocalMemory
 
-    wanted = _wanted()
+    requested = _requested()
     lengths = transport.all_gather_object(length)
     if transport.size == 1 and transport.name == "single":
         return LocalMemory(lengths, dtype, words)
     from hpctrain.comm.transport.mpi import MpiTransport
 
     assert isinstance(transport, MpiTransport)
-    return _over_mpi(transport, wanted, lengths, dtype, words)
+    return _create(transport, requested, lengths, dtype, words)
 
 
-def _wanted() -> str:
-    wanted = os.environ.get(VARIABLE, "auto")
-    if wanted not in WAYS:
-        raise SettingsError(f"{VARIABLE}={wanted!r}: allowed are {', '.join(WAYS)}")
-    return wanted
+def _requested() -> str:
+    requested = os.environ.get(VARIABLE, "auto")
+    if requested not in IMPLEMENTATIONS:
+        raise SettingsError(f"{VARIABLE}={requested!r}: allowed are {', '.join(IMPLEMENTATIONS)}")
+    return requested
 
 
-def _over_mpi(
-    transport: MpiTransport, wanted: str, lengths: Sequence[int], dtype: torch.dtype, words: int
+def _create(
+    transport: MpiTransport, requested: str, lengths: Sequence[int], dtype: torch.dtype, words: int
 ) -> RemoteMemory:
     from hpctrain.comm.rma.emulated import RemoteMemoryByMessages
     from hpctrain.comm.rma.mpi_rma import RemoteMemoryByRma
 
-    if wanted == "auto":
-        trouble = _trouble(transport)
-        if trouble and transport.rank == 0:
-            logger.warning("one-sided MPI %s: using messages instead (%s=mpi requires it)", trouble, VARIABLE)
-        wanted = "messages" if trouble else "mpi"
-    chosen = RemoteMemoryByRma if wanted == "mpi" else RemoteMemoryByMessages
+    if requested == "auto":
+        failure = _self_test_failure(transport)
+        if failure and transport.rank == 0:
+            logger.warning("one-sided MPI %s: using messages instead (%s=mpi requires it)", failure, VARIABLE)
+        requested = "messages" if failure else "mpi"
+    chosen = RemoteMemoryByRma if requested == "mpi" else RemoteMemoryByMessages
     return chosen(transport.comm, lengths, dtype, words)
 
 
-def _trouble(transport: MpiTransport) -> str:
+def _self_test_failure(transport: MpiTransport) -> str:
     """Return a description of a failure of the one-sided operations, the same on all ranks; empty if they pass."""
-    from hpctrain.comm.rma.mpi_rma import trial
+    from hpctrain.comm.rma.mpi_rma import self_test
 
-    found = transport.all_gather_object(trial(transport.comm))
+    found = transport.all_gather_object(self_test(transport.comm))
     return next((f"{what} on rank {rank}" for rank, what in enumerate(found) if what), "")

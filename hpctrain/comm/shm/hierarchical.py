@@ -50,10 +50,10 @@ class HierarchicalParts:
         """Reduce this rank's slice in the node and across nodes, and write the result into all local buffers."""
         pieces = self._inside.slices(views)
         own = pieces[self._inside.rank]
-        few = self._across.size <= FEW_NODES
-        step = PIECE // own.itemsize if few else max(own.numel(), 1)
+        is_direct = self._across.size <= FEW_NODES
+        step = PIECE // own.itemsize if is_direct else max(own.numel(), 1)
         rows = list(zip(*(torch.split(piece, step) for piece in pieces)))
-        return lambda: self._pipelined(rows, op) if few else self._by_halving(rows, op)
+        return lambda: self._pipelined(rows, op) if is_direct else self._by_halving(rows, op)
 
     def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> LocalPart:
         """Reduce, first in the node and then across nodes, the shares of the ranks that ``across`` connects."""
@@ -61,27 +61,27 @@ class HierarchicalParts:
         parts = [[view[rank * share : (rank + 1) * share] for view in views] for rank in self._members]
 
         def steps() -> Iterator[Work]:
-            mine = out.new_empty(share * len(parts))
-            for part, place in zip(parts, torch.split(mine, share) if share else ()):
-                self._reduce_inside(part, op, place)
-            yield from direct.reduce_scatter_steps(self._across, self._inside.reducer, out, mine, op)
+            own = out.new_empty(share * len(parts))
+            for part, target in zip(parts, torch.split(own, share) if share else ()):
+                self._reduce_inside(part, op, target)
+            yield from direct.reduce_scatter_steps(self._across, self._inside.reducer, out, own, op)
 
         return steps
 
     def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> LocalPart:
         """Gather the shares of the ranks that ``across`` connects, and copy them to all local ranks' outputs."""
-        me, share = self._inside.rank, tensor.numel()
-        places = [[out[rank * share : (rank + 1) * share] for out in outs] for rank in self._members]
-        spread = self._inside.copying([(place[me], place) for place in places])
+        local_rank, share = self._inside.rank, tensor.numel()
+        targets = [[out[rank * share : (rank + 1) * share] for out in outs] for rank in self._members]
+        spread = self._inside.copying([(target[local_rank], target) for target in targets])
 
         def steps() -> Iterator[Work]:
-            mine = places[self._across.rank][me]
-            if mine.data_ptr() != tensor.data_ptr():
-                mine.copy_(tensor)
+            own = targets[self._across.rank][local_rank]
+            if own.data_ptr() != tensor.data_ptr():
+                own.copy_(tensor)
             for distance in range(1, self._across.size):
                 to = (self._across.rank + distance) % self._across.size
                 source = (self._across.rank - distance) % self._across.size
-                yield from exchange(self._across, mine, to, places[source][me], source)
+                yield from exchange(self._across, own, to, targets[source][local_rank], source)
             spread()
 
         return steps
@@ -103,19 +103,19 @@ class HierarchicalParts:
     # Implementation ---------------------------------------------------------------------------------------------------
 
     def _pipelined(self, rows: Sequence[Sequence[Tensor]], op: str) -> Iterator[Work]:
-        leaving: _Piece | None = None
-        coming: _Piece | None = None
+        sent: _PieceExchange | None = None
+        returning: _PieceExchange | None = None
         for row in (*rows, None, None):
-            begun: _Piece | None = None
+            started: _PieceExchange | None = None
             if row is not None:
                 self._reduce_inside(row, op, row[self._inside.rank])
-                begun = _Piece(self._across, self._inside.reducer, row, row[self._inside.rank], op)
-            if leaving is not None:
-                yield from leaving.reduced()
-            if coming is not None:
-                yield from coming.arrived()
-                self._spread(coming.row)
-            leaving, coming = begun, leaving
+                started = _PieceExchange(self._across, self._inside.reducer, row, row[self._inside.rank], op)
+            if sent is not None:
+                yield from sent.reduced()
+            if returning is not None:
+                yield from returning.arrived()
+                self._spread(returning.row)
+            sent, returning = started, sent
 
     def _by_halving(self, rows: Sequence[Sequence[Tensor]], op: str) -> Iterator[Work]:
         for row in rows:
@@ -137,7 +137,7 @@ class HierarchicalParts:
         self._inside.reducer.reduce_into(target, pieces, op, average_scale(op, self._inside.size))
 
 
-class _Piece:
+class _PieceExchange:
     """Piece in transit: to the nodes, each of which reduces a slice of it, and back."""
 
     def __init__(self, across: Transport, reducer: Reducer, row: Sequence[Tensor], own: Tensor, op: str) -> None:
@@ -146,16 +146,16 @@ class _Piece:
         self._reducer = reducer
         self._op = op
         self._slices = torch.split(own, direct.slices(own.numel(), across.size))
-        mine = self._slices[across.rank]
-        self._received = [mine if rank == across.rank else torch.empty_like(mine) for rank in self._ranks()]
+        own = self._slices[across.rank]
+        self._received = [own if rank == across.rank else torch.empty_like(own) for rank in self._ranks()]
         self._works = self._exchange(self._received, self._slices)
 
     def reduced(self) -> Iterator[Work]:
         """Wait for the slices of the other nodes, reduce them, and start to send the result."""
         yield from self._works
-        mine = self._slices[self._across.rank]
-        self._reducer.reduce_into(mine, self._received, self._op, average_scale(self._op, self._across.size))
-        self._works = self._exchange(self._slices, [mine] * self._across.size)
+        own = self._slices[self._across.rank]
+        self._reducer.reduce_into(own, self._received, self._op, average_scale(self._op, self._across.size))
+        self._works = self._exchange(self._slices, [own] * self._across.size)
 
     def arrived(self) -> Iterator[Work]:
         """Wait for the results of the other nodes."""

@@ -84,10 +84,10 @@ class WindowParts:
     def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> LocalPart:
         """Copy this rank's tensor to its position in every local rank's ``out``."""
         low = self.rank * tensor.numel()
-        places = [out[low : low + tensor.numel()] for out in outs]
+        targets = [out[low : low + tensor.numel()] for out in outs]
         # Each rank starts with a different target, so that no two ranks write into the same memory
         # at once.
-        return self.copying([(tensor, places[self.rank :] + places[: self.rank])])
+        return self.copying([(tensor, targets[self.rank :] + targets[: self.rank])])
 
     def broadcast(self, views: Sequence[Tensor], root: int) -> LocalPart:
         """Copy this rank's slice of the root's buffer into all others."""
@@ -127,16 +127,16 @@ class WindowParts:
 
     def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> LocalPart:
         """Return a part that copies each source to its targets, block by block."""
-        moves: list[tuple[Raw, Raw]] = []
+        blocks: list[tuple[Raw, Raw]] = []
         for source, targets in copies:
             others = [target for target in targets if target.data_ptr() != source.data_ptr()]
-            for block, *places in zip(torch.split(source, BLOCK), *(torch.split(target, BLOCK) for target in others)):
-                moves += [(raw(place), raw(block)) for place in places]
-        nbytes = sum(place.nbytes for place, _ in moves)
+            for block, *pieces in zip(torch.split(source, BLOCK), *(torch.split(target, BLOCK) for target in others)):
+                blocks += [(raw(piece), raw(block)) for piece in pieces]
+        nbytes = sum(target.nbytes for target, _ in blocks)
 
         def part() -> None:
-            for place, block in moves:
-                copyto(place, block)
+            for target, source in blocks:
+                copyto(target, source)
             self.count(nbytes)
 
         return part

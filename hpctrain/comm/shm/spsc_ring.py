@@ -37,24 +37,24 @@ class RingHandle:
     nbytes: int
 
     @property
-    def room(self) -> int:
-        """Return the size of one slot in bytes."""
+    def slot_bytes(self) -> int:
+        """Return the size of one slot in bytes, a multiple of the alignment."""
         return -(-max(self.nbytes, 1) // _BLOCK) * _BLOCK
 
 
 class SpscRing:
     """One ring buffer, on the writer's or the reader's rank."""
 
-    def __init__(self, memory: NodeMemory, flat: Tensor, counters: memoryview, handover: RingHandle) -> None:
-        self._memory, self._counters, self._handover = memory, counters, handover
+    def __init__(self, memory: NodeMemory, flat: Tensor, counters: memoryview, handle: RingHandle) -> None:
+        self._memory, self._counters, self._handle = memory, counters, handle
         self._slots: list[Tensor] = [
             # .data: for autograd, a write into one slot must not count as a change of the others.
-            slot[: handover.nbytes].data
-            for slot in flat.view(handover.count, handover.room)
+            slot[: handle.nbytes].data
+            for slot in flat.view(handle.count, handle.slot_bytes)
         ]
         self._filled = self._taken = self._freed = 0
 
-    def room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Return whether a slot is free (writer)."""
         return self._filled - self._counters[LINE] < len(self._slots)
 
@@ -66,7 +66,7 @@ class SpscRing:
         """Publish the written slot to the reader."""
         self._filled += 1
         if self._memory.recorder is not None:
-            self._memory.recorder.count("handover", self._handover.nbytes)
+            self._memory.recorder.count("handover", self._handle.nbytes)
         self._memory.fence()
         self._counters[0] = self._filled
 
@@ -98,7 +98,7 @@ def make_slots(shared: SharedMemory, rank: int, wanted: Sequence[RingHandle]) ->
     here = [each for each in wanted if node_of[each.source] == node_of[each.target] == node_of[rank]]
     offsets = [0]
     for each in here:
-        offsets.append(offsets[-1] + COUNTERS * 8 + each.count * each.room)
+        offsets.append(offsets[-1] + COUNTERS * 8 + each.count * each.slot_bytes)
     try:
         flat = shared.node.common(max(offsets[-1], 1), torch.uint8)  # collective, also for nodes without rings
     except CommunicationError as error:
@@ -110,7 +110,7 @@ def make_slots(shared: SharedMemory, rank: int, wanted: Sequence[RingHandle]) ->
         if each not in here or rank not in (each.source, each.target):
             rings.append(None)
             continue
-        number = next(place for place, other in enumerate(here) if other is each)
+        number = next(index for index, other in enumerate(here) if other is each)
         begin = offsets[number] + COUNTERS * 8
         counters = memoryview(flat[offsets[number] : begin].numpy().data).cast("q")
         rings.append(SpscRing(shared.node.memory, flat[begin : offsets[number + 1]], counters, each))

@@ -51,77 +51,77 @@ class StagedCollectives:
         buffer, offset = queue.memory.allocate(2 * SLOT)
         self._halves = [buffer.views(offset + half * SLOT, SLOT, torch.uint8) for half in (0, 1)]
         self._parts: dict[tuple[torch.dtype, int], list[list[Parts]]] = {}
-        self._used = [0, 0]  # sequence number of the last operation that used each slot
+        self._last_use = [0, 0]  # sequence number of the last operation that used each slot
 
     def all_reduce(self, tensor: Tensor, op: str) -> PreparedCall:
         """Return a prepared call that reduces over all ranks, in place."""
         share = self._share(tensor.dtype)
-        mine = _padded(torch.split(tensor, share), self._size)
-        me, size = self._rank, self._size
+        own_parts = _padded(torch.split(tensor, share), self._size)
+        own_rank, size = self._rank, self._size
 
         def fill(number: int, slots: Sequence[Parts]) -> None:
             for rank in range(size):
-                if rank != me:
-                    _put(slots[me][rank], mine[number * size + rank])
+                if rank != own_rank:
+                    _fill_slot(slots[own_rank][rank], own_parts[number * size + rank])
 
         def work(number: int, slots: Sequence[Parts]) -> None:
-            own = mine[number * size + me]
+            own = own_parts[number * size + own_rank]
             self._reduce(own, slots, own, op)
-            _put(slots[me][me], own)
+            _fill_slot(slots[own_rank][own_rank], own)
 
         def empty(number: int, slots: Sequence[Parts]) -> None:
             for rank in range(size):
-                if rank != me:
-                    _get(mine[number * size + rank], slots[rank][rank])
+                if rank != own_rank:
+                    _empty_slot(own_parts[number * size + rank], slots[rank][rank])
 
-        return self._prepared("all_reduce", len(mine) // size, self._slots(tensor.dtype, size), fill, work, empty)
+        return self._prepared("all_reduce", len(own_parts) // size, self._slots(tensor.dtype, size), fill, work, empty)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a prepared call that reduces over all ranks and stores this rank's share in ``out``."""
         share = self._share(tensor.dtype)
-        mine, results = [torch.split(part, share) for part in tensor.view(self._size, -1)], torch.split(out, share)
-        me = self._rank
+        own_parts, results = [torch.split(part, share) for part in tensor.view(self._size, -1)], torch.split(out, share)
+        own_rank = self._rank
 
         def fill(number: int, slots: Sequence[Parts]) -> None:
-            for rank, parts in enumerate(mine):
-                if rank != me:
-                    _put(slots[me][rank], parts[number])
+            for rank, parts in enumerate(own_parts):
+                if rank != own_rank:
+                    _fill_slot(slots[own_rank][rank], parts[number])
 
         def work(number: int, slots: Sequence[Parts]) -> None:
-            self._reduce(results[number], slots, mine[me][number], op)
+            self._reduce(results[number], slots, own_parts[own_rank][number], op)
 
         return self._prepared("reduce_scatter", len(results), self._slots(tensor.dtype, self._size), fill, work)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
         """Return a prepared call that concatenates the tensors of all ranks in ``out``."""
         step = SLOT // tensor.itemsize
-        mine, targets = torch.split(tensor, step), [torch.split(part, step) for part in out.view(self._size, -1)]
+        own_parts, targets = torch.split(tensor, step), [torch.split(part, step) for part in out.view(self._size, -1)]
 
         def fill(number: int, slots: Sequence[Parts]) -> None:
-            _put(slots[self._rank][0], mine[number])
+            _fill_slot(slots[self._rank][0], own_parts[number])
 
         def work(number: int, slots: Sequence[Parts]) -> None:
             for rank, parts in enumerate(targets):
                 if rank != self._rank:
-                    _get(parts[number], slots[rank][0])
-                elif parts[number].data_ptr() != mine[number].data_ptr():
-                    parts[number].copy_(mine[number])
+                    _empty_slot(parts[number], slots[rank][0])
+                elif parts[number].data_ptr() != own_parts[number].data_ptr():
+                    parts[number].copy_(own_parts[number])
 
-        return self._prepared("all_gather", len(mine), self._slots(tensor.dtype, 1), fill, work)
+        return self._prepared("all_gather", len(own_parts), self._slots(tensor.dtype, 1), fill, work)
 
     def broadcast(self, tensor: Tensor, root: int) -> PreparedCall:
         """Return a prepared call that copies the root's tensor to all ranks."""
-        mine = torch.split(tensor, SLOT // tensor.itemsize)
+        own_parts = torch.split(tensor, SLOT // tensor.itemsize)
 
         def fill(number: int, slots: Sequence[Parts]) -> None:
             if self._rank == root:
-                _put(slots[root][0], mine[number])
+                _fill_slot(slots[root][0], own_parts[number])
 
         def work(number: int, slots: Sequence[Parts]) -> None:
             if self._rank != root:
-                _get(mine[number], slots[root][0])
+                _empty_slot(own_parts[number], slots[root][0])
 
-        return self._prepared("broadcast", len(mine), self._slots(tensor.dtype, 1), fill, work)
+        return self._prepared("broadcast", len(own_parts), self._slots(tensor.dtype, 1), fill, work)
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class StagedCollectives:
         with waiting(operation):
             for piece in range(pieces):
                 half = piece % 2
-                memory.await_finished(self._used[half], operation)
+                memory.await_finished(self._last_use[half], operation)
                 fill(piece, slots[half])
                 before, number = number, memory.arrive()
                 if empty is not None and piece:
@@ -159,18 +159,18 @@ class StagedCollectives:
                 memory.await_arrived(number, operation)
                 work(piece, slots[half])
                 memory.finish(number)
-                self._used[half] = number
+                self._last_use[half] = number
             if empty is not None:
                 memory.await_finished(number, operation)
                 empty(pieces - 1, slots[(pieces - 1) % 2])
             last = memory.arrive()
             memory.finish(last)
-            self._used = [last, last]
+            self._last_use = [last, last]
 
     def _reduce(self, out: Tensor, slots: Sequence[Parts], own: Tensor, op: str) -> None:
         """Reduce this rank's part of all slots into ``out``; its own data replace those of its own slot."""
-        me, numel = self._rank, out.numel()
-        pieces = [own if rank == me else _cut(parts[me], numel) for rank, parts in enumerate(slots)]
+        own_rank, numel = self._rank, out.numel()
+        pieces = [own if rank == own_rank else _cut(parts[own_rank], numel) for rank, parts in enumerate(slots)]
         in_place = reduces_in_place(out.dtype, op, self._size)
         result = out if in_place else self._reducer.scratch(out.dtype, numel)
         self._reducer.reduce_block(pieces, op, result, average_scale(op, self._size))
@@ -201,9 +201,9 @@ def _cut(slot: Tensor, numel: int) -> Tensor:
     return slot if slot.numel() == numel else slot[:numel]
 
 
-def _put(slot: Tensor, part: Tensor) -> None:
+def _fill_slot(slot: Tensor, part: Tensor) -> None:
     _cut(slot, part.numel()).copy_(part)
 
 
-def _get(part: Tensor, slot: Tensor) -> None:
+def _empty_slot(part: Tensor, slot: Tensor) -> None:
     part.copy_(_cut(slot, part.numel()))

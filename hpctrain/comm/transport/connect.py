@@ -35,11 +35,11 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     if comm is None and launch.kind == "none":
         return SingleTransport(), launch
     check_language(launch, os.environ)
-    leave_out_unusable(os.environ)
+    exclude_unusable_ucx(os.environ)
     _check_node_memory(launch)
-    if ended := ended_early(launch):
+    if early := ended_early(launch):
         raise LaunchError(
-            f"{ended} of {launch.local_size} ranks on {socket.gethostname()} ended before MPI_Init: see what they "
+            f"{early} of {launch.local_size} ranks on {socket.gethostname()} ended before MPI_Init: see what they "
             "printed, and that every rank calls hpctrain.init()"
         )
     try:
@@ -93,7 +93,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def leave_out_unusable(environ: MutableMapping[str, str], devices: Path = RDMA_DEVICES) -> None:
+def exclude_unusable_ucx(environ: MutableMapping[str, str], devices: Path = RDMA_DEVICES) -> None:
     """Exclude UCX from Open MPI's one-sided components on a node without a network that UCX supports for windows.
 
     On such a node Open MPI 5 skips ``osc/ucx`` anyway, but prints an error on every rank for every

@@ -57,12 +57,12 @@ class Heartbeat:
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
         assert isinstance(node, MPI.Intracomm), "a part of a world is no intercommunicator"
         self._node = node
-        self._me = node.Get_rank()
+        self._own_index = node.Get_rank()
         self._ranks: list[int] = node.allgather(comm.Get_rank())
         self._window = window.reserve_window(node, LINE, lambda here: node.allreduce(here, MPI.LAND))
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(node.Get_size())]
-        self._lines = [memoryview(line) for line in memory]
-        self._lines[self._me][:] = bytes(LINE)
+        self._records = [memoryview(record) for record in memory]
+        self._records[self._own_index][:] = bytes(LINE)
         self.beat("", 0.0)
         node.Barrier()
 
@@ -71,38 +71,38 @@ class Heartbeat:
         stamp = time.monotonic_ns()  # one clock for all processes of a node
         self._put(_CLAIM, stamp)
         time.sleep(seconds)
-        rivals = [(self._get(rank, _CLAIM), rank) for rank in range(len(self._lines))]
-        return min(rival for rival in rivals if rival[0]) == (stamp, self._me)
+        claims = [(self._get(rank, _CLAIM), rank) for rank in range(len(self._records))]
+        return min(each for each in claims if each[0]) == (stamp, self._own_index)
 
     def beat(self, operation: str, waited: float) -> None:
         """Publish a heartbeat: this rank is alive, and has waited this long in this operation."""
         now = time.monotonic_ns()
-        line = self._lines[self._me]
-        _BEAT.pack_into(line, _BEAT_AT, now, now - int(waited * 1e9))
-        line[_NAME:] = operation.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+        record = self._records[self._own_index]
+        _BEAT.pack_into(record, _BEAT_AT, now, now - int(waited * 1e9))
+        record[_NAME:] = operation.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
 
-    def look(self) -> list[HeartbeatRow]:
+    def read_all(self) -> list[HeartbeatRow]:
         """Return the last heartbeats of this node's ranks, in rank order."""
         now, found = time.monotonic_ns(), []
-        for rank, line in zip(self._ranks, self._lines):
-            beat, since = _BEAT.unpack_from(line, _BEAT_AT)
-            operation = bytes(line[_NAME:]).partition(b"\0")[0].decode(errors="replace")
+        for rank, record in zip(self._ranks, self._records):
+            beat, since = _BEAT.unpack_from(record, _BEAT_AT)
+            operation = bytes(record[_NAME:]).partition(b"\0")[0].decode(errors="replace")
             found.append(HeartbeatRow(rank, operation, (beat - since) / 1e9, (now - beat) / 1e9))
         return found
 
-    def ask_for_stacks(self) -> None:
+    def request_stacks(self) -> None:
         """Ask all ranks of this node to print the stacks of their threads."""
         self._put(_STACKS, 1)
 
-    def stacks_wanted(self) -> bool:
+    def stacks_requested(self) -> bool:
         """Return whether any rank of this node has asked for stacks."""
-        return any(self._get(rank, _STACKS) for rank in range(len(self._lines)))
+        return any(self._get(rank, _STACKS) for rank in range(len(self._records)))
 
-    def _put(self, place: int, value: int) -> None:
-        struct.pack_into("q", self._lines[self._me], place, value)
+    def _put(self, offset: int, value: int) -> None:
+        struct.pack_into("q", self._records[self._own_index], offset, value)
 
-    def _get(self, rank: int, place: int) -> int:
-        value: int = struct.unpack_from("q", self._lines[rank], place)[0]
+    def _get(self, rank: int, offset: int) -> int:
+        value: int = struct.unpack_from("q", self._records[rank], offset)[0]
         return value
 
 
@@ -121,33 +121,33 @@ class ExitNotifier:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm.Dup()
-        self._left: set[int] = set()
-        self._told = False
+        self._ranks_left: set[int] = set()
+        self._notified = False
 
     def leave(self) -> None:
         """Return when all ranks leave; if that takes longer than ``GRACE``, notify the others first.
 
         Meanwhile, serve ranks that still access memory of this rank.
         """
-        together = self._comm.Ibarrier()
+        barrier = self._comm.Ibarrier()
         deadline = time.monotonic() + GRACE
-        while not together.Test():
+        while not barrier.Test():
             progress()
-            if not self._told and time.monotonic() > deadline:
-                self._tell()
+            if not self._notified and time.monotonic() > deadline:
+                self._notify()
             time.sleep(0.001)
 
-    def who_left(self) -> list[int]:
+    def ranks_that_left(self) -> list[int]:
         """Return the ranks whose exit notice has arrived, in order."""
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
             source = status.Get_source()
             self._comm.Recv([None, 0, MPI.BYTE], source, 0)
-            self._left.add(source)
-        return sorted(self._left)
+            self._ranks_left.add(source)
+        return sorted(self._ranks_left)
 
-    def _tell(self) -> None:
-        self._told = True
+    def _notify(self) -> None:
+        self._notified = True
         for rank in range(self._comm.Get_size()):
             if rank != self._comm.Get_rank():
                 self._comm.Isend([None, 0, MPI.BYTE], rank, 0).Free()

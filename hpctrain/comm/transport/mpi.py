@@ -22,7 +22,7 @@ from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import CommunicationError
 
 # Error codes of the operating system for MPI's error classes.
-_NUMBERS = {
+_ERRNO = {
     MPI.ERR_NO_SPACE: errno.ENOSPC,
     MPI.ERR_QUOTA: errno.EDQUOT,
     MPI.ERR_READ_ONLY: errno.EROFS,
@@ -49,7 +49,7 @@ class MpiFile:
         for name, value in hints.items():
             info.Set(name, value)
         try:
-            with _translating(path), waiting("open a file"):
+            with _os_errors(path), waiting("open a file"):
                 mode = MPI.MODE_CREATE | MPI.MODE_EXCL | MPI.MODE_RDWR
                 self._file = MPI.File.Open(comm, os.fspath(path), mode, info)
                 self._file.Set_size(size)
@@ -61,37 +61,37 @@ class MpiFile:
         """Write pieces of bytes at their offsets; a rank may pass an empty sequence. Collective."""
         ordered = sorted(pieces, key=lambda piece: piece[0])
         lengths = [len(data) for _, data in ordered]
-        places = _blocks(lengths, [offset for offset, _ in ordered])
+        displacements = _blocks(lengths, [offset for offset, _ in ordered])
         memory = _blocks(lengths, [np.frombuffer(data, dtype=np.uint8).ctypes.data for _, data in ordered])
         try:
-            with _translating(self._path), waiting("write a file"):
-                self._file.Set_view(0, MPI.BYTE, places)
+            with _os_errors(self._path), waiting("write a file"):
+                self._file.Set_view(0, MPI.BYTE, displacements)
                 self._file.Write_all([MPI.BOTTOM, 1 if ordered else 0, memory])
         finally:
-            places.Free()
+            displacements.Free()
             memory.Free()
 
     def close(self) -> None:
         """Flush the file to disk and close it. Collective."""
         try:
-            with _translating(self._path), waiting("flush a file"):
+            with _os_errors(self._path), waiting("flush a file"):
                 self._file.Sync()
         finally:
             self._file.Close()
 
 
-def _blocks(lengths: Sequence[int], places: Sequence[int]) -> MPI.Datatype:
+def _blocks(lengths: Sequence[int], displacements: Sequence[int]) -> MPI.Datatype:
     if not lengths:
         return MPI.BYTE.Dup().Commit()
-    return MPI.BYTE.Create_hindexed(lengths, places).Commit()
+    return MPI.BYTE.Create_hindexed(lengths, displacements).Commit()
 
 
 @contextmanager
-def _translating(path: Path) -> Iterator[None]:
+def _os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except MPI.Exception as error:
-        number = _NUMBERS.get(error.Get_error_class())
+        number = _ERRNO.get(error.Get_error_class())
         text = os.strerror(number) if number else " ".join(error.Get_error_string().split())
         raise OSError(number or errno.EIO, text, str(path)) from error
 
@@ -125,11 +125,11 @@ class MpiTransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """Return a transport of the ranks with the same color, ordered by key."""
-        return _adopt(self.comm.Split(color, key))
+        return _transport_of(self.comm.Split(color, key))
 
     def split_node(self) -> MpiTransport:
         """Return a transport of the ranks that can share memory with this one."""
-        return _adopt(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+        return _transport_of(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
     def create_file(self, path: Path, size: int, hints: Mapping[str, str]) -> MpiFile:
         """Return a new file, opened by all ranks for collective writes. Collective."""
@@ -162,13 +162,13 @@ class MpiTransport(Transport):
     def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         self._check_reduction(tensor, op)
-        inside = 0 <= out.data_ptr() - tensor.data_ptr() < tensor.nbytes
-        room = torch.empty_like(out) if inside else out  # MPI forbids aliased buffers, so reduce into a temporary
-        reduce = self._prepared("reduce_scatter", mpi_calls.reduce_scatter(self.comm, room, tensor, op), tensor)
-        if not inside:
+        aliased = 0 <= out.data_ptr() - tensor.data_ptr() < tensor.nbytes
+        result = torch.empty_like(out) if aliased else out  # MPI forbids aliased buffers, so reduce into a temporary
+        reduce = self._prepared("reduce_scatter", mpi_calls.reduce_scatter(self.comm, result, tensor, op), tensor)
+        if not aliased:
             return reduce
 
-        target, source = out.view(-1).view(torch.uint8).numpy(), room.view(-1).view(torch.uint8).numpy()
+        target, source = out.view(-1).view(torch.uint8).numpy(), result.view(-1).view(torch.uint8).numpy()
 
         def call() -> None:
             reduce()
@@ -229,9 +229,9 @@ class MpiTransport(Transport):
         # at once.
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            arriving = self._irecv(incoming[source], source, TAGS)
+            receive = self._irecv(incoming[source], source, TAGS)
             yield self._isend(outgoing[to], to, TAGS)
-            yield arriving
+            yield receive
 
 
 class _Requests:
@@ -250,7 +250,7 @@ class _Requests:
             MPI.Request.Waitall(self._requests)
 
 
-def _adopt(comm: MPI.Comm) -> MpiTransport:
+def _transport_of(comm: MPI.Comm) -> MpiTransport:
     assert isinstance(comm, MPI.Intracomm), "ranks of one world make no intercommunicator"
     transport = MpiTransport(comm)
     comm.Free()

@@ -23,12 +23,12 @@ class Activity:
     called directly.
     """
 
-    __slots__ = ("operation", "since", "entered", "total", "_depth")
+    __slots__ = ("operation", "since", "count", "total", "_depth")
 
     def __init__(self) -> None:
         self.operation = ""
         self.since = 0.0
-        self.entered = 0
+        self.count = 0
         self.total = 0.0  # seconds in all completed operations
         self._depth = 0
 
@@ -36,7 +36,7 @@ class Activity:
         """Set the blocking operation until ``end``; a nested operation keeps the outer name."""
         if not self._depth:
             self.since = time.monotonic()
-            self.entered += 1
+            self.count += 1
             self.operation = operation
         self._depth += 1
 
@@ -69,7 +69,7 @@ class Activity:
                 call()
                 return
             self._depth = 1
-            self.entered += 1
+            self.count += 1
             self.since = monotonic()
             self.operation = operation
             try:
@@ -122,34 +122,38 @@ def timeout_seconds() -> float:
 
 SPINS = 200  # polls before the core is yielded to other ranks
 OVERSUBSCRIBED_SPINS = 2  # the same if ranks outnumber cores: the late rank may need this core
-LOOKS = 4096  # polls between two readings of the clock, if a poll is cheap
+POLLS_PER_CLOCK_READING = 4096  # polls between two readings of the clock, if a poll is cheap
 
 
 class SpinWait:
     """Spin wait with a deadline: polls for a while, then yields the core between polls."""
 
-    __slots__ = ("_spins", "_period", "_looks", "_deadline")
+    __slots__ = ("_spins", "_period", "_polls", "_deadline")
 
-    def __init__(self, spins: int, period: int = LOOKS) -> None:
+    def __init__(self, spins: int, period: int = POLLS_PER_CLOCK_READING) -> None:
         self._spins = spins
         self._period = period
-        self._looks = 0
+        self._polls = 0
         self._deadline = 0.0
 
     def ends(self) -> bool:
         """Account for one poll and yield if due; return whether the deadline has passed."""
-        self._looks += 1
-        if self._looks <= self._spins:
+        self._polls += 1
+        if self._polls <= self._spins:
             return False
         os.sched_yield()
-        if self._looks % self._period:
+        if self._polls % self._period:
             return False
         self._deadline = self._deadline or time.monotonic() + timeout_seconds()
         return time.monotonic() > self._deadline
 
 
 def until(
-    ready: Callable[[], bool], operation: str, late: Callable[[], str], spins: int = SPINS, period: int = LOOKS
+    ready: Callable[[], bool],
+    operation: str,
+    timeout_message: Callable[[], str],
+    spins: int = SPINS,
+    period: int = POLLS_PER_CLOCK_READING,
 ) -> None:
     """Poll until ``ready()``; at the deadline raise ``DeadlineError`` with the text of ``late()``.
 
@@ -159,22 +163,22 @@ def until(
     if ready():
         return
     with waiting(operation):
-        patience = SpinWait(spins, period)
+        spin = SpinWait(spins, period)
         while not ready():
-            if patience.ends():
-                raise DeadlineError(late())
+            if spin.ends():
+                raise DeadlineError(timeout_message())
 
 
-_CALLS: list[Callable[[], None]] = []
+_PROGRESS_CALLS: list[Callable[[], None]] = []
 
 
-def call_in_waits(call: Callable[[], None]) -> None:
+def register_progress(call: Callable[[], None]) -> None:
     """Register a function that answers other ranks; this rank calls it while it waits."""
-    if call not in _CALLS:
-        _CALLS.append(call)
+    if call not in _PROGRESS_CALLS:
+        _PROGRESS_CALLS.append(call)
 
 
 def progress() -> None:
     """Call the functions that answer other ranks."""
-    for call in _CALLS:
+    for call in _PROGRESS_CALLS:
         call()

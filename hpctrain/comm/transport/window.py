@@ -56,19 +56,19 @@ def reserve_window(node: MPI.Intracomm, nbytes: int, agree: Callable[[bool], boo
     missing = missing_space(total)
     if not agree(missing is None):
         raise missing or NoSpaceError(f"{FOLDER} of another node or rank has too little space left; {ENLARGE}")
-    made, reason = None, ""
+    window, reason = None, ""
     try:
-        made = MPI.Win.Allocate_shared(nbytes, 1, comm=node)
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=node)
     except MPI.Exception as error:
         reason = str(error).splitlines()[0]
-    if agree(made is not None and populate(made.Shared_query(node.rank)[0])):
-        assert made is not None, "all ranks have a window"
-        return made
+    if agree(window is not None and populate(window.Shared_query(node.rank)[0])):
+        assert window is not None, "all ranks have a window"
+        return window
     # All ranks of a window must free it together. If one rank has none, the window is left to MPI's
     # clean-up at exit.
-    if node.allreduce(int(made is not None)) == node.size:
-        assert made is not None, "all ranks of this node have a window"
-        made.Free()
+    if node.allreduce(int(window is not None)) == node.size:
+        assert window is not None, "all ranks of this node have a window"
+        window.Free()
     why = reason or f"{FOLDER} has {(free_bytes() or 0) / 2**20:,.1f} MiB left"
     raise NoSpaceError(f"cannot get {total / 2**20:,.1f} MiB of node memory: {why}; {ENLARGE}")
 
@@ -248,9 +248,9 @@ class NodeMemory(Recordable):
         return buffer
 
     def _window(self, nbytes: int) -> MPI.Win:
-        made = reserve_window(self._transport.comm, nbytes, lambda here: self._everyone.allreduce(here, MPI.LAND))
-        self._windows.append(made)
-        return made
+        window = reserve_window(self._transport.comm, nbytes, lambda here: self._everyone.allreduce(here, MPI.LAND))
+        self._windows.append(window)
+        return window
 
     # Synchronisation --------------------------------------------------------------------------------------------------
 
@@ -291,30 +291,30 @@ class NodeMemory(Recordable):
 
     def wait(self, ready: Callable[[], bool], operation: str, number: int) -> None:
         """Poll until ``ready()``; at the deadline raise ``DeadlineError``, which names the late ranks."""
-        until(ready, operation, lambda: self._late(operation, number), self.spins)
+        until(ready, operation, lambda: self._timeout_message(operation, number), self.spins)
 
-    def _await(self, which: int, number: int, operation: str) -> None:
+    def _await(self, counter_index: int, number: int, operation: str) -> None:
         for counter in self._counters:
-            if counter[which] < number:
-                patience = SpinWait(self.spins)
-                while counter[which] < number:
-                    if patience.ends():
-                        raise DeadlineError(self._late(operation, number))
+            if counter[counter_index] < number:
+                spin = SpinWait(self.spins)
+                while counter[counter_index] < number:
+                    if spin.ends():
+                        raise DeadlineError(self._timeout_message(operation, number))
         if self._fence is not None:
             self._fence()
 
-    def _reached(self, number: int, which: int) -> bool:
+    def _reached(self, number: int, counter_index: int) -> bool:
         for counter in self._counters:
-            if counter[which] < number:
+            if counter[counter_index] < number:
                 return False
         if self._fence is not None:
             self._fence()
         return True
 
-    def _late(self, operation: str, number: int) -> str:
-        late = [rank for rank, counter in enumerate(self._counters) if counter[0] < number]
-        slow = [rank for rank, counter in enumerate(self._counters) if counter[LINE] < number]
-        who = f"local ranks {late} have not arrived" if late else f"local ranks {slow} have not finished"
+    def _timeout_message(self, operation: str, number: int) -> str:
+        missing = [rank for rank, counter in enumerate(self._counters) if counter[0] < number]
+        unfinished = [rank for rank, counter in enumerate(self._counters) if counter[LINE] < number]
+        who = f"local ranks {missing} have not arrived" if missing else f"local ranks {unfinished} have not finished"
         return f"{operation} number {number}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
 

@@ -124,8 +124,8 @@ def _check_launcher(mpi: Mpi) -> Iterator[Finding]:
             advice,
         )
     elif not name:
-        said = mpi.version.error or " ".join(mpi.version.text.split())[:60] or "nothing"
-        yield note("mpiexec", f"{told} says {said!r}", f"whether it starts ranks of {mpi.library} is not known", advice)
+        first_line = mpi.version.error or " ".join(mpi.version.text.split())[:60] or "nothing"
+        yield note("mpiexec", f"{told} says {first_line!r}", f"whether it starts ranks of {mpi.library} is not known", advice)
     elif mpi.own and not Path(mpi.mpiexec).samefile(mpi.own):
         yield note("mpiexec", f"{told}, not the one of this environment", "their versions may differ", advice)
     else:

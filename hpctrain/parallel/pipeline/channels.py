@@ -20,42 +20,42 @@ from hpctrain.parallel.inputs import ONE_TENSOR, Slot, named_leaves
 
 _BLOCK = 64  # bytes: alignment of tensors for vector loads
 
-_NONE = object()
+_MISSING = object()
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Parcel:
+class MessageFormat:
     """Message format: shape and dtype of each tensor, and the skeleton of what a layer returned."""
 
     specs: tuple[Spec, ...]
     structure: Any = ONE_TENSOR
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], structure: Any = ONE_TENSOR) -> Parcel:
+    def of(cls, tensors: Sequence[Tensor], structure: Any = ONE_TENSOR) -> MessageFormat:
         """Return the format of a message with these tensors."""
         return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), structure)
 
-    def gradients(self) -> Parcel:
+    def gradients(self) -> MessageFormat:
         """Return the format of the message back: a gradient for each floating-point tensor."""
-        return Parcel(tuple(spec for spec in self.specs if spec[1].is_floating_point))
+        return MessageFormat(tuple(spec for spec in self.specs if spec[1].is_floating_point))
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of a buffer that holds all tensors."""
-        return self._places()[-1]
+        return self._offsets()[-1]
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """Return views of the tensors in a buffer of ``nbytes`` bytes."""
-        places = self._places()
+        offsets = self._offsets()
         return tuple(
-            flat[place : place + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for place, (shape, dtype) in zip(places, self.specs)
+            flat[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for offset, (shape, dtype) in zip(offsets, self.specs)
         )
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``UsageError`` if tensors do not have the agreed shapes and dtypes."""
-        found = Parcel.of(tensors)
+        found = MessageFormat.of(tensors)
         if found.specs != self.specs:
             raise UsageError(
                 f"a stage of the pipeline returned {found} after {self} for inputs of the same shape: "
@@ -67,38 +67,40 @@ class Parcel:
         if structure == self.structure:
             return
         before, now = (dict(named_leaves(each, "output")) for each in (self.structure, structure))
-        name = next((name for name in {**before, **now} if before.get(name, _NONE) != now.get(name, _NONE)), "output")
-        told = [_tell(each[name]) if name in each else "missing" for each in (now, before)]
+        name = next(
+            (name for name in {**before, **now} if before.get(name, _MISSING) != now.get(name, _MISSING)), "output"
+        )
+        described = [_described(each[name]) if name in each else "missing" for each in (now, before)]
         raise UsageError(
             f"layer {layer}, after which the model is cut, returned another structure than before for inputs of "
-            f"the same shape: {name} is {told[0]} and was {told[1]}; what is no tensor must follow from the shape of "
+            f"the same shape: {name} is {described[0]} and was {described[1]}; what is no tensor must follow from the shape of "
             "the inputs; make it a tensor, or an argument of the model that later layers name in their forward"
         )
 
     def __str__(self) -> str:
-        told = (f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in self.specs)
-        return ", ".join(told) or "nothing"
+        described = (f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in self.specs)
+        return ", ".join(described) or "nothing"
 
-    def _places(self) -> list[int]:
-        places = [0]
+    def _offsets(self) -> list[int]:
+        offsets = [0]
         for shape, dtype in self.specs:
             nbytes = prod(shape) * dtype.itemsize
-            places.append(places[-1] + -(-nbytes // _BLOCK) * _BLOCK)
-        return places
+            offsets.append(offsets[-1] + -(-nbytes // _BLOCK) * _BLOCK)
+        return offsets
 
 
-def _tell(leaf: Any) -> str:
+def _described(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, Slot) else repr(leaf)
 
 
 # Point-to-point channels between neighbouring chunks of a pipeline; microbatches arrive in order ----------------------
 #
 # Note: sending never blocks. If a sender finds no free slot, it keeps its tensors and continues to
-# compute. The kept tensors leave when this rank next waits (``Links.wait``). Only receiving blocks,
+# compute. The kept tensors leave when this rank next waits (``ChannelSet.wait``). Only receiving blocks,
 # so a valid schedule cannot deadlock for lack of slots, however few there are.
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """Interface of one end of a channel between two chunks."""
 
     def begin(self, count: int) -> None:
@@ -123,32 +125,32 @@ class Link(Protocol):
         """Release the memory of the oldest message."""
 
 
-class SlotLink:
+class SharedMemoryChannel:
     """Channel through memory that both ranks share: one rank writes once, the other reads in place."""
 
-    def __init__(self, slots: SpscRing, parcel: Parcel) -> None:
-        self._slots, self._parcel = slots, parcel
-        self._kept: deque[Sequence[Tensor]] = deque()
+    def __init__(self, slots: SpscRing, message_format: MessageFormat) -> None:
+        self._slots, self._format = slots, message_format
+        self._queued: deque[Sequence[Tensor]] = deque()
 
     def begin(self, count: int) -> None:
         """Do nothing: no preparation is needed."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Write the next message into a slot, or keep it until one is free."""
-        self._parcel.check(tensors)
-        self._kept.append(tensors)
+        self._format.check(tensors)
+        self._queued.append(tensors)
         self.progress()
 
     def progress(self) -> None:
         """Write kept messages while slots are free."""
-        while self._kept and self._slots.room():
-            for view, tensor in zip(self._parcel.views(self._slots.next()), self._kept.popleft()):
+        while self._queued and self._slots.has_free_slot():
+            for view, tensor in zip(self._format.views(self._slots.next()), self._queued.popleft()):
                 view.copy_(tensor)
             self._slots.fill()
 
     def sent(self) -> bool:
         """Return whether all sent messages have left this rank's memory."""
-        return not self._kept
+        return not self._queued
 
     def arrived(self) -> bool:
         """Return whether the next message has arrived."""
@@ -156,43 +158,43 @@ class SlotLink:
 
     def take(self) -> tuple[Tensor, ...]:
         """Return views of the next message in its slot."""
-        return self._parcel.views(self._slots.take())
+        return self._format.views(self._slots.take())
 
     def release(self) -> None:
         """Release the slot of the oldest message."""
         self._slots.free()
 
 
-class MessageLink:
+class MessageChannel:
     """Channel by point-to-point messages; receives are posted before the messages arrive."""
 
-    def __init__(self, comm: Communicator, peer: int, tag: int, parcel: Parcel, depth: int) -> None:
-        self._comm, self._peer, self._tag, self._parcel = comm, peer, tag, parcel
+    def __init__(self, comm: Communicator, peer: int, tag: int, message_format: MessageFormat, depth: int) -> None:
+        self._comm, self._peer, self._tag, self._format = comm, peer, tag, message_format
         self._sending: deque[tuple[list[Work], Sequence[Tensor]]] = deque()
         self._free: deque[tuple[Tensor, ...]] = deque()  # buffers
         self._posted: deque[tuple[list[Work], tuple[Tensor, ...]]] = deque()
-        self._taken: deque[tuple[Tensor, ...]] = deque()
-        self._depth, self._due = depth, 0
+        self._in_use: deque[tuple[Tensor, ...]] = deque()
+        self._depth, self._unposted = depth, 0
 
     def begin(self, count: int) -> None:
         """Post receives for ``count`` messages, as far as there are buffers."""
-        if not self._free and not self._posted and not self._taken:
+        if not self._free and not self._posted and not self._in_use:
             for _ in range(self._depth):
-                flat = torch.empty(self._parcel.nbytes, dtype=torch.uint8)
-                self._free.append(self._parcel.views(flat))
-        self._due += count
+                flat = torch.empty(self._format.nbytes, dtype=torch.uint8)
+                self._free.append(self._format.views(flat))
+        self._unposted += count
         self._post()
 
     def _post(self) -> None:
-        while self._due and self._free:
+        while self._unposted and self._free:
             buffers = self._free.popleft()
             works = [self._comm.irecv(buffer, self._peer, self._tag) for buffer in buffers]
             self._posted.append((works, buffers))
-            self._due -= 1
+            self._unposted -= 1
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Start to send the next message."""
-        self._parcel.check(tensors)
+        self._format.check(tensors)
         ready = [tensor.contiguous() for tensor in tensors]
         self._sending.append(([self._comm.isend(tensor, self._peer, self._tag) for tensor in ready], ready))
 
@@ -214,21 +216,26 @@ class MessageLink:
         works, buffers = self._posted.popleft()
         for work in works:
             work.wait()
-        self._taken.append(buffers)
+        self._in_use.append(buffers)
         return buffers
 
     def release(self) -> None:
         """Reuse the buffer of the oldest message for a message to come."""
-        self._free.append(self._taken.popleft())
+        self._free.append(self._in_use.popleft())
         self._post()
 
 
-class StagedLink:
+class StagedChannel:
     """Channel that stages through host memory to and from a device; works with any MPI, on any number of GPUs."""
 
-    def __init__(self, link: Link, device: torch.device) -> None:
-        self._link, self._device = link, device
-        self.begin, self.progress, self.sent, self.arrived = link.begin, link.progress, link.sent, link.arrived
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self._link, self._device = channel, device
+        self.begin, self.progress, self.sent, self.arrived = (
+            channel.begin,
+            channel.progress,
+            channel.sent,
+            channel.arrived,
+        )
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Copy the next message to the host and send it from there."""
@@ -244,37 +251,37 @@ class StagedLink:
         """Do nothing: ``take`` returns copies."""
 
 
-class Links:
+class ChannelSet:
     """This rank's ends of all channels, and waits that progress all of them."""
 
     def __init__(self, oversubscribed: bool = False) -> None:
-        self._links: list[Link] = []
+        self._channels: list[Channel] = []
         self._spins = OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
 
-    def add(self, link: Link) -> Link:
+    def add(self, channel: Channel) -> Channel:
         """Add a channel and return it."""
-        self._links.append(link)
-        return link
+        self._channels.append(channel)
+        return channel
 
-    def receive(self, link: Link, what: str) -> tuple[Tensor, ...]:
+    def receive(self, channel: Channel, what: str) -> tuple[Tensor, ...]:
         """Wait for the next message of a link and return it; ``what`` names it in errors."""
-        self.wait(link.arrived, what)
-        return link.take()
+        self.wait(channel.arrived, what)
+        return channel.take()
 
     def progress(self) -> None:
         """Send kept messages, without waiting."""
-        for link in self._links:
-            link.progress()
+        for channel in self._channels:
+            channel.progress()
 
     def finish(self) -> None:
         """Wait until all sent messages have left."""
-        self.wait(lambda: all(link.sent() for link in self._links), "send to another stage")
+        self.wait(lambda: all(channel.sent() for channel in self._channels), "send to another stage")
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait until ``ready()`` and send kept messages meanwhile. Raises ``DeadlineError`` naming ``what``."""
 
-        def look() -> bool:
+        def is_ready() -> bool:
             self.progress()
             return ready()
 
-        until(look, what, lambda: f"{what}: not within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)", self._spins)
+        until(is_ready, what, lambda: f"{what}: not within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)", self._spins)

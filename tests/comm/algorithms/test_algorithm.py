@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.threads import ThreadTransport, ThreadWorld
 
-from hpctrain.comm.algorithms.base import TAG, Algorithm, cut, exchange, offsets, place
+from hpctrain.comm.algorithms.base import TAG, Algorithm, copy_unless_same, cut, exchange, offsets
 from hpctrain.comm.transport.base import TAGS, Finished, Transport, Work
 from hpctrain.comm.transport.waiting import waiting
 
@@ -71,8 +71,8 @@ def test_cut_returns_slices_of_nearly_equal_length(nbytes: int, lengths: list[in
 def test_offsets_are_prefix_sums_and_place_copies_once() -> None:
     assert offsets([3, 0, 2]) == [0, 3, 3, 5]
     out = torch.zeros(4)
-    place(out[2:], torch.ones(2))
-    place(out[:2], out[:2])
+    copy_unless_same(out[2:], torch.ones(2))
+    copy_unless_same(out[:2], out[:2])
     assert out.tolist() == [0, 0, 1, 1]
 
 

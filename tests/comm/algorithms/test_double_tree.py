@@ -10,7 +10,7 @@ from support.threads import ThreadTransport, ThreadWorld
 
 from hpctrain.comm.algorithms import double_tree
 from hpctrain.comm.algorithms.cost import tree_height
-from hpctrain.comm.algorithms.double_tree import children_of, links, parent_of
+from hpctrain.comm.algorithms.double_tree import children_of, neighbours, parent_of
 from hpctrain.comm.reduction import Reducer
 
 
@@ -43,11 +43,11 @@ def test_segmentation_does_not_change_the_result(size: int, segment: int, longes
 def test_each_rank_is_in_both_trees_and_has_children_in_one_at_most(size: int) -> None:
     inner = []
     for tree in (0, 1):
-        parents = {child: rank for rank in range(size) for child in links(rank, size, tree)[1]}
-        assert parents == {rank: links(rank, size, tree)[0] for rank in range(1, size)}
+        parents = {child: rank for rank in range(size) for child in neighbours(rank, size, tree)[1]}
+        assert parents == {rank: neighbours(rank, size, tree)[0] for rank in range(1, size)}
         assert max((_depth(rank, parents) for rank in range(size))) == (tree_height(size) + 1 if size > 1 else 0)
-        inner.append({rank for rank in range(1, size) if links(rank, size, tree)[1]})
-        assert all(len(links(rank, size, tree)[1]) <= 2 for rank in range(size))
+        inner.append({rank for rank in range(1, size) if neighbours(rank, size, tree)[1]})
+        assert all(len(neighbours(rank, size, tree)[1]) <= 2 for rank in range(size))
     assert not inner[0] & inner[1]
 
 

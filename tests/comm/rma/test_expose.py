@@ -15,16 +15,16 @@ from hpctrain.errors import SettingsError, UsageError
 
 
 def test_a_world_of_one_needs_no_mpi() -> None:
-    exposed = expose(SingleTransport(), 4, torch.float64, WORDS + 1)
-    exposed.put(0, torch.arange(4.0, dtype=torch.float64))
-    exposed.add(0, torch.ones(2, dtype=torch.float64), 1)
+    remote = expose(SingleTransport(), 4, torch.float64, WORDS + 1)
+    remote.put(0, torch.arange(4.0, dtype=torch.float64))
+    remote.add(0, torch.ones(2, dtype=torch.float64), 1)
     out = torch.empty(3, dtype=torch.float64)
-    exposed.get(0, out, 1)
-    assert out.tolist() == [2, 3, 3] and exposed.name == "alone"
-    assert [exposed.fetch_add(0, WORDS, amount) for amount in (2, 3, 0)] == [0, 2, 5]
-    with Lock(exposed).of(0), pytest.raises(UsageError, match="elements 3 to 5 of rank 0: there are 4"):
-        exposed.put(0, torch.zeros(2, dtype=torch.float64), 3)
-    exposed.free()
+    remote.get(0, out, 1)
+    assert out.tolist() == [2, 3, 3] and remote.name == "alone"
+    assert [remote.fetch_add(0, WORDS, amount) for amount in (2, 3, 0)] == [0, 2, 5]
+    with Lock(remote).of(0), pytest.raises(UsageError, match="elements 3 to 5 of rank 0: there are 4"):
+        remote.put(0, torch.zeros(2, dtype=torch.float64), 3)
+    remote.free()
 
 
 def test_an_unknown_carrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +35,9 @@ def test_an_unknown_carrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.ranks
 def test_mpi_is_used_if_its_self_test_passes(comm: Any) -> None:
-    exposed = expose(comm.transport, 1)
-    assert exposed.name == ("one-sided MPI" if comm.size > 1 or comm.transport.name == "mpi" else "alone")
-    exposed.free()
+    remote = expose(comm.transport, 1)
+    assert remote.name == ("one-sided MPI" if comm.size > 1 or comm.transport.name == "mpi" else "alone")
+    remote.free()
 
 
 @pytest.mark.ranks
@@ -52,8 +52,8 @@ def test_messages_replace_an_mpi_that_loses_additions(
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(RemoteMemoryByRma, broken, lambda *args: 0)
     monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
-    exposed = expose(comm.transport, 1)
-    assert exposed.name == "messages"
+    remote = expose(comm.transport, 1)
+    assert remote.name == "messages"
     told = [record.getMessage() for record in caplog.records if "one-sided MPI" in record.getMessage()]
     assert len(told) == (1 if comm.rank == 0 else 0)
-    exposed.free()
+    remote.free()

@@ -35,125 +35,125 @@ def make(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 def test_all_ranks_put_get_and_add_on_every_rank(comm: Any, make: Any) -> None:
-    exposed = make(4 * comm.size)
+    remote = make(4 * comm.size)
     mine = np.full(4, comm.rank + 1, dtype=np.float32)
     for rank in range(comm.size):
-        exposed.put(rank, torch.from_numpy(10 * mine), 4 * comm.rank)
-        exposed.add(rank, torch.from_numpy(mine), 4 * comm.rank)
-    exposed.barrier()
+        remote.put(rank, torch.from_numpy(10 * mine), 4 * comm.rank)
+        remote.add(rank, torch.from_numpy(mine), 4 * comm.rank)
+    remote.barrier()
     expected = np.repeat(11 * np.arange(1, comm.size + 1, dtype=np.float32), 4)
     for rank in range(comm.size):
         out = torch.empty(2, 2 * comm.size)
-        exposed.get(rank, out)
+        remote.get(rank, out)
         assert np.array_equal(out.numpy().reshape(-1), expected)
-    assert np.array_equal(exposed.view(comm.rank).numpy(), expected)
-    exposed.barrier()
+    assert np.array_equal(remote.view(comm.rank).numpy(), expected)
+    remote.barrier()
 
 
 def test_lengths_differ_and_may_be_zero(comm: Any, make: Any) -> None:
-    exposed = make(3 * comm.rank, dtype=torch.float64)
+    remote = make(3 * comm.rank, dtype=torch.float64)
     after = (comm.rank + 1) % comm.size
-    exposed.add(after, torch.ones(3 * after, dtype=torch.float64))
-    exposed.barrier()
+    remote.add(after, torch.ones(3 * after, dtype=torch.float64))
+    remote.barrier()
     for rank in range(comm.size):
         out = torch.zeros(3 * rank, dtype=torch.float64)
-        exposed.get(rank, out)
+        remote.get(rank, out)
         assert out.eq(1).all()
-    exposed.barrier()
+    remote.barrier()
 
 
 def test_no_fetch_add_on_a_counter_is_lost(comm: Any, make: Any) -> None:
-    exposed, times = make(0, words=2), 200
-    seen = [exposed.fetch_add(0, 1, 1) for _ in range(times)]
+    remote, times = make(0, words=2), 200
+    seen = [remote.fetch_add(0, 1, 1) for _ in range(times)]
     assert seen == sorted(seen) and len(set(seen)) == times
-    exposed.barrier()
-    assert exposed.fetch_add(0, 1) == times * comm.size
-    exposed.barrier()
+    remote.barrier()
+    assert remote.fetch_add(0, 1) == times * comm.size
+    remote.barrier()
 
 
 def test_no_update_under_the_lock_is_lost(comm: Any, make: Any) -> None:
     """N ranks read, change and write M times: without the lock, reads of the same number lose updates."""
-    exposed, times = make(8, words=1 + WORDS), 40
-    lock = Lock(exposed, 1)
+    remote, times = make(8, words=1 + WORDS), 40
+    lock = Lock(remote, 1)
     target = comm.size - 1
     for _ in range(times):
         with lock.of(target):
             values = torch.empty(8)
-            exposed.get(target, values)
-            exposed.put(target, values + 1)
-    exposed.barrier()
+            remote.get(target, values)
+            remote.put(target, values + 1)
+    remote.barrier()
     final = torch.empty(8)
-    exposed.get(target, final)
+    remote.get(target, final)
     assert final.tolist() == [times * comm.size] * 8
-    exposed.barrier()
+    remote.barrier()
 
 
 def test_a_rank_that_holds_the_lock_too_long_is_named(comm: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    exposed = make(1, words=2 + WORDS)
-    lock = Lock(exposed, 2)
+    remote = make(1, words=2 + WORDS)
+    lock = Lock(remote, 2)
     if comm.rank == 0:
         with lock.of(0):
-            exposed.barrier()
-            while exposed.fetch_add(0, 1) < comm.size - 1:
-                exposed.progress()
+            remote.barrier()
+            while remote.fetch_add(0, 1) < comm.size - 1:
+                remote.progress()
     else:
-        exposed.barrier()
+        remote.barrier()
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
         with pytest.raises(DeadlineError, match="held by rank 0") if comm.rank == 1 else pytest.raises(DeadlineError):
             with lock.of(0):
                 pass
         monkeypatch.delenv("HPCTRAIN_TIMEOUT")
-        exposed.fetch_add(0, 1, 1)
-    exposed.barrier()
+        remote.fetch_add(0, 1, 1)
+    remote.barrier()
 
 
 @pytest.mark.ranks(2)
 def test_a_rank_missing_from_a_barrier_is_named(comm: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    exposed = make(1)
+    remote = make(1)
     if comm.rank == 0:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
         with pytest.raises(DeadlineError, match=r"a barrier of all workers: ranks \[1\] have not arrived within 0.2 s"):
-            exposed.barrier()
+            remote.barrier()
         monkeypatch.delenv("HPCTRAIN_TIMEOUT")
         comm.transport.barrier()
     else:
         comm.transport.barrier()
-        exposed.barrier()
+        remote.barrier()
 
 
 def test_a_computing_owner_does_not_block_its_neighbours(comm: Any, make: Any) -> None:
     """The owner makes no call until it sees in its memory that all neighbours have finished their accesses."""
-    exposed = make(comm.size, words=1 + WORDS)
-    lock = Lock(exposed, 1)
-    neighbours = [rank for rank in range(comm.size) if exposed.view(rank) is not None]
+    remote = make(comm.size, words=1 + WORDS)
+    lock = Lock(remote, 1)
+    neighbours = [rank for rank in range(comm.size) if remote.view(rank) is not None]
     owner = neighbours[0]
     if comm.rank == owner:
-        own, end = exposed.view(owner), time.monotonic() + LIMIT
+        own, end = remote.view(owner), time.monotonic() + LIMIT
         while int(own[neighbours].sum()) < len(neighbours) - 1:
             assert time.monotonic() < end, "the others did not get on"
     else:
         with lock.of(owner):
-            exposed.add(owner, torch.ones(1), comm.rank)
-    exposed.barrier()
+            remote.add(owner, torch.ones(1), comm.rank)
+    remote.barrier()
 
 
 def test_other_nodes_are_served_while_the_owner_makes_progress(comm: Any, make: Any) -> None:
-    exposed = make(comm.size, words=1 + WORDS)
-    with exposed.recording() as recorder:
+    remote = make(comm.size, words=1 + WORDS)
+    with remote.recording() as recorder:
         if comm.rank == 0:
-            own, end = exposed.view(0), time.monotonic() + LIMIT
+            own, end = remote.view(0), time.monotonic() + LIMIT
             while int(own.sum()) < comm.size - 1:
-                exposed.progress()
+                remote.progress()
                 assert time.monotonic() < end, "the others did not get on"
         else:
-            exposed.add(0, torch.ones(1), comm.rank)
-    far = comm.rank != 0 and exposed.view(0) is None
+            remote.add(0, torch.ones(1), comm.rank)
+    far = comm.rank != 0 and remote.view(0) is None
     assert recorder.bytes["add"] == (4 if far else 0)
-    exposed.barrier()
+    remote.barrier()
 
 
 def test_accesses_out_of_range_or_of_wrong_type_are_refused(comm: Any, make: Any) -> None:
-    exposed = make(4)
+    remote = make(4)
     for rank, start, values in (
         (comm.size, 0, torch.zeros(1)),
         (-1, 0, torch.zeros(1)),
@@ -162,7 +162,7 @@ def test_accesses_out_of_range_or_of_wrong_type_are_refused(comm: Any, make: Any
         (0, 0, torch.zeros(1, dtype=torch.float64)),
         (0, 0, torch.zeros(4, 2)[:, 0]),
     ):
-        for call in (exposed.get, exposed.put, exposed.add):
+        for call in (remote.get, remote.put, remote.add):
             with pytest.raises(UsageError, match="exposed memory|elements"):
                 call(rank, values, start)
-    exposed.barrier()
+    remote.barrier()

@@ -24,11 +24,11 @@ def test_messages_arrive_in_order_and_stay_until_they_are_freed(own: Any, count:
     ring, back = own.slots([RingHandle(0, 1, count, 40), RingHandle(1, 0, 1, 4)])
     if own.rank == 0:
         for number in range(20):
-            wait(ring.room)
+            wait(ring.has_free_slot)
             ring.next().view(torch.int32).fill_(number)
             ring.fill()
             if number == count - 1:
-                assert not ring.room() or count == 20
+                assert not ring.has_free_slot() or count == 20
         wait(back.ready)
         assert back.take().view(torch.int32).item() == 20
     elif own.rank == 1:
@@ -53,7 +53,7 @@ def test_slots_are_memory_shared_by_writer_and_reader(own: Any) -> None:
         slot = ring.next()
         slot.fill_(3)
         ring.fill()
-        wait(ring.room)
+        wait(ring.has_free_slot)
         assert slot.eq(7).all()
     elif own.rank == 1:
         wait(ring.ready)

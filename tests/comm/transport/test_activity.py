@@ -18,15 +18,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_wait_is_named_and_timed(clock: list[float]) -> None:
     waiting = Activity()
-    assert (waiting.operation, waiting.seconds, waiting.entered) == ("", 0.0, 0)
+    assert (waiting.operation, waiting.seconds, waiting.count) == ("", 0.0, 0)
     with waiting("barrier"):
         clock[0] += 2
-        assert (waiting.operation, waiting.seconds, waiting.entered) == ("barrier", 2.0, 1)
+        assert (waiting.operation, waiting.seconds, waiting.count) == ("barrier", 2.0, 1)
     clock[0] += 5
     assert (waiting.operation, waiting.seconds, waiting.total) == ("", 0.0, 2.0)
     with waiting("send"):
         clock[0] += 1
-    assert (waiting.total, waiting.entered) == (3.0, 2)
+    assert (waiting.total, waiting.count) == (3.0, 2)
 
 
 def test_a_nested_wait_is_part_of_the_outer_one(clock: list[float]) -> None:
@@ -35,7 +35,7 @@ def test_a_nested_wait_is_part_of_the_outer_one(clock: list[float]) -> None:
         clock[0] += 1
         with waiting("send"):
             clock[0] += 1
-            assert (waiting.operation, waiting.entered) == ("all_reduce", 1)
+            assert (waiting.operation, waiting.count) == ("all_reduce", 1)
         assert waiting.seconds == 2.0
     assert waiting.total == 2.0
 
@@ -54,12 +54,12 @@ def test_a_call_is_recorded_as_a_wait(clock: list[float]) -> None:
 
     def call() -> None:
         clock[0] += 2
-        seen.append((waiting.operation, waiting.seconds, waiting.entered))
+        seen.append((waiting.operation, waiting.seconds, waiting.count))
 
-    noted = waiting.around("all_reduce", call)
-    noted()
+    recorded = waiting.around("all_reduce", call)
+    recorded()
     with waiting("broadcast"):
-        noted()
+        recorded()
     assert seen == [("all_reduce", 2.0, 1), ("broadcast", 2.0, 2)]
     assert (waiting.operation, waiting.seconds, waiting.total) == ("", 0.0, 4.0)
     with pytest.raises(ZeroDivisionError):

@@ -13,7 +13,15 @@ from support.pace import scaled
 from torch import Tensor
 
 from hpctrain.comm.device import cuda_aware_probe
-from hpctrain.comm.device.cuda_aware_probe import PREFIX, ProbeResult, exchange, judge, library_name, mpi_says, probe
+from hpctrain.comm.device.cuda_aware_probe import (
+    PREFIX,
+    ProbeResult,
+    exchange,
+    judge,
+    library_name,
+    mpi_reports_cuda,
+    probe,
+)
 
 SMALL = (2, 1000)
 HOST = torch.device("cpu")
@@ -65,9 +73,9 @@ def test_one_wrong_value_on_one_rank_is_the_verdict_of_all_ranks(
 
     monkeypatch.setattr(kind, name, wrong)
     verdict = judge(comm.transport, HOST, "Some MPI 1", SMALL)
-    said = "send and recv" if broken == "recv" else broken
+    first_line = "send and recv" if broken == "recv" else broken
     assert not verdict.cuda_aware
-    assert verdict.reason == f"{said} of 1000 elements brought 1 wrong ones to rank {comm.size - 1}"
+    assert verdict.reason == f"{first_line} of 1000 elements brought 1 wrong ones to rank {comm.size - 1}"
     assert comm.all_gather_object(verdict) == [verdict] * comm.size
 
 
@@ -115,14 +123,14 @@ def test_a_verdict_is_found_among_warnings(aware: bool) -> None:
 
 @pytest.mark.ranks
 def test_an_mpi_built_without_cuda_is_not_tried(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mpi_says() in (True, False, None)
-    monkeypatch.setattr(cuda_aware_probe, "mpi_says", lambda: False)
+    assert mpi_reports_cuda() in (True, False, None)
+    monkeypatch.setattr(cuda_aware_probe, "mpi_reports_cuda", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "built without CUDA (MPIX_Query_cuda_support)" in cuda_aware_probe._hindrance("cuda", 2)
+    assert "built without CUDA (MPIX_Query_cuda_support)" in cuda_aware_probe._reason_to_skip("cuda", 2)
     assert (
-        cuda_aware_probe._hindrance("cpu", 2) == ""
-        and cuda_aware_probe._hindrance("cpu", 1) == "the canary needs two ranks"
+        cuda_aware_probe._reason_to_skip("cpu", 2) == ""
+        and cuda_aware_probe._reason_to_skip("cpu", 1) == "the canary needs two ranks"
     )
     for unsure in (True, None):
-        monkeypatch.setattr(cuda_aware_probe, "mpi_says", lambda: unsure)
-        assert cuda_aware_probe._hindrance("cuda", 2) == ""
+        monkeypatch.setattr(cuda_aware_probe, "mpi_reports_cuda", lambda: unsure)
+        assert cuda_aware_probe._reason_to_skip("cuda", 2) == ""

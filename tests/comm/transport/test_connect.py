@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpctrain.cluster.launcher import without_launcher
-from hpctrain.comm.transport.connect import connect, leave_out_unusable
+from hpctrain.comm.transport.connect import connect, exclude_unusable_ucx
 from hpctrain.errors import LaunchError
 
 
@@ -82,19 +82,19 @@ def test_a_users_communicator_is_duplicated(environ: Any) -> None:
 
 def test_one_sided_ucx_is_excluded_without_an_rdma_device(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
-    leave_out_unusable(environ, tmp_path / "none")
+    exclude_unusable_ucx(environ, tmp_path / "none")
     assert environ == {"OMPI_MCA_osc": "^ucx"}
 
 
 @pytest.mark.parametrize("name", ["OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_osc_ucx_tls", "OMPI_MCA_pml_ucx_devices"])
 def test_settings_of_open_mpi_made_by_the_user_are_kept(tmp_path: Path, name: str) -> None:
     environ = {name: "any"}
-    leave_out_unusable(environ, tmp_path)
+    exclude_unusable_ucx(environ, tmp_path)
     assert environ == {name: "any"}
 
 
 def test_nodes_with_an_rdma_device_keep_their_settings(tmp_path: Path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     environ: dict[str, str] = {}
-    leave_out_unusable(environ, tmp_path)
+    exclude_unusable_ucx(environ, tmp_path)
     assert not environ

@@ -100,7 +100,7 @@ def test_other_values_of_HPCTRAIN_CUDA_AWARE_are_refused() -> None:
 @pytest.mark.ranks
 def test_all_ranks_choose_the_same_path_if_one_lacks_an_ability(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "no CuPy here" if comm.rank == 1 else ""
-    monkeypatch.setattr("hpctrain.comm.device.nccl_channel.why_missing", lambda: why)
+    monkeypatch.setattr("hpctrain.comm.device.nccl_channel.reason_unavailable", lambda: why)
     abilities = gather_capabilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO)
     assert abilities.no_nccl == "no CuPy here (rank 1)" and "(rank 0)" in abilities.no_mpi
     assert abilities.ranks_per_gpu == comm.local_size

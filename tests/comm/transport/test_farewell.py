@@ -32,7 +32,7 @@ def test_ranks_that_leave_together_send_no_notice(world: Any) -> None:
     farewell.leave()
     assert time.monotonic() - began < scaled(module.GRACE + 2)
     world.Barrier()
-    assert farewell.who_left() == []
+    assert farewell.ranks_that_left() == []
 
 
 @pytest.mark.ranks
@@ -41,11 +41,11 @@ def test_a_rank_that_leaves_early_sends_a_notice(world: Any, monkeypatch: pytest
     farewell = module.ExitNotifier(world)
     last = world.size - 1
     if world.rank != last:
-        assert farewell.who_left() == []
+        assert farewell.ranks_that_left() == []
         world.Barrier()
         # The last rank waits in leave() for the others; its notice arrives here. So may the notice of a faster rank.
-        _poll(lambda: last in farewell.who_left())
-        assert last in farewell.who_left()  # a received notice is remembered
+        _poll(lambda: last in farewell.ranks_that_left())
+        assert last in farewell.ranks_that_left()  # a received notice is remembered
     else:
         world.Barrier()
     farewell.leave()
@@ -62,6 +62,6 @@ def test_notices_do_not_mix_with_other_traffic(world: Any, comm: Any, monkeypatc
             comm.send(torch.full((3,), float(peer)), peer)
         farewell.leave()
         return
-    _poll(lambda: 0 in farewell.who_left())
+    _poll(lambda: 0 in farewell.ranks_that_left())
     assert comm.recv(torch.zeros(3), 0).tolist() == [float(world.rank)] * 3
     farewell.leave()

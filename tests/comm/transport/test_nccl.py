@@ -192,10 +192,10 @@ def test_a_failed_start_of_nccl_is_an_error_on_all_ranks(comm: Any, library: Fak
 
 @pytest.mark.gpu
 def test_nccl_on_one_gpu(comm: Any) -> None:
-    from hpctrain.comm.device.nccl_channel import why_missing
+    from hpctrain.comm.device.nccl_channel import reason_unavailable
 
-    if why_missing():
-        pytest.skip(why_missing())
+    if reason_unavailable():
+        pytest.skip(reason_unavailable())
     device = torch.device("cuda", 0)
     transport = NcclTransport(comm.transport, device)
     for dtype in (torch.float32, torch.int64, torch.bool):
@@ -210,10 +210,10 @@ def test_nccl_on_one_gpu(comm: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.ranks
 def test_nccl_on_the_gpus_of_several_ranks(comm: Any) -> None:
-    from hpctrain.comm.device.nccl_channel import why_missing
+    from hpctrain.comm.device.nccl_channel import reason_unavailable
 
-    if why_missing() or torch.cuda.device_count() < comm.local_size:
-        pytest.skip(why_missing() or "needs a GPU a rank")
+    if reason_unavailable() or torch.cuda.device_count() < comm.local_size:
+        pytest.skip(reason_unavailable() or "needs a GPU a rank")
     device = torch.device("cuda", comm.local_rank)
     transport = NcclTransport(comm.transport, device)
     tensor = torch.full((100_000,), float(comm.rank + 1), device=device)

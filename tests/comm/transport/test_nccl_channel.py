@@ -52,10 +52,10 @@ def test_an_operation_that_does_not_end_is_aborted_at_the_deadline(
     time.sleep(0.02)
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "600")
     channel.start("broadcast", [], nothing)
-    assert channel.overdue(600) == "" and library.comms[0].state == "alive"
+    assert channel.hanging_operation(600) == "" and library.comms[0].state == "alive"
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.01")
-    late = r"nccl all_gather has not ended within 0.01 s \(HPCTRAIN_TIMEOUT\) on rank 0 of 1, cpu"
-    with pytest.raises(DeadlineError, match=late):
+    hanging = r"nccl all_gather has not ended within 0.01 s \(HPCTRAIN_TIMEOUT\) on rank 0 of 1, cpu"
+    with pytest.raises(DeadlineError, match=hanging):
         first.done()
     assert library.comms[0].state == "aborted"
 
@@ -77,12 +77,12 @@ def test_completed_operations_are_not_overdue(channel: NcclChannel, monkeypatch:
     streams.finish()
     time.sleep(0.02)
     later = channel.start("broadcast", [], nothing)
-    assert channel.overdue(0.01) == ""
+    assert channel.hanging_operation(0.01) == ""
     time.sleep(0.02)
-    assert "broadcast" in channel.overdue(0.01)
+    assert "broadcast" in channel.hanging_operation(0.01)
     later.wait()
     streams.finish()
-    assert later.done() and channel.overdue(0.01) == ""
+    assert later.done() and channel.hanging_operation(0.01) == ""
 
 
 def test_a_watchdog_sees_calls_in_which_nccl_blocks_the_host(channel: NcclChannel) -> None:
@@ -94,7 +94,7 @@ def test_a_watchdog_sees_calls_in_which_nccl_blocks_the_host(channel: NcclChanne
 def test_messages_are_sent_in_one_group_and_in_order(channel: NcclChannel, library: FakeNccl) -> None:
     said: list[tuple[str, int]] = []
     works = [
-        channel.hold(name, torch.empty(0), lambda comm, stream, name=name: said.append((name, library.depth)))
+        channel.defer(name, torch.empty(0), lambda comm, stream, name=name: said.append((name, library.depth)))
         for name in ("send", "recv", "send again")
     ]
     assert not said

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.nccl import FakeNccl
 
-from hpctrain.comm.device.nccl_channel import load, op_code, why_missing
+from hpctrain.comm.device.nccl_channel import load, op_code, reason_unavailable
 from hpctrain.errors import CommunicationError
 
 
@@ -44,11 +44,11 @@ def test_a_missing_gpu_is_reported_before_a_missing_library(monkeypatch: pytest.
     install(monkeypatch, found)
     assert load() is found
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert why_missing() == "no GPU is visible"
+    assert reason_unavailable() == "no GPU is visible"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert why_missing() == ""
+    assert reason_unavailable() == ""
     install(monkeypatch, types.SimpleNamespace(available=False))
-    assert "CuPy has no NCCL" in why_missing()
+    assert "CuPy has no NCCL" in reason_unavailable()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from support.reductions import same_bits, values
 from support.streams import LateStreams
 from torch import Tensor
 
-from hpctrain.comm.device.staging import StagedCopier
+from hpctrain.comm.device.staging import StagedCopier, elementwise, gathered, scattered
 from hpctrain.comm.device.streams import CudaStreams, HostStreams, Streams
-from hpctrain.comm.transport.chunks import elementwise, gathered, scattered
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.bool)
 PIECE = 64

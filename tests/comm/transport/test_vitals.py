@@ -25,7 +25,7 @@ def world() -> Iterator[Any]:
 @pytest.mark.ranks
 def test_the_ranks_of_this_machine_are_seen(comm: Any) -> None:
     names = comm.all_gather_object(socket.gethostname())
-    seen = module.Heartbeat(comm.transport.comm).look()
+    seen = module.Heartbeat(comm.transport.comm).read_all()
     assert [vital.rank for vital in seen] == [rank for rank in range(comm.size) if names[rank] == names[comm.rank]]
 
 
@@ -53,7 +53,7 @@ def test_every_rank_sees_the_operations_of_the_others(world: Any, monkeypatch: p
     vitals = module.Heartbeat(world)
     vitals.beat("" if world.rank == 0 else "all_reduce", 2.5 * world.rank)
     world.Barrier()
-    seen = vitals.look()
+    seen = vitals.read_all()
     assert [vital.rank for vital in seen] == list(range(world.size))
     assert [vital.operation for vital in seen] == [""] + ["all_reduce"] * (world.size - 1)
     assert [vital.waited for vital in seen] == pytest.approx([2.5 * rank for rank in range(world.size)])
@@ -62,7 +62,7 @@ def test_every_rank_sees_the_operations_of_the_others(world: Any, monkeypatch: p
     world.Barrier()
     vitals.beat("broadcast", 0.0)
     world.Barrier()
-    assert {vital.operation for vital in vitals.look()} == {"broadcast"}
+    assert {vital.operation for vital in vitals.read_all()} == {"broadcast"}
 
 
 @pytest.mark.ranks
@@ -75,19 +75,19 @@ def test_a_rank_without_heartbeats_is_late(world: Any, monkeypatch: pytest.Monke
     while time.monotonic() < deadline:
         if world.rank:
             vitals.beat("barrier", 1.0)
-    assert vitals.look()[0].late and "rank 0 has not responded" in str(vitals.look()[0])
+    assert vitals.read_all()[0].late and "rank 0 has not responded" in str(vitals.read_all()[0])
     world.Barrier()
 
 
 @pytest.mark.ranks
 def test_any_rank_can_request_stacks(world: Any) -> None:
     vitals = module.Heartbeat(world)
-    assert not vitals.stacks_wanted()
+    assert not vitals.stacks_requested()
     world.Barrier()
     if world.rank == 1:
-        vitals.ask_for_stacks()
+        vitals.request_stacks()
     world.Barrier()
-    assert vitals.stacks_wanted()
+    assert vitals.stacks_requested()
 
 
 @pytest.mark.ranks
@@ -95,5 +95,5 @@ def test_a_long_name_does_not_overflow_its_line(world: Any) -> None:
     vitals = module.Heartbeat(world)
     vitals.beat("x" * 500, 0.0)
     world.Barrier()
-    assert {vital.operation for vital in vitals.look()} == {"x" * (module._NAME_BYTES - 1)}
-    assert not vitals.stacks_wanted()
+    assert {vital.operation for vital in vitals.read_all()} == {"x" * (module._NAME_BYTES - 1)}
+    assert not vitals.stacks_requested()
