@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.errors import EXIT_FAILURE, SettingsError, UsageError
-from hpctrain.forecast import text
+from hpctrain.forecast import report
 from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
 from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.machine import preset
@@ -19,14 +19,9 @@ from hpctrain.train.config import LOSSES, Settings
 from hpctrain.util.format import format_bytes, parse_bytes
 from hpctrain.util.text import columns, printable_lines
 
-if TYPE_CHECKING:
-    from hpctrain.forecast.advice import TimeReport
-
 
 def plan(args: argparse.Namespace, settings: Settings) -> int:
     """Print what a run needs; return 0 if it fits, 1 otherwise."""
-    from hpctrain.forecast.advice import time_report
-
     if args.machine:
         preset(args.machine)  # refuses an unknown name before the forecast starts
     limits = MemoryLimits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
@@ -34,7 +29,7 @@ def plan(args: argparse.Namespace, settings: Settings) -> int:
     found = candidates(planned, limits, everything=bool(args.strategies))
     if sys.stderr.isatty():
         print("estimating; measuring this machine takes seconds ...", file=sys.stderr)
-    times = time_report(planned, args.machine, found)
+    times = report.time_report(planned, args.machine, found)
     _draw(args, planned, found, times)
     if args.json:
         print(json.dumps(_as_dict(planned, found, times), indent=2))
@@ -98,17 +93,19 @@ def _positive(number: int, option: str) -> int:
 # Output ---------------------------------------------------------------------------------------------------------------
 
 
-def _draw(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Configuration], times: TimeReport) -> None:
+def _draw(
+    args: argparse.Namespace, planned: PlannedRun, found: Sequence[Configuration], times: report.TimeReport
+) -> None:
     if args.output:
         from hpctrain.forecast.plots import memory_figure
         from hpctrain.util.plotting import save_figure
 
-        save_figure(memory_figure(text.heading(planned), found), args.output)
+        save_figure(memory_figure(report.heading(planned), found), args.output)
     if args.scaling:
         times.draw(args.scaling)
 
 
-def _as_dict(planned: PlannedRun, found: Sequence[Configuration], times: TimeReport) -> dict[str, Any]:
+def _as_dict(planned: PlannedRun, found: Sequence[Configuration], times: report.TimeReport) -> dict[str, Any]:
     limits = found[0].limits
     return {
         "model": planned.facts.name,
@@ -118,20 +115,22 @@ def _as_dict(planned: PlannedRun, found: Sequence[Configuration], times: TimeRep
         "device": planned.device,
         "limits": {"device": limits.device, "host": limits.host},
         "notes": list(planned.facts.notes),
-        "memory": text.as_dict(found[0]),
-        "strategies": [text.as_dict(one) for one in found],
+        "memory": report.as_dict(found[0]),
+        "strategies": [report.as_dict(one) for one in found],
         "time": times.as_dict(),
     }
 
 
-def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Configuration], times: TimeReport) -> None:
+def _print(
+    args: argparse.Namespace, planned: PlannedRun, found: Sequence[Configuration], times: report.TimeReport
+) -> None:
     chosen = found[0]
-    print(printable_lines(text.heading(planned)))
+    print(printable_lines(report.heading(planned)))
     for note in planned.facts.notes:
         print(printable_lines(f"note: {note}"))
-    print(printable_lines("\n".join(["", *columns(text.rows_of(planned, chosen.memory)), ""])))
-    print(printable_lines(text.peak_line(planned, chosen.memory)))
-    print(printable_lines("\n".join(["", *columns(text.lines_of(found)), ""])))
+    print(printable_lines("\n".join(["", *columns(report.rows_of(planned, chosen.memory)), ""])))
+    print(printable_lines(report.peak_line(planned, chosen.memory)))
+    print(printable_lines("\n".join(["", *columns(report.lines_of(found)), ""])))
     if chosen.limits.known:
         print(printable_lines(_sentence(found)))
     print(printable_lines("\n".join(["", *times.lines()])))
@@ -146,7 +145,7 @@ def _sentence(found: Sequence[Configuration]) -> str:
     if chosen.fits:
         return f"{chosen.name} fits"
     if fitting:
-        return f"{chosen.name} does not fit: {text.verdict(chosen)}; {fitting[0]} fits"
+        return f"{chosen.name} does not fit: {report.verdict(chosen)}; {fitting[0]} fits"
     nearest = min(found, key=lambda one: sum(one.excess))
     missing = format_bytes(sum(nearest.excess), 2)
-    return f"nothing fits: {chosen.name} has {text.verdict(chosen)}, {nearest.name} {missing}"
+    return f"nothing fits: {chosen.name} has {report.verdict(chosen)}, {nearest.name} {missing}"

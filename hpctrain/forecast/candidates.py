@@ -11,7 +11,7 @@ from hpctrain.forecast.run import PlannedRun
 from hpctrain.parallel.config import SHARDED, ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
 
-Way = tuple[ParallelSettings, OffloadSettings]
+SettingsPair = tuple[ParallelSettings, OffloadSettings]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def candidates(run: PlannedRun, limits: MemoryLimits, *, everything: bool = Fals
     """Return the configured run first, then other valid ones: all meshes with ``everything``, else the usual."""
     found = [Configuration(name_of(run), run, memory_of(run), limits, chosen=True)]
     seen = {found[0].name}
-    for parallel, offload in _ways(run, everything=everything):
+    for parallel, offload in _variants(run, everything=everything):
         try:
             other = _with(run, parallel, offload)
             name = name_of(other)
@@ -75,7 +75,7 @@ def name_of(run: PlannedRun) -> str:
     words = [" x ".join([*axes, f"{parallel.data} {shape.data}"]) if axes else parallel.data]
     if shape.pipe > 1:
         words[0] += f" ({parallel.schedule})"
-    for word, there in (
+    for word, enabled in (
         ("sequence", parallel.sequence),
         ("bfloat16", parallel.mixed_precision == "bfloat16"),
         ("within the node", parallel.shard_within == "node"),
@@ -84,7 +84,7 @@ def name_of(run: PlannedRun) -> str:
         ("offloaded optimizer", run.offload.optimizer and not run.offload.parameters),
         ("offloaded activations", run.offload.activations),
     ):
-        words += [word] if there else []
+        words += [word] if enabled else []
     return " + ".join(words)
 
 
@@ -92,40 +92,44 @@ def _with(run: PlannedRun, parallel: ParallelSettings, offload: OffloadSettings)
     return replace(run, settings=replace(run.settings, parallel=parallel, offload=offload))
 
 
-def _ways(run: PlannedRun, *, everything: bool) -> Iterator[Way]:
+def _variants(run: PlannedRun, *, everything: bool) -> Iterator[SettingsPair]:
     """Yield pairs of parallel and offload settings, the simplest first."""
-    own, nothing = run.parallel, OffloadSettings()
+    configured, nothing = run.parallel, OffloadSettings()
     datas: Sequence[str] = ("ddp", "zero1", "zero2", "fsdp") if run.ranks > 1 else ("ddp",)
-    for recompute in sorted({False, True, own.recompute}):
+    for recompute in sorted({False, True, configured.recompute}):
         for data in datas:
-            yield _plain(own, data, 1, 1, recompute=recompute), nothing
+            yield _with_degrees(configured, data, 1, 1, recompute=recompute), nothing
     if run.device != "cpu":
         for data in datas:
             sharded = "zero2" if data == "ddp" else data
-            yield _plain(own, sharded, 1, 1, recompute=False), OffloadSettings(optimizer=True)
-        yield _plain(own, "fsdp", 1, 1, recompute=False), OffloadSettings(parameters=True)
-        yield _plain(own, "fsdp", 1, 1, recompute=True), OffloadSettings(parameters=True, activations=True)
+            yield _with_degrees(configured, sharded, 1, 1, recompute=False), OffloadSettings(optimizer=True)
+        yield _with_degrees(configured, "fsdp", 1, 1, recompute=False), OffloadSettings(parameters=True)
+        yield _with_degrees(configured, "fsdp", 1, 1, recompute=True), OffloadSettings(
+            parameters=True, activations=True
+        )
     for pipe, tensor in _meshes(run, everything=everything):
-        for recompute in (False, True) if everything else (own.recompute,):
+        for recompute in (False, True) if everything else (configured.recompute,):
             for data in ("ddp", "zero1") if everything and pipe * tensor < run.ranks else ("ddp",):
-                yield _plain(own, data, pipe, tensor, recompute=recompute), nothing
+                yield _with_degrees(configured, data, pipe, tensor, recompute=recompute), nothing
 
 
-def _plain(own: ParallelSettings, data: str, pipe: int, tensor: int, *, recompute: bool) -> ParallelSettings:
+def _with_degrees(
+    configured: ParallelSettings, data: str, pipe: int, tensor: int, *, recompute: bool
+) -> ParallelSettings:
     """Return settings with other degrees, without the options that apply only to the configured degrees."""
     return replace(
-        own,
+        configured,
         data=data,  # type: ignore[arg-type]
         pipe=pipe,
         tensor=tensor,
         recompute=recompute,
-        sequence=own.sequence and tensor > 1,
-        tensor_plan=own.tensor_plan if tensor > 1 else (),
-        mixed_precision=own.mixed_precision if data in SHARDED else "none",
-        shard_within=own.shard_within if data in SHARDED else "world",
-        microbatches=own.microbatches if pipe == own.pipe else 0,
-        partition=own.partition if pipe == own.pipe else "compute",
-        schedule=own.schedule if own.schedule != "pipedream" or data == "ddp" else "1f1b",
+        sequence=configured.sequence and tensor > 1,
+        tensor_plan=configured.tensor_plan if tensor > 1 else (),
+        mixed_precision=configured.mixed_precision if data in SHARDED else "none",
+        shard_within=configured.shard_within if data in SHARDED else "world",
+        microbatches=configured.microbatches if pipe == configured.pipe else 0,
+        partition=configured.partition if pipe == configured.pipe else "compute",
+        schedule=configured.schedule if configured.schedule != "pipedream" or data == "ddp" else "1f1b",
     )
 
 
@@ -136,7 +140,7 @@ def _meshes(run: PlannedRun, *, everything: bool) -> Iterator[tuple[int, int]]:
         for tensor in divisors:
             if pipe * tensor == 1 or run.ranks % (pipe * tensor) or tensor > run.ranks_per_node:
                 continue
-            if pipe > (len(run.facts.layers) if run.facts.is_row else 1):
+            if pipe > (len(run.facts.layers) if run.facts.is_sequential else 1):
                 continue
             if everything or pipe == 1 or tensor == 1 or pipe == tensor:
                 yield pipe, tensor

@@ -25,7 +25,7 @@ from hpctrain.cluster.launcher import without_launcher
 from hpctrain.forecast.dry_run_process import READY, DryRunTask
 from hpctrain.forecast.memory import memory_of
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.time_passes import dtype_of
+from hpctrain.forecast.time_layers import dtype_of
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.util.child import python
@@ -41,7 +41,7 @@ _MODULE = "hpctrain.forecast.dry_run_process"
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRunTimes:
     """Seconds of the two passes in a dry run, with the processes of a whole node running concurrently."""
 
     forward: float
@@ -51,7 +51,7 @@ class Rehearsal:
     spread: tuple[float, float] = (1.0, 1.0)  # of the middle four fifths of the steps, relative to their median
 
 
-def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None:
+def time_dry_run(run: PlannedRun, threads: int, expected: float) -> DryRunTimes | None:
     """Return the times of a microbatch's passes; None if they are too large for a dry run, or if a process fails.
 
     ``threads`` is the number of threads per rank, ``expected`` the forecast seconds of the passes.
@@ -59,23 +59,23 @@ def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None
     ranks = run.ranks_on_node
     if ranks > MOST_RANKS or expected > MOST_SECONDS or _memory(run) > MOST_MEMORY * free_memory():
         return None
-    part = DryRunTask(run.settings, run.microbatch, threads, dtype_of(run))
+    task = DryRunTask(run.settings, run.microbatch, threads, dtype_of(run))
     try:
-        with _company(part, ranks) as company:
-            steps = list(_steps(company))
+        with _processes(task, ranks) as processes:
+            steps = list(_steps(processes))
     except (OSError, ValueError):
         return None  # the process has reported the reason to the user; the forecast uses the layers instead
-    forward, backward = (median(step[way] for step in steps) for way in (0, 1))
+    forward, backward = (median(step[direction] for step in steps) for direction in (0, 1))
     whole = sorted(sum(step) / (forward + backward) for step in steps)
     cut = len(whole) // 10
-    return Rehearsal(forward, backward, ranks, threads, (min(whole[cut], 1.0), max(whole[-1 - cut], 1.0)))
+    return DryRunTimes(forward, backward, ranks, threads, (min(whole[cut], 1.0), max(whole[-1 - cut], 1.0)))
 
 
 def _memory(run: PlannedRun) -> int:
     """Return the bytes that the processes will need: each has the whole model, like a run with one rank."""
     train = replace(run.settings.train, batch=run.microbatch, accumulate=1)
-    alone = replace(run.settings, train=train, parallel=ParallelSettings(), offload=OffloadSettings())
-    return memory_of(PlannedRun(alone, run.facts, 1, 1)).rank.host_total * run.ranks_on_node
+    single = replace(run.settings, train=train, parallel=ParallelSettings(), offload=OffloadSettings())
+    return memory_of(PlannedRun(single, run.facts, 1, 1)).rank.host_total * run.ranks_on_node
 
 
 def free_memory() -> int:
@@ -88,48 +88,48 @@ def free_memory() -> int:
 
 
 @contextmanager
-def _company(part: DryRunTask, ranks: int) -> Iterator[Sequence[Process]]:
+def _processes(task: DryRunTask, ranks: int) -> Iterator[Sequence[Process]]:
     """Start processes for the ``with`` block; all are killed at its end or at the deadline."""
     command = python("-m", _MODULE)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": without_launcher()}
-    company = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
+    processes = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
 
     def end() -> None:
-        for one in company:
+        for one in processes:
             one.kill()
 
     alarm = threading.Timer(DEADLINE, end)
     alarm.start()
     try:
-        for one in company:
-            pickle.dump(part, one.stdin)
+        for one in processes:
+            pickle.dump(task, one.stdin)
             one.stdin.flush()
-        for one in company:
+        for one in processes:
             if one.stdout.readline().decode().strip() != READY:
                 raise ValueError("a process of the measurement ended before it began")
-        yield company
+        yield processes
     finally:
         alarm.cancel()
         end()
-        for one in company:
+        for one in processes:
             one.communicate()
 
 
-def _steps(company: Sequence[Process]) -> Iterator[tuple[float, float]]:
+def _steps(processes: Sequence[Process]) -> Iterator[tuple[float, float]]:
     """Yield the times of both passes of every measured step, from the slowest process."""
     for _ in range(WARM):
-        _together(company)
+        _run_step(processes)
     end = time.perf_counter() + LONGEST
     for number in range(MOST):
         if number >= LEAST and time.perf_counter() > end:
             return
-        yield max(_together(company), key=sum)
+        yield max(_run_step(processes), key=sum)
 
 
-def _together(company: Sequence[Process]) -> list[tuple[float, float]]:
-    for one in company:
+def _run_step(processes: Sequence[Process]) -> list[tuple[float, float]]:
+    for one in processes:
         assert one.stdin is not None
         one.stdin.write(b"\n")
         one.stdin.flush()
-    answers = [one.stdout.readline() for one in company if one.stdout is not None]
+    answers = [one.stdout.readline() for one in processes if one.stdout is not None]
     return [tuple(json.loads(answer)) for answer in answers]

@@ -33,17 +33,17 @@ class DryRunTask:
     dtype: torch.dtype | None  # of autocast
 
 
-class Player:
+class StepRunner:
     """Model with allocated memory, and a batch."""
 
-    def __init__(self, facts: ModelFacts, part: DryRunTask) -> None:
-        torch.set_num_threads(part.threads)
+    def __init__(self, facts: ModelFacts, task: DryRunTask) -> None:
+        torch.set_num_threads(task.threads)
         self.model = real_copy(facts.model)
-        self.inputs, self.targets = (_filled(spec.of(part.samples, CPU)) for spec in (facts.inputs, facts.targets))
-        self.objective = Objective(loss_named(part.settings.train.loss), part.dtype)
+        self.inputs, self.targets = (_filled(spec.of(task.samples, CPU)) for spec in (facts.inputs, facts.targets))
+        self.objective = Objective(loss_named(task.settings.train.loss), task.dtype)
         self.optimizer = _optimizer(self.model)
 
-    def play(self) -> tuple[float, float]:
+    def run_step(self) -> tuple[float, float]:
         """Run a step; return the seconds of its forward and of its backward pass."""
         start = time.perf_counter()
         with self.objective.computing(CPU):
@@ -62,13 +62,13 @@ class Player:
 
 def main() -> None:
     """Answer requests until the end of the input."""
-    part: DryRunTask = pickle.load(sys.stdin.buffer)  # sent by the parent process
-    player = Player(facts_of(part.settings), part)
+    task: DryRunTask = pickle.load(sys.stdin.buffer)  # sent by the parent process
+    runner = StepRunner(facts_of(task.settings), task)
     answer = sys.stdout
     sys.stdout = sys.stderr  # keep a model's prints out of the answers
     print(READY, file=answer, flush=True)
     for _ in sys.stdin.buffer:
-        print(json.dumps(player.play()), file=answer, flush=True)
+        print(json.dumps(runner.run_step()), file=answer, flush=True)
 
 
 def _filled(values: Tensor) -> Tensor:

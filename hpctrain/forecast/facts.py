@@ -76,7 +76,7 @@ class LayerFacts:
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """Description of a model; ``why_no_row`` is the reason why it cannot be partitioned into stages, else empty."""
+    """Description of a model; ``not_sequential`` is the reason why it cannot be partitioned into stages, else empty."""
 
     name: str
     model: nn.Module  # on the meta device
@@ -84,7 +84,7 @@ class ModelFacts:
     layers: tuple[LayerFacts, ...]
     inputs: Spec
     targets: Spec
-    why_no_row: str = ""
+    not_sequential: str = ""
     notes: tuple[str, ...] = field(default=())
 
     @cached_property
@@ -115,15 +115,17 @@ class ModelFacts:
         return self.units[patterns]
 
     @cached_property
-    def inside(self) -> tuple[dict[str, str], ...]:
+    def layer_parameters(self) -> tuple[dict[str, str], ...]:
         """Return the parameters that each layer uses: a mapping from their names in the layer to those in the model."""
         names = {id(one): name for name, one in self.model.named_parameters()}
-        return tuple({own: names[id(one)] for own, one in layer.module.named_parameters()} for layer in self.layers)
+        return tuple(
+            {local_name: names[id(one)] for local_name, one in layer.module.named_parameters()} for layer in self.layers
+        )
 
     @property
-    def is_row(self) -> bool:
+    def is_sequential(self) -> bool:
         """Return whether the model is sequential, so that it can be partitioned between its layers."""
-        return not self.why_no_row
+        return not self.not_sequential
 
 
 def facts_of(settings: Settings) -> ModelFacts:
@@ -145,14 +147,17 @@ def describe(model: nn.Module, name: str, inputs: Spec, targets: Spec, *, notes:
     except UsageError as error:
         named, why = [("model", model)], str(error)
     kinds: dict[Any, int] = {}
-    layers = tuple(LayerFacts(own, module, kinds.setdefault(_kind(module, own), len(kinds))) for own, module in named)
+    layers = tuple(
+        LayerFacts(local_name, module, kinds.setdefault(_kind(module, local_name), len(kinds)))
+        for local_name, module in named
+    )
     users: dict[nn.Parameter, int] = {}
     for number, layer in enumerate(layers):
         for parameter in layer.module.parameters():
             users.setdefault(parameter, number)
     parameters = tuple(
-        ParameterFacts(own, tuple(one.shape), one.dtype, one.requires_grad, users[one])
-        for own, one in model.named_parameters()
+        ParameterFacts(local_name, tuple(one.shape), one.dtype, one.requires_grad, users[one])
+        for local_name, one in model.named_parameters()
     )
     return ModelFacts(name, model, parameters, layers, inputs, targets, why, notes)
 
@@ -163,16 +168,18 @@ def _kind(module: nn.Module, name: str) -> Any:
     A layer that stores or joins skip tensors gets its name as a key, so that it equals no other
     layer.
     """
-    inside = list(module.modules())
-    if any(isinstance(one, (Keep, Join)) for one in inside):
+    modules = list(module.modules())
+    if any(isinstance(one, (Keep, Join)) for one in modules):
         return name
-    tensors = [(own, tuple(one.shape), one.dtype, one.requires_grad) for own, one in module.named_parameters()]
-    tensors += [(own, tuple(one.shape), one.dtype, False) for own, one in module.named_buffers()]
+    tensors = [
+        (local_name, tuple(one.shape), one.dtype, one.requires_grad) for local_name, one in module.named_parameters()
+    ]
+    tensors += [(local_name, tuple(one.shape), one.dtype, False) for local_name, one in module.named_buffers()]
     plain = [
         tuple((key, value) for key, value in vars(one).items() if isinstance(value, (bool, int, float, str)))
-        for one in inside
+        for one in modules
     ]
-    return repr(module), tuple(map(type, inside)), tuple(tensors), tuple(plain)
+    return repr(module), tuple(map(type, modules)), tuple(tensors), tuple(plain)
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

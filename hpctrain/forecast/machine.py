@@ -32,9 +32,9 @@ class RankShare:
     threads: int
     flops: float
     bandwidth: float
-    call: float  # overhead of an operator, in seconds
-    crowd: float  # ranks that share one core in turn; 1 where each rank has its own cores
-    meeting: float
+    op_overhead: float  # overhead of an operator, in seconds
+    oversubscription: float  # ranks that share one core in turn; 1 where each rank has its own cores
+    sync: float
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,36 @@ class MachineRates:
     cores: int
     flops: Curve
     bandwidth: Curve
-    call: float
-    meeting: float  # seconds of one synchronization between the ranks of a node
-    turn: float  # the same on oversubscribed cores
-    inside: LinkModel  # between ranks of a node that do not share memory
-    between: LinkModel  # between nodes, for a whole node
+    op_overhead: float
+    sync: float  # seconds of one synchronization between the ranks of a node
+    oversubscribed_sync: float  # the same on oversubscribed cores
+    intra_node: LinkModel  # between ranks of a node that do not share memory
+    inter_node: LinkModel  # between nodes, for a whole node
     disk: float  # bytes per second
     host_link: float = 25e9  # bytes per second between a GPU and its host, in either direction
     host_bandwidth: float = 100e9  # of host memory, for optimizer steps on the host
     peak: float = 0.0  # operations per second of the rank's whole device, by its data sheet; 0 if unknown
     assumed: tuple[str, ...] = ()  # human-readable assumptions, for rates that were not measured
     busy: bool = False  # other processes were using the machine when it was measured
-    at_work: float | None = None  # share of the cores that other processes used then; None if not measured
+    load_of_others: float | None = None  # share of the cores that other processes used then; None if not measured
     slowest: float = 1.0  # time of the slowest tenth of repeats, as a multiple of the time at the stated rates
 
-    def seat(self, ranks: int) -> RankShare:
+    def rank_share(self, ranks: int) -> RankShare:
         """Return the share of one rank if ``ranks`` ranks share a node."""
         if self.kind != "cpu":
-            return RankShare(1, self.flops[1], self.bandwidth[1], self.call, 1.0, self.meeting)
+            return RankShare(1, self.flops[1], self.bandwidth[1], self.op_overhead, 1.0, self.sync)
         threads = threads_of(self.cores, ranks)
         wanted = threads * ranks
         busy = min(wanted, self.cores)
-        crowd = max(1.0, wanted / self.cores)
-        share = threads / busy / crowd
+        oversubscription = max(1.0, wanted / self.cores)
+        share = threads / busy / oversubscription
         return RankShare(
             threads=threads,
             flops=rate(self.flops, busy) * share,
             bandwidth=rate(self.bandwidth, busy) * share,
-            call=self.call * crowd,
-            crowd=crowd,
-            meeting=self.turn if crowd > 1 else self.meeting,
+            op_overhead=self.op_overhead * oversubscription,
+            oversubscription=oversubscription,
+            sync=self.oversubscribed_sync if oversubscription > 1 else self.sync,
         )
 
     @property
@@ -129,8 +129,8 @@ class Device:
     bfloat16: float  # operations per second
     float32: float  # default float32 products of torch: without TF32
     memory: float  # bytes per second
-    inside: float  # bytes per second from a GPU to others of its node
-    between: float  # bytes per second of a node's network
+    intra_node: float  # bytes per second from a GPU to others of its node
+    inter_node: float  # bytes per second of a node's network
 
 
 DEVICES = {
@@ -158,17 +158,17 @@ def preset(name: str, dtype: str = "float32") -> MachineRates:
         cores=1,
         flops={1: peak * PRODUCTS},
         bandwidth={1: device.memory * STREAMS},
-        call=_LAUNCH,
-        meeting=_LAUNCH,
-        turn=_LAUNCH,
-        inside=LinkModel(5e-6, device.inside * STREAMS),
-        between=LinkModel(10e-6, device.between * STREAMS),
+        op_overhead=_LAUNCH,
+        sync=_LAUNCH,
+        oversubscribed_sync=_LAUNCH,
+        intra_node=LinkModel(5e-6, device.intra_node * STREAMS),
+        inter_node=LinkModel(10e-6, device.inter_node * STREAMS),
         disk=_DISK,
         peak=peak,
         assumed=(
             f"products in {dtype} reach {PRODUCTS:.0%} of {peak / TERA:g} TFLOP/s, streams and links {STREAMS:.0%} of "
-            f"{device.memory / GIGA:g} GB/s in memory, {device.inside / GIGA:g} between GPUs of a node, "
-            f"{device.between / GIGA:g} between nodes",
+            f"{device.memory / GIGA:g} GB/s in memory, {device.intra_node / GIGA:g} between GPUs of a node, "
+            f"{device.inter_node / GIGA:g} between nodes",
             f"starting a kernel takes {_LAUNCH * 1e6:g} us; a checkpoint is written at {_DISK / GIGA:g} GB/s",
         ),
     )

@@ -34,7 +34,7 @@ OPERATORS = 64  # operators in a row, to measure the overhead of each
 # Assumed until a calibration replaces them, as they cannot be measured without ranks:
 # synchronization of two spinning ranks, and of ranks that wait for a time slice of a core; messages
 # through memory; a network of 100 Gbit/s.
-MEETING, TURN = 6e-6, 1e-4
+SYNC, OVERSUBSCRIBED_SYNC = 6e-6, 1e-4
 MESSAGE, WIRE = LinkModel(2e-5, 5e9), LinkModel(2e-5, 10e9)
 
 
@@ -42,15 +42,15 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> MachineRates:
     """Return this machine's rates; the disk's rate is that of ``folder`` or of its nearest existing parent."""
     cores = len(cpu_affinity())
     kind = getattr(torch, dtype)
-    others = at_work()
-    busy = others > BUSY
+    load = load_of_others()
+    busy = load > BUSY
     counts = [1] if busy else _counts(cores)
-    with threads_as_before():
+    with restored_threads():
         flops = _curve({count: _products(count, kind) for count in counts}, cores)
         bandwidth = _curve({count: _streams(count) for count in counts}, cores)
-        call = _operators()
+        op_overhead = _operators()
         slowest = _slowest_product(kind)
-    disk, said = _disk(folder)
+    disk, disk_source = _disk(folder)
     together = (f"other processes are running: {cores} cores are taken to do {cores} times what one does",)
     return MachineRates(
         name=f"{processor()}, {cores} core{'s' if cores > 1 else ''}",
@@ -59,26 +59,26 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> MachineRates:
         cores=cores,
         flops=flops,
         bandwidth=bandwidth,
-        call=call,
-        meeting=MEETING,
-        turn=TURN,
-        inside=MESSAGE,
-        between=WIRE,
+        op_overhead=op_overhead,
+        sync=SYNC,
+        oversubscribed_sync=OVERSUBSCRIBED_SYNC,
+        intra_node=MESSAGE,
+        inter_node=WIRE,
         disk=disk,
         assumed=(
             *(together if busy and cores > 1 else ()),
             f"between nodes {WIRE.bandwidth / 1e9:g} GB/s a node and {WIRE.latency * 1e6:g} us a message; ranks of a "
-            f"node meet in {MEETING * 1e6:g} us, in {TURN * 1e6:g} us where they take turns on a core",
-            said,
-            f"others kept {others:.0%} of the cores at work just before; load average {os.getloadavg()[0]:.1f}",
+            f"node meet in {SYNC * 1e6:g} us, in {OVERSUBSCRIBED_SYNC * 1e6:g} us where they take turns on a core",
+            disk_source,
+            f"others kept {load:.0%} of the cores at work just before; load average {os.getloadavg()[0]:.1f}",
         ),
         busy=busy,
-        at_work=others,
+        load_of_others=load,
         slowest=slowest,
     )
 
 
-def at_work() -> float:
+def load_of_others() -> float:
     """Return the share of this process's cores that other processes are using."""
     before = _ticks()
     time.sleep(LOOK)
@@ -107,13 +107,13 @@ def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> MachineRate
     known = [one for one in DEVICES if one in name]
     if not known:
         raise UsageError(f"unknown GPU {name}: name another machine, known are {', '.join(DEVICES)}")
-    disk, said = _disk(folder)
+    disk, disk_source = _disk(folder)
     found = preset(known[0], dtype)
-    return replace(found, disk=disk, assumed=(*found.assumed, said))
+    return replace(found, disk=disk, assumed=(*found.assumed, disk_source))
 
 
 @contextmanager
-def threads_as_before() -> Iterator[None]:
+def restored_threads() -> Iterator[None]:
     """Restore torch's number of threads after the ``with`` block."""
     before = torch.get_num_threads()
     try:

@@ -1,28 +1,158 @@
 """Peak memory of a run, per rank and per node, by category.
 
 Note: composition. Persistent memory exists from the second step on: parameters, states, buckets,
-windows (``holdings``). Memory that is allocated and freed within a step is simulated layer by layer
-(``walk``), or action by action of a schedule. The peak is the largest moment of that simulation,
-and the categories are those of that moment. Memory that ranks of a node share is divided equally
-among them, so that the needs of ranks add up.
+windows (``persistent_memory``). Memory that is allocated and freed within a step is simulated layer
+by layer (``pass_memory``), or action by action of a schedule. The peak is the largest event of that
+simulation, and the categories are those of that event. Memory that ranks of a node share is divided
+equally among them, so that the needs of ranks add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch.nn.modules.conv import _ConvNd
 
-from hpctrain.forecast.holdings import Holding, holdings_of
-from hpctrain.forecast.memory_events import moments_of
+from hpctrain.forecast.pass_memory import MemoryEvent, PassMemory
+from hpctrain.forecast.persistent_memory import MemoryItem, gradients_in_buckets, memory_items
 from hpctrain.forecast.rank import RankModel, rank_models
 from hpctrain.forecast.run import PlannedRun
+from hpctrain.parallel.pipeline.schedules import ActionKind
+
+
+# Memory events of one step of a rank, in addition to its persistent memory --------------------------------------------
+
+
+def memory_events(run: PlannedRun, model: RankModel) -> list[MemoryEvent]:
+    """Return the memory events of a step, including the optimizer step."""
+    if run.parallel.pipe > 1:
+        found = _pipeline_events(run, model)
+    else:
+        (number,) = model.chunks
+        found = _pass_events(run, model, model.chunk(number))
+    remaining = 0 if _frees_grads_at_once(run, model) and run.settings.train.accumulate == 1 else model.gradient_bytes
+    return [*found, MemoryEvent("update", 0, 0 if _no_autograd_grads(run, model) else remaining)]
+
+
+def _frees_grads_at_once(run: PlannedRun, model: RankModel) -> bool:
+    """Return whether a backward pass with reduction moves each gradient to its bucket or shard immediately."""
+    if run.parallel.pipe > 1:
+        return False
+    return model.sharded or model.data.size > 1 and gradients_in_buckets(run)
+
+
+def _no_autograd_grads(run: PlannedRun, model: RankModel) -> bool:
+    """Return whether no gradient remains in its own autograd tensor at the optimizer step."""
+    return model.sharded or model.data.size > 1 and gradients_in_buckets(run)
+
+
+def _pass_events(run: PlannedRun, model: RankModel, passes: PassMemory) -> list[MemoryEvent]:
+    """Return the memory events of a step's passes without a pipeline; with accumulation there are several passes."""
+    whole = model.gradient_bytes
+    several = run.settings.train.accumulate > 1
+    local = not (model.sharded and run.parallel.reduces_early)
+    if not _frees_grads_at_once(run, model):
+        again = _with_gradients(passes.backward_in_place, whole) if several else []
+        return passes.forward + passes.backward + (again + _with_gradients(passes.forward, whole) if several else [])
+    if several and local:
+        return passes.backward + _with_gradients(passes.forward + passes.backward_in_place, whole)
+    return passes.forward + _with_targets(passes, _targets(run, model), whole)
+
+
+def _targets(run: PlannedRun, model: RankModel) -> int:
+    """Return the bytes of separate buffers for the reduced gradient shards; 0 if they are reduced in place."""
+    if run.offload.any_update:
+        return 0  # offloaded to the host immediately
+    accumulates = run.settings.train.accumulate > 1 and run.parallel.reduces_early
+    if model.sharded and (accumulates or run.parallel.mixed_precision != "none"):
+        return sum(one.narrow_shard for one in model.groups.trained)
+    return 0
+
+
+def _with_targets(passes: PassMemory, targets: int, gradients: int) -> list[MemoryEvent]:
+    """Return the events of a backward pass whose reduction targets are allocated as gradients appear."""
+    return [
+        replace(one, temporary=one.temporary + targets * backward.gradients // max(gradients, 1))
+        for one, backward in zip(passes.backward_in_place, passes.backward)
+    ]
+
+
+def _with_gradients(events: Iterable[MemoryEvent], gradients: int) -> list[MemoryEvent]:
+    return [replace(one, gradients=gradients) for one in events]
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+def _pipeline_events(run: PlannedRun, model: RankModel) -> list[MemoryEvent]:
+    """Simulate a rank's actions: twice if gradients accumulate over several passes, else once."""
+    found, gradients = _simulate_schedule(run, model, {})
+    if run.settings.train.accumulate > 1:
+        found += _simulate_schedule(run, model, gradients)[0]
+    extra = _gathered(run, model)
+    return [replace(one, gathered=one.gathered + extra) for one in found]
+
+
+def _gathered(run: PlannedRun, model: RankModel) -> int:
+    """Return the bytes of parameters that are gathered for a step, or stashed in several versions (pipedream)."""
+    if model.sharded and model.unshards_on_demand:
+        return model.groups.whole
+    schedule = run.schedule
+    assert schedule is not None
+    live = schedule.live(model.stage)
+    stashed = schedule.name == "pipedream" and live > 1
+    return live * model.parameter_bytes if stashed else 0
+
+
+def _simulate_schedule(
+    run: PlannedRun, model: RankModel, before: dict[int, int]
+) -> tuple[list[MemoryEvent], dict[int, int]]:
+    """Return the memory events of a rank's actions, and the remaining gradient bytes by chunk."""
+    schedule = run.schedule
+    assert schedule is not None
+    chunks = {number: model.chunk(number) for number in model.chunks}
+    gradients = dict(before)
+    live, found = 0, []
+    for action in schedule.actions[model.stage]:
+        if action.kind is ActionKind.UPDATE:
+            gradients.clear()
+            continue
+        passes, input_bytes = chunks[action.chunk], model.input_bytes(action.chunk)
+        present = sum(gradients.values())
+        if action.kind is ActionKind.FORWARD:
+            events, change = passes.forward, passes.saved + input_bytes
+        elif action.kind is ActionKind.WEIGHT:
+            events, change = passes.weight_grads, -passes.deferred
+        else:
+            new = action.chunk not in gradients
+            events = [
+                _without_saved(one, passes.saved) for one in (passes.backward if new else passes.backward_in_place)
+            ]
+            change = -passes.saved - input_bytes + (passes.deferred if action.kind is ActionKind.INPUT else 0)
+        found += [_added_to(one, live, present, str(action)) for one in events]
+        if action.kind is not ActionKind.FORWARD:
+            gradients[action.chunk] = model.chunk_gradients(action.chunk)
+        live += change
+    return found, gradients
+
+
+def _without_saved(event: MemoryEvent, saved: int) -> MemoryEvent:
+    """Subtract the activations that the forward pass saves, which are already part of the live bytes."""
+    return replace(event, activations=event.activations - saved)
+
+
+def _added_to(event: MemoryEvent, live: int, gradients: int, when: str) -> MemoryEvent:
+    return replace(event, activations=event.activations + live, gradients=event.gradients + gradients)
+
+
+# Peak memory of a run, per rank and per node, by category -------------------------------------------------------------
+
 
 # The program's tensors; on CPUs also malloc's overhead on tensors of a step, and the program
 # itself.
 TENSORS = ("parameters", "gradients", "optimizer states", "activations", "buffers", "temporary")
-PARTS = (*TENSORS, "allocator", "program")
+CATEGORIES = (*TENSORS, "allocator", "program")
 # Both are derived from the measurements of `make -C benchmarks forecast` (glibc 2.36, torch 2.13,
 # MPICH 5), without mapped files. Heap: free memory between tensors that is too small for the next
 # tensor, as a share of the memory that is allocated and freed in a step. Program: memory of a rank
@@ -59,7 +189,7 @@ class Need:
     @property
     def tensors_total(self) -> int:
         """Return the bytes of tensors, on the device and on the host."""
-        return sum(self.device[part] + self.host[part] for part in TENSORS)
+        return sum(self.device[category] + self.host[category] for category in TENSORS)
 
 
 @dataclass(frozen=True)
@@ -91,36 +221,43 @@ def memory_of(run: PlannedRun) -> Memory:
 
 def _need(run: PlannedRun, model: RankModel) -> Need:
     """Return the need of a rank at the peak of its device's memory."""
-    moment, holdings = max(moments_of(run, model), key=lambda one: one.total), holdings_of(run, model)
+    event, allocations = max(memory_events(run, model), key=lambda one: one.total), memory_items(run, model)
     peak = [
-        Holding("activations", moment.activations),
-        Holding("gradients", moment.gradients),
-        Holding("buffers", moment.gathered),
-        Holding("temporary", moment.temporary),
+        MemoryItem("activations", event.activations),
+        MemoryItem("gradients", event.gradients),
+        MemoryItem("buffers", event.gathered),
+        MemoryItem("temporary", event.temporary),
     ]
     if run.device == "cpu":
         program = PROGRAM_WITH_MPI if run.ranks > 1 else PROGRAM
         if run.parallel.pipe > 1 and any(isinstance(module, _ConvNd) for module in run.facts.model.modules()):
             program += CONVOLUTIONS_COUNTED
-        peak += [Holding("allocator", _between(run, holdings, moment.total)), Holding("program", program)]
-    device = _add(holdings + peak, on_host=False)
-    host = _add(holdings, on_host=True)
+        peak += [MemoryItem("allocator", _between(run, allocations, event.total)), MemoryItem("program", program)]
+    device = _add(allocations + peak, on_host=False)
+    host = _add(allocations, on_host=True)
     if run.device == "cpu":
-        return Need({part: 0 for part in PARTS}, {part: device[part] + host[part] for part in PARTS}, moment.when)
-    return Need(device, host, moment.when)
+        return Need(
+            {category: 0 for category in CATEGORIES},
+            {category: device[category] + host[category] for category in CATEGORIES},
+            event.when,
+        )
+    return Need(device, host, event.when)
 
 
-def _between(run: PlannedRun, holdings: Sequence[Holding], moving: int) -> int:
+def _between(run: PlannedRun, allocations: Sequence[MemoryItem], moving: int) -> int:
     """Return the free bytes between tensors of the heap; ``moving`` bytes are allocated and freed per step."""
     if not run.offload.any_update:
         return int(HEAP_SHARE * moving)
-    buffers = sum(one.nbytes // one.sharers for one in holdings if one.part == "buffers")
+    buffers = sum(one.nbytes // one.shared_by for one in allocations if one.category == "buffers")
     return int(HEAP_SHARE_OF_OFFLOAD * moving + HEAP_SHARE_OF_ITS_BUFFERS * buffers)
 
 
-def _add(holdings: Sequence[Holding], *, on_host: bool) -> Split:
-    chosen = [one for one in holdings if one.on_host is on_host]
-    return {part: sum(one.nbytes // one.sharers for one in chosen if one.part == part) for part in PARTS}
+def _add(allocations: Sequence[MemoryItem], *, on_host: bool) -> Split:
+    chosen = [one for one in allocations if one.on_host is on_host]
+    return {
+        category: sum(one.nbytes // one.shared_by for one in chosen if one.category == category)
+        for category in CATEGORIES
+    }
 
 
 def _fullest_node(run: PlannedRun, stages: Sequence[Need]) -> Need:
@@ -136,8 +273,8 @@ def _fullest_node(run: PlannedRun, stages: Sequence[Need]) -> Need:
 
 
 def _sum(needs: Sequence[tuple[Need, int]]) -> Need:
-    device = {part: sum(need.device[part] * count for need, count in needs) for part in PARTS}
-    host = {part: sum(need.host[part] * count for need, count in needs) for part in PARTS}
+    device = {category: sum(need.device[category] * count for need, count in needs) for category in CATEGORIES}
+    host = {category: sum(need.host[category] * count for need, count in needs) for category in CATEGORIES}
     return Need(device, host, "")
 
 

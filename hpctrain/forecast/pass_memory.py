@@ -1,15 +1,173 @@
-"""Simulated memory of the passes of a sequence of layers: pure arithmetic on the memory of each layer."""
+"""Memory of forward and backward passes: measured per layer on fake tensors, simulated for sequences of layers.
+
+Note: a layer in isolation. Its input is not a leaf, so that autograd keeps it only if the layer
+needs it. Its output is released, so that only the part that the layer itself keeps remains. The
+gradient of its output is created by the backward pass, as in a model. The memory of a sequence of
+layers follows from that of its layers, so equal layers run once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
-from hpctrain.forecast.passes import LayerPass
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.forecast.fake_tensors import MemoryTracker, storage_key, to_fake
+from hpctrain.parallel.pipeline.split_backward import WeightGradStore
+
+Call = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Moment:
+class LayerMemory:
+    """Bytes of one forward and backward pass of a layer, without its parameters.
+
+    ``backward`` is the peak that the backward pass adds if all parameter gradients are kept.
+    ``backward_in_place`` is the peak if each gradient is removed, or accumulated into an existing
+    one, as soon as it is computed. ``deferred`` is kept for deferred weight gradients, and
+    ``weight_grads`` is the peak that those add; both are 0 without deferral.
+    """
+
+    saved: int  # saved by autograd, without input and output
+    output: int
+    keeps_output: bool  # autograd saves the output for this layer
+    needs_input: bool
+    forward: int  # peak that the forward pass adds, output included
+    backward: int
+    backward_in_place: int
+    deferred: int = 0
+    weight_grads: int = 0
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """Memory of a layer's passes, and the input of the next layer."""
+
+    memory: LayerMemory
+    next_input: Any  # a tensor or a tuple of tensors, on fake memory
+
+
+def measure(
+    call: Call, given: Any, parameters: Sequence[nn.Parameter], *, split_backward: bool = False
+) -> MeasuredLayer:
+    """Measure a layer on a fake input like ``given``, in ``fake_mode``; ``split_backward`` defers weight gradients."""
+    kept = _pass(call, given, parameters, frees_grads=False, split_backward=split_backward)
+    freed = _pass(call, given, parameters, frees_grads=True, split_backward=split_backward)
+    return replace(kept, memory=replace(kept.memory, backward_in_place=freed.memory.backward))
+
+
+def _pass(
+    call: Call, given: Any, parameters: Sequence[nn.Parameter], *, frees_grads: bool, split_backward: bool
+) -> MeasuredLayer:
+    leaves = tree_map_only(Tensor, _leaf, given)
+    tracker = MemoryTracker(fake=True)
+    tracker.ignore([*parameters, *tree_leaves(leaves)])
+    store = WeightGradStore() if split_backward else None
+    hooks = [_free_after_accumulation(one) for one in parameters if frees_grads]
+    with tracker:
+        non_leaves = tree_map_only(Tensor, _as_non_leaf, leaves)
+        input_keys = _keys(non_leaves)
+        start = tracker.start_peak()
+        with _deferring(store):
+            result = call(non_leaves)
+        forward = tracker.peak - start
+        next_input, outputs = tree_map_only(Tensor, to_fake, result), set(_keys(result)) - set(input_keys)
+        del non_leaves
+        after, output = tracker.live, sum(map(tracker.bytes_of, outputs))
+        needed = sum(map(tracker.bytes_of, input_keys))
+        end = _end(*[one for one in tree_leaves(result) if one.requires_grad])
+        del result
+        keeps = any(map(tracker.is_live, outputs))
+        before = tracker.start_peak()
+        with _deferring(store):
+            if end.requires_grad:
+                end.backward()  # type: ignore[no-untyped-call]
+        backward = tracker.peak - before
+        deferred, weight_grads = _flush(store, tracker, [*parameters, *_floats(leaves)])
+    for hook in hooks:
+        hook.remove()
+    for one in [*parameters, *_floats(leaves)]:
+        one.grad = None
+    saved = after - output - needed
+    return MeasuredLayer(
+        LayerMemory(saved, output, keeps, needed > 0, forward, backward, 0, deferred, weight_grads), next_input
+    )
+
+
+def _flush(store: WeightGradStore | None, tracker: MemoryTracker, leaves: Sequence[Tensor]) -> tuple[int, int]:
+    """Compute deferred weight gradients; return the bytes that were kept for them, and the peak that they add."""
+    if store is None:
+        return 0, 0
+    gradients = {storage_key(one.grad): one.grad.nbytes for one in leaves if one.grad is not None}
+    start = tracker.start_peak()
+    deferred = start - sum(gradients.values())
+    store.flush(_KEY)
+    return max(deferred, 0), tracker.peak - start
+
+
+_KEY = "the one pass"
+
+
+def _deferring(store: WeightGradStore | None) -> AbstractContextManager[None]:
+    return nullcontext() if store is None else store.deferring(_KEY)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return to_fake(tensor).requires_grad_(tensor.is_floating_point())
+
+
+def _as_non_leaf(tensor: Tensor) -> Tensor:
+    """Return a non-leaf tensor, as autograd would always keep a leaf."""
+    return tensor.clone() if tensor.is_floating_point() else tensor
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_floating_point()]
+
+
+def _keys(tree: Any) -> list[int]:
+    return [storage_key(one) for one in tree_leaves(tree) if isinstance(one, Tensor)]
+
+
+def _free_after_accumulation(parameter: nn.Parameter) -> RemovableHandle:
+    """Register a hook that clears a parameter's gradient as soon as it is computed."""
+    register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+    return register(_free_grad)
+
+
+def _free_grad(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _End(torch.autograd.Function):
+    """End of a pass: saves no tensors, and creates the output gradients only when the backward pass needs them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        """Return a scalar."""
+        ctx.specs = [(one.shape, one.dtype, one.device) for one in tensors]
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return gradients of the tensors' shapes."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.specs)
+
+
+_end: Callable[..., Tensor] = _End.apply
+
+
+# Simulated memory of the passes of a sequence of layers: pure arithmetic on the memory of each layer ------------------
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
     """Memory event: bytes at one moment of a step, in addition to persistent memory."""
 
     when: str
@@ -25,91 +183,97 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Step:
+class SequenceLayer:
     """Layer of a sequence: the memory of its passes, its gradients by name, and the bytes gathered for it."""
 
     name: str
-    found: LayerPass
+    memory: LayerMemory
     gradients: dict[str, int]
     gathered: int = 0
-    away: bool = False  # its input is offloaded to the host until the backward pass
+    offloaded: bool = False  # its input is offloaded to the host until the backward pass
 
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes that a sequence keeps between its forward and its backward pass, and the memory events of both.
+    """Bytes saved between the forward and the backward pass of a sequence, and the memory events of both passes.
 
-    The events exclude activations that were kept, and gradients that existed, before the pass
+    The events exclude activations that were saved, and gradients that existed, before the pass
     began.
     """
 
-    kept: int
-    away: int  # kept bytes that are offloaded to the host
-    forward: list[Moment]
-    fresh: list[Moment]  # of the backward pass, if all parameter gradients are kept
-    passing: list[Moment]  # of the backward pass, if gradients are removed or accumulated at once
-    held: int  # bytes kept for deferred weight gradients
-    weights: list[Moment]  # while deferred weight gradients are computed
+    saved: int
+    offloaded: int  # saved bytes that are offloaded to the host
+    forward: list[MemoryEvent]
+    backward: list[MemoryEvent]  # of the backward pass, if all parameter gradients are kept
+    backward_in_place: list[MemoryEvent]  # of the backward pass, if gradients are removed or accumulated at once
+    deferred: int  # bytes kept for deferred weight gradients
+    weight_grads: list[MemoryEvent]  # while deferred weight gradients are computed
 
 
-def walk(steps: Sequence[Step], loss: LayerPass | None, *, outputs_stay: bool) -> PassMemory:
-    """Simulate a sequence that ends in ``loss``, if any; ``outputs_stay``: its outputs live until backward ends."""
-    row = [*steps, Step("loss", loss, {})] if loss is not None else list(steps)
-    last = len(steps) - 1  # index of the layer whose outputs stay
-    live = away = 0
+def simulate_passes(steps: Sequence[SequenceLayer], loss: LayerMemory | None, *, keep_outputs: bool) -> PassMemory:
+    """Simulate a sequence that ends in ``loss``, if any; ``keep_outputs``: its outputs live until backward ends."""
+    layers = [*steps, SequenceLayer("loss", loss, {})] if loss is not None else list(steps)
+    last = len(steps) - 1  # index of the layer whose outputs are kept
+    live = offloaded = 0
     forward = []
-    stays = [_stays(row, place) or outputs_stay and place == last for place in range(len(row))]
-    for place, step in enumerate(row):
-        forward.append(Moment(f"forward of {step.name}", live, 0, step.gathered, step.found.forward))
-        if place:
-            before = row[place - 1].found.output
-            if not stays[place - 1]:
+    output_saved = [_output_saved(layers, index) or keep_outputs and index == last for index in range(len(layers))]
+    for index, step in enumerate(layers):
+        forward.append(MemoryEvent(f"forward of {step.name}", live, 0, step.gathered, step.memory.forward))
+        if index:
+            before = layers[index - 1].memory.output
+            if not output_saved[index - 1]:
                 live -= before
-            elif step.away:
-                live, away = live - before, away + before
-        live += step.found.inside + step.found.output
-    if not outputs_stay and loss is None and not row[-1].found.keeps_output:
-        live -= row[-1].found.output
+            elif step.offloaded:
+                live, offloaded = live - before, offloaded + before
+        live += step.memory.saved + step.memory.output
+    if not keep_outputs and loss is None and not layers[-1].memory.keeps_output:
+        live -= layers[-1].memory.output
     return PassMemory(
         live,
-        away,
+        offloaded,
         forward,
-        _backward(row, live, stays, last if outputs_stay else -1, fresh=True),
-        _backward(row, live, stays, last if outputs_stay else -1, fresh=False),
-        sum(step.found.held for step in row),
-        _weights(row),
+        _backward(layers, live, output_saved, last if keep_outputs else -1, new_gradients=True),
+        _backward(layers, live, output_saved, last if keep_outputs else -1, new_gradients=False),
+        sum(step.memory.deferred for step in layers),
+        _weights(layers),
     )
 
 
-def _stays(row: Sequence[Step], place: int) -> bool:
+def _output_saved(layers: Sequence[SequenceLayer], index: int) -> bool:
     """Return whether autograd keeps the output of a layer."""
-    return row[place].found.keeps_output or place + 1 < len(row) and row[place + 1].found.needs_input
+    return layers[index].memory.keeps_output or index + 1 < len(layers) and layers[index + 1].memory.needs_input
 
 
-def _backward(row: Sequence[Step], live: int, stays: Sequence[bool], held: int, *, fresh: bool) -> list[Moment]:
-    """Return the memory events of the backward pass; the output of layer ``held`` is live until its end."""
-    moments = []
+def _backward(
+    layers: Sequence[SequenceLayer], live: int, output_saved: Sequence[bool], last_output: int, *, new_gradients: bool
+) -> list[MemoryEvent]:
+    """Return the memory events of the backward pass; the output of layer ``last_output`` is live until its end."""
+    events = []
     gradients: dict[str, int] = {}
-    for place in reversed(range(len(row))):
-        step = row[place]
-        found = step.found
-        new = fresh and not step.gradients.keys() <= gradients.keys()
-        if step.away and place:
-            live += row[place - 1].found.output  # it has been copied back to the device
-        temporary = found.fresh if new else found.passing
-        if place > 1 and row[place - 1].away:
-            temporary += row[place - 2].found.output  # prefetched meanwhile
-        moments.append(Moment(f"backward of {step.name}", live, sum(gradients.values()), step.gathered, temporary))
-        if fresh:
+    for index in reversed(range(len(layers))):
+        step = layers[index]
+        found = step.memory
+        new = new_gradients and not step.gradients.keys() <= gradients.keys()
+        if step.offloaded and index:
+            live += layers[index - 1].memory.output  # it has been copied back to the device
+        temporary = found.backward if new else found.backward_in_place
+        if index > 1 and layers[index - 1].offloaded:
+            temporary += layers[index - 2].memory.output  # prefetched meanwhile
+        events.append(MemoryEvent(f"backward of {step.name}", live, sum(gradients.values()), step.gathered, temporary))
+        if new_gradients:
             gradients.update(step.gradients)
-        live -= found.inside
-        if found.keeps_output and place != held:
+        live -= found.saved
+        if found.keeps_output and index != last_output:
             live -= found.output
-        if place and stays[place - 1] and not row[place - 1].found.keeps_output and place - 1 != held:
-            live -= row[place - 1].found.output
-    return moments
+        if index and output_saved[index - 1] and not layers[index - 1].memory.keeps_output and index - 1 != last_output:
+            live -= layers[index - 1].memory.output
+    return events
 
 
-def _weights(row: Sequence[Step]) -> list[Moment]:
+def _weights(layers: Sequence[SequenceLayer]) -> list[MemoryEvent]:
     """Return the memory events of computing deferred weight gradients, from the values that are kept for them."""
-    return [Moment(f"weights of {step.name}", 0, 0, 0, step.found.weights) for step in row if step.found.weights]
+    return [
+        MemoryEvent(f"weights of {step.name}", 0, 0, 0, step.memory.weight_grads)
+        for step in layers
+        if step.memory.weight_grads
+    ]

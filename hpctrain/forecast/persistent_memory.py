@@ -16,7 +16,7 @@ from hpctrain.parallel.offload.gradients import STAGING_BUFFERS
 from hpctrain.parallel.offload.memory import CHUNK
 from hpctrain.parallel.pipeline.channels import MessageFormat
 from hpctrain.parallel.pipeline.chunk_channels import ACTIVATIONS, EXTRA_SLOTS, GRADIENTS, peak_messages
-from hpctrain.train.optimizer import kept_per_element
+from hpctrain.train.optimizer import state_per_element
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def memory_items(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
 
 def _states(run: PlannedRun, nbytes: int) -> int:
     """Return the bytes of optimizer state for ``nbytes`` bytes of parameters."""
-    return int(kept_per_element(run.settings.optimizer) * nbytes)
+    return int(state_per_element(run.settings.optimizer) * nbytes)
 
 
 # Along the data axis --------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.forecast.candidates import Configuration
-from hpctrain.forecast.memory import PARTS
+from hpctrain.forecast.memory import CATEGORIES
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.scaling import Curve, Point
 from hpctrain.forecast.time_step import StepTime
@@ -15,7 +15,9 @@ from hpctrain.util.format import format_bytes, unit_of_bytes
 from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
 from hpctrain.util.text import without_math
 
-COLOURS = dict(zip(PARTS, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9", "#e8c9a8", "#a8c4c4")))
+COLOURS = dict(
+    zip(CATEGORIES, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9", "#e8c9a8", "#a8c4c4"))
+)
 _LIMIT = "#c0392b"
 _ROW, _BAR = 0.36, 0.78  # inches per row; share of a row that its bar takes
 
@@ -26,27 +28,27 @@ def memory_figure(title: str, found: Sequence[Configuration]) -> Any:
     On GPUs there are two panels, for a rank's device and for a node's memory; on CPUs one, for the
     node.
     """
-    places = ["host"] if found[0].run.device == "cpu" else ["device", "host"]
-    drawn = new_figure(1.8 + 6.2 * len(places), _ROW * len(found) + 1.9)
-    axes = drawn.subplots(1, len(places), squeeze=False, sharey=True)[0]
-    for axis, place in zip(axes, places):
-        _panel(axis, place, found)
+    locations = ["host"] if found[0].run.device == "cpu" else ["device", "host"]
+    drawn = new_figure(1.8 + 6.2 * len(locations), _ROW * len(found) + 1.9)
+    axes = drawn.subplots(1, len(locations), squeeze=False, sharey=True)[0]
+    for axis, location in zip(axes, locations):
+        _panel(axis, location, found)
     axes[0].set_yticks(range(len(found)), [one.name for one in found], fontsize=9)
     for label, one in zip(axes[0].get_yticklabels(), found):
         label.set_fontweight("bold" if one.chosen else "normal")
     handles, labels = axes[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=len(PARTS) + 1, frameon=False, fontsize=8)
+    drawn.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES) + 1, frameon=False, fontsize=8)
     drawn.suptitle(without_math(title), x=0.01, ha="left", fontsize=11, color=INK)
     return drawn
 
 
-def _panel(axis: Any, place: str, found: Sequence[Configuration]) -> None:
-    limit = found[0].limits.device if place == "device" else found[0].limits.host
-    parts = [one.memory.rank.device if place == "device" else one.memory.node.host for one in found]
+def _panel(axis: Any, location: str, found: Sequence[Configuration]) -> None:
+    limit = found[0].limits.device if location == "device" else found[0].limits.host
+    parts = [one.memory.rank.device if location == "device" else one.memory.node.host for one in found]
     most = max([limit or 0, *(sum(each.values()) for each in parts)])
     unit, scale = unit_of_bytes(most)
     begins = [0.0] * len(found)
-    for part in PARTS:
+    for part in CATEGORIES:
         widths = [each[part] / scale for each in parts]
         axis.barh(range(len(found)), widths, _BAR, left=begins, color=COLOURS[part], label=part, zorder=2)
         begins = [begin + width for begin, width in zip(begins, widths)]
@@ -61,7 +63,7 @@ def _panel(axis: Any, place: str, found: Sequence[Configuration]) -> None:
         axis.axvline(limit / scale, color=_LIMIT, linewidth=1.4, linestyle="--", label="limit", zorder=3)
     axis.set_xlim(0, most / scale * 1.17)
     axis.set_ylim(len(found) - 0.4, -0.6)
-    where = "the fullest rank, on its device" if place == "device" else "the fullest node, all ranks"
+    where = "the fullest rank, on its device" if location == "device" else "the fullest node, all ranks"
     axis.set_xlabel(f"{unit} ({where})")
     add_grid(axis, "x", color="#dddddd", linewidth=0.6)
 
@@ -69,7 +71,7 @@ def _panel(axis: Any, place: str, found: Sequence[Configuration]) -> None:
 # Plot of a scaling curve: samples per second over ranks, compared with linear scaling ---------------------------------
 
 
-WAYS = {"strong": ("same batch", "#3b6fb6", "o"), "weak": ("same samples per rank", "#5fa55a", "s")}
+CURVES = {"strong": ("same batch", "#3b6fb6", "o"), "weak": ("same samples per rank", "#5fa55a", "s")}
 _IDEAL = "#b8b8b8"
 
 
@@ -84,9 +86,9 @@ def scaling_figure(curve: Curve, run: PlannedRun) -> Any:
     """Return the plot as a matplotlib figure; raises ``UsageError`` if matplotlib is missing."""
     found = new_figure(9.5, 4.2)
     rates, shares = found.subplots(1, 2, width_ratios=(3, 2))
-    for way in WAYS:
-        _draw_way(rates, shares, curve, way, run.ranks)
-    highest = max(curve.efficiency(point, way) or 0.0 for point in curve.points for way in WAYS)
+    for kind in CURVES:
+        _draw_curve(rates, shares, curve, kind, run.ranks)
+    highest = max(curve.efficiency(point, kind) or 0.0 for point in curve.points for kind in CURVES)
     rates.set_title(f"{without_math(run.facts.name)}, {_strategy(run)}: forecast", loc="left", fontsize=11, color=INK)
     rates.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples per second")
     shares.set(xscale="log", xlabel="ranks", ylabel="samples per second and GPU or core", ylim=(0, 1.08 * highest))
@@ -102,29 +104,29 @@ def _strategy(run: PlannedRun) -> str:
     return ", ".join([run.parallel.data, *(f"{axis} {count}" for axis, count in degrees.items() if count > 1)])
 
 
-def _draw_way(rates: Any, shares: Any, curve: Curve, way: str, chosen: int) -> None:
-    label, colour, marker = WAYS[way]
-    points = [point for point in curve.points if getattr(point, way) is not None]
+def _draw_curve(rates: Any, shares: Any, curve: Curve, kind: str, chosen: int) -> None:
+    label, colour, marker = CURVES[kind]
+    points = [point for point in curve.points if getattr(point, kind) is not None]
     if not points:
         return
     ranks = [point.ranks for point in points]
-    throughput = [_rate(point, way) for point in points]
-    if way == "weak":
+    throughput = [_rate(point, kind) for point in points]
+    if kind == "weak":
         best = max(rate / count for rate, count in zip(throughput, ranks))
         ideal = [best * count for count in ranks]
         rates.plot(ranks, ideal, color=_IDEAL, linewidth=1.2, linestyle="--", label="ideal", zorder=1)
     rates.plot(ranks, throughput, color=colour, marker=marker, markersize=4.5, label=label)
-    shares.plot(ranks, [curve.efficiency(point, way) for point in points], color=colour, marker=marker, markersize=4.5)
-    _mark(rates, ranks, throughput, chosen, colour)
+    shares.plot(ranks, [curve.efficiency(point, kind) for point in points], color=colour, marker=marker, markersize=4.5)
+    _ring_around(rates, ranks, throughput, chosen, colour)
 
 
-def _mark(axis: Any, ranks: Sequence[int], values: Sequence[float], chosen: int, colour: str) -> None:
+def _ring_around(axis: Any, ranks: Sequence[int], values: Sequence[float], chosen: int, colour: str) -> None:
     """Draw a ring around the planned run."""
     if chosen in ranks:
         at = ranks.index(chosen)
         axis.plot([chosen], [values[at]], marker="o", markersize=11, markerfacecolor="none", color=colour)
 
 
-def _rate(point: Point, way: str) -> float:
-    step: StepTime = getattr(point, way)
+def _rate(point: Point, kind: str) -> float:
+    step: StepTime = getattr(point, kind)
     return step.samples / step.seconds

@@ -16,7 +16,7 @@ from hpctrain.parallel.config import ParallelSettings, microbatches_for
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.pipeline.costs import balance
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.pipeline import by_hand_or
+from hpctrain.parallel.pipeline.pipeline import parse_partition
 from hpctrain.parallel.pipeline.schedules import Schedule, make
 from hpctrain.train.config import Settings
 
@@ -54,8 +54,8 @@ def cuts_of(run: PlannedRun) -> list[range]:
     If the run will measure layer times, the partition of equal work is returned. Raises
     ``UsageError`` if the model cannot be partitioned.
     """
-    if not run.facts.is_row:
-        raise UsageError(run.facts.why_no_row)
+    if not run.facts.is_sequential:
+        raise UsageError(run.facts.not_sequential)
     parallel = run.parallel
     return _cut(run.facts, parallel.pipe * parallel.chunks_a_rank, parallel.partition, run.microbatch)
 
@@ -63,7 +63,7 @@ def cuts_of(run: PlannedRun) -> list[range]:
 @lru_cache(maxsize=256)
 def _cut(facts: ModelFacts, count: int, partition: str, samples: int) -> list[range]:
     layers = find_layers(facts.model)
-    how = by_hand_or(partition)
+    how = parse_partition(partition)
     convolves = any(isinstance(module, _ConvNd) for layer in layers for module in layer.module.modules())
     example = facts.inputs.of(samples) if convolves else None
     return balance(layers, count, "compute" if how == "time" else how, example)

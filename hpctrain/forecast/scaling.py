@@ -12,7 +12,7 @@ from hpctrain.forecast.machine import MachineRates, threads_of
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.forecast.time_step import StepTime
-from hpctrain.train.optimizer import kept_per_element
+from hpctrain.train.optimizer import state_per_element
 from hpctrain.util.format import format_number, format_seconds
 from hpctrain.util.text import columns
 
@@ -47,11 +47,11 @@ class RunTime:
 def run_time(run: PlannedRun, step: StepTime, machine: MachineRates) -> RunTime:
     """Return the time of all steps of a run, of its evaluations and checkpoints, and of its start."""
     train, saving = run.settings.train, run.settings.checkpoint
-    size = int(FLOAT * (1 + kept_per_element(run.settings.optimizer)) * run.facts.numel)
+    size = int(FLOAT * (1 + state_per_element(run.settings.optimizer)) * run.facts.numel)
     one = size / machine.disk
     blocking = one
     if saving.background:  # the copy of a rank's share; the run waits for the last checkpoint
-        blocking = 2 * size / run.ranks / machine.seat(run.ranks_on_node).bandwidth
+        blocking = 2 * size / run.ranks / machine.rank_share(run.ranks_on_node).bandwidth
     saved = ceil(train.steps / saving.every)
     every = train.evaluate_every or train.steps
     evaluated = ceil(train.steps / every)
@@ -105,16 +105,16 @@ class Curve:
 
     points: tuple[Point, ...]
 
-    def efficiency(self, point: Point, way: str) -> float | None:
+    def efficiency(self, point: Point, kind: str) -> float | None:
         """Return the samples per second per GPU (or core), relative to the best point of the curve: at most 1.
 
         The point with the fewest ranks is no suitable reference on CPUs: one rank has all cores of
         its node, and threads scale worse than ranks.
         """
-        if getattr(point, way) is None:
+        if getattr(point, kind) is None:
             return None
-        best = max(_rate_each(one, way) for one in self.points if getattr(one, way) is not None)
-        return _rate_each(point, way) / best
+        best = max(_rate_each(one, kind) for one in self.points if getattr(one, kind) is not None)
+        return _rate_each(point, kind) / best
 
     def as_dict(self) -> list[dict[str, object]]:
         """Return the curve as plain values."""
@@ -122,26 +122,26 @@ class Curve:
             {
                 "ranks": point.ranks,
                 **{
-                    way: (
+                    kind: (
                         {
                             "seconds": step.seconds,
                             "samples": step.samples,
                             "samples_per_second": step.samples / step.seconds,
-                            "efficiency": self.efficiency(point, way),
+                            "efficiency": self.efficiency(point, kind),
                         }
-                        if (step := getattr(point, way)) is not None
+                        if (step := getattr(point, kind)) is not None
                         else None
                     )
-                    for way in ("strong", "weak")
+                    for kind in ("strong", "weak")
                 },
             }
             for point in self.points
         ]
 
 
-def _rate_each(point: Point, way: str) -> float:
+def _rate_each(point: Point, kind: str) -> float:
     """Return the samples per second of each GPU or core."""
-    step: StepTime = getattr(point, way)
+    step: StepTime = getattr(point, kind)
     return step.samples / step.seconds / point.busy
 
 
@@ -210,9 +210,9 @@ def lines(curve: Curve, wanted: Sequence[int] = ()) -> list[str]:
     return [above, *columns(rows, right=range(len(widths)))]
 
 
-def _cells(curve: Curve, point: Point, way: str) -> list[str]:
-    step: StepTime | None = getattr(point, way)
-    share = curve.efficiency(point, way)
+def _cells(curve: Curve, point: Point, kind: str) -> list[str]:
+    step: StepTime | None = getattr(point, kind)
+    share = curve.efficiency(point, kind)
     if step is None or share is None:
         return ["-", "-", "-"]
     return [format_seconds(step.seconds), format_number(step.samples / step.seconds), f"{share:.0%}"]

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from hpctrain.comm.tuning.table import RankLayout
-from hpctrain.forecast.dry_run import Rehearsal, rehearse
+from hpctrain.forecast.dry_run import DryRunTimes, time_dry_run
 from hpctrain.forecast.machine import MachineRates, preset
 from hpctrain.forecast.machine_probe import probe, probe_gpu
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.time_layers import Timed, time_layers
-from hpctrain.forecast.time_passes import Clock, dtype_of, one_thread, recomputed_layers
+from hpctrain.forecast.time_layers import LayerFit, LayerTimer, dtype_of, one_thread, recomputed_layers, time_layers
 from hpctrain.forecast.time_step import Forecast, StepTime
 from hpctrain.forecast.time_work import ModelWork, count
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.train.calibration import Measurement, find, folder, mpi_name, place, this_machine
+from hpctrain.train.calibration import Measurement, find, folder, mpi_name, path_of, this_machine
 
 HERE = "this"  # name of this machine
 ASSUMED_GPU = "A100"
@@ -33,24 +32,24 @@ class Forecasts:
         self.calibrated: Mapping[RankLayout, Measurement] = calibration() if self._here else {}
         self._first = run
         self._works: dict[Any, ModelWork] = {}
-        self._times: dict[Any, dict[int, Timed] | None] = {}
-        self._together: dict[Any, tuple[float, float]] = {}
-        self._rehearsal: Rehearsal | None = None
+        self._times: dict[Any, dict[int, LayerFit] | None] = {}
+        self._ratios: dict[Any, tuple[float, float]] = {}
+        self._dry_run: DryRunTimes | None = None
 
     def of(self, run: PlannedRun) -> Forecast:
         """Return the forecast of a run; raises ``UsageError`` if its model cannot be split as configured."""
         parallel, dtype = run.parallel, dtype_of(run)
         whole = self._work(run, ParallelSettings())
         local = self._work(run, parallel) if parallel.tensor > 1 else whole
-        clock = Clock(self.machine, whole, local, None, recomputed_layers(run.facts, run))
+        timer = LayerTimer(self.machine, whole, local, None, recomputed_layers(run.facts, run))
         if self._here and self.machine.kind == "cpu":
             key = dtype, run.settings.train.loss
             if key not in self._times:
                 self._times[key] = self._time(whole, dtype)
-            clock = replace(clock, timed=self._times[key])
-            if clock.timed is not None:
-                clock = replace(clock, together=self._rehearsed(key, clock))
-        return Forecast(self.machine, clock, self.calibrated)
+            timer = replace(timer, timed=self._times[key])
+            if timer.timed is not None:
+                timer = replace(timer, dry_run_ratio=self._dry_run_ratio(key, timer))
+        return Forecast(self.machine, timer, self.calibrated)
 
     def step(self, run: PlannedRun) -> StepTime:
         """Return the time of a step of a run."""
@@ -58,23 +57,23 @@ class Forecasts:
 
     def spread(self) -> tuple[float, float]:
         """Return the range of a step time, as multiples of its forecast, from the spread of the measurements."""
-        if self._rehearsal is not None:
-            return self._rehearsal.spread
+        if self._dry_run is not None:
+            return self._dry_run.spread
         return (1.0, max(self.machine.slowest, 1.0))
 
     def assumptions(self, run: PlannedRun) -> list[str]:
         """Return the assumptions of a run's forecast, as sentences."""
         found = [f"rates: {self.machine.name}, {self.machine.source}"]
-        clock = self.of(run).clock
-        if clock.timed is not None:
+        timer = self.of(run).timer
+        if timer.timed is not None:
             found.append("layers: one of each kind timed here on one thread, alone, at two numbers of samples")
-            found.append(self._told(clock))
+            found.append(self._passes_note(timer))
         else:
             found.append("layers: operations and bytes counted, divided by the rates")
         if run.ranks > 1:
             measured = any(layout.size == run.ranks for layout in self.calibrated)
-            told = "from the calibration" if measured else "by messages, bytes and passes over memory"
-            found.append(f"collectives: {told}{self._load(run.ranks)}")
+            source = "from the calibration" if measured else "by messages, bytes and passes over memory"
+            found.append(f"collectives: {source}{self._load(run.ranks)}")
         return [*found, *self.machine.assumed]
 
     def _load(self, ranks: int) -> str:
@@ -89,34 +88,34 @@ class Forecasts:
             self._works[key] = count(run.facts, loss, dtype, parallel)
         return self._works[key]
 
-    def _rehearsed(self, key: Any, clock: Clock) -> tuple[float, float]:
+    def _dry_run_ratio(self, key: Any, timer: LayerTimer) -> tuple[float, float]:
         """Return the dry run's times of both passes, relative to the sum of their layers; 1 without a dry run."""
-        if key not in self._together:
-            self._together[key] = (1.0, 1.0) if self.machine.busy else self._rehearse(clock)
-        return self._together[key]
+        if key not in self._ratios:
+            self._ratios[key] = (1.0, 1.0) if self.machine.busy else self._measure_ratio(timer)
+        return self._ratios[key]
 
-    def _rehearse(self, clock: Clock) -> tuple[float, float]:
+    def _measure_ratio(self, timer: LayerTimer) -> tuple[float, float]:
         run = self._first
-        whole = replace(clock, local=clock.whole, recomputed=frozenset())
+        whole = replace(timer, local=timer.whole, recomputed=frozenset())
         layers = whole.layers(run, Forecast(self.machine, whole).network(run))
         forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
-        one = rehearse(run, self.machine.seat(run.ranks_on_node).threads, forward + backward)
-        self._rehearsal = one or self._rehearsal
+        one = time_dry_run(run, self.machine.rank_share(run.ranks_on_node).threads, forward + backward)
+        self._dry_run = one or self._dry_run
         return (one.forward / forward, one.backward / backward) if one is not None else (1.0, 1.0)
 
-    def _told(self, clock: Clock) -> str:
+    def _passes_note(self, timer: LayerTimer) -> str:
         """Return as text how the times of the passes were obtained."""
-        one, (forward, backward) = self._rehearsal, clock.together
+        one, (forward, backward) = self._dry_run, timer.dry_run_ratio
         if one is None:
             return "passes: the sum of their layers"
-        who = f"{one.ranks} processes at once" if one.ranks > 1 else "a process"
+        processes = f"{one.ranks} processes at once" if one.ranks > 1 else "a process"
         threads = f"{one.threads} thread{'s' if one.threads > 1 else ''}"
         return (
-            f"passes: made here by {who} of {threads}, which took {forward:.2f} (forward) and {backward:.2f} "
+            f"passes: made here by {processes} of {threads}, which took {forward:.2f} (forward) and {backward:.2f} "
             "(backward) of the sum of their layers"
         )
 
-    def _time(self, whole: ModelWork, dtype: torch.dtype | None) -> dict[int, Timed] | None:
+    def _time(self, whole: ModelWork, dtype: torch.dtype | None) -> dict[int, LayerFit] | None:
         run = self._first
         return time_layers(run.facts, whole, run.microbatch, one_thread(self.machine), run.settings.train.loss, dtype)
 
@@ -145,5 +144,5 @@ def calibration() -> Mapping[RankLayout, Measurement]:
     if kept is not None and not any(kept.glob("*.json")):
         return {}  # avoids asking MPI for its name
     machine = this_machine(mpi_name())
-    found = find(machine) if place(machine) is not None else None
+    found = find(machine) if path_of(machine) is not None else None
     return found.measurements if found is not None else {}

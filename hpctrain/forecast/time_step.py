@@ -9,12 +9,19 @@ from math import prod
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.forecast.machine import MachineRates, RankShare
 from hpctrain.forecast.run import PlannedRun, cuts_of
-from hpctrain.forecast.time_collectives import Network, group_of
-from hpctrain.forecast.time_exchange import FLOAT, HeldTotals, exchange_of, gradient_bytes, sharers_of
-from hpctrain.forecast.time_passes import Clock, Passes
+from hpctrain.forecast.time_communication import (
+    FLOAT,
+    Network,
+    ParameterTotals,
+    exchange_of,
+    gradient_bytes,
+    group_of,
+    shard_group,
+)
+from hpctrain.forecast.time_layers import LayerTime, LayerTimer
 from hpctrain.parallel.pipeline.timeline import Costs, simulate
 from hpctrain.train.calibration import Measurement
-from hpctrain.train.optimizer import kept_per_element
+from hpctrain.train.optimizer import state_per_element
 
 # Memory traffic per element: the norm reads each gradient once; clipping reads and writes it.
 NORM, CLIP = FLOAT, 2 * FLOAT
@@ -39,30 +46,36 @@ def update_bytes(run: PlannedRun) -> float:
     One pass reads parameter, gradient and optimizer state (two moments), and writes all except the
     gradient.
     """
-    return FLOAT * (3 + 2 * kept_per_element(run.settings.optimizer))
+    return FLOAT * (3 + 2 * state_per_element(run.settings.optimizer))
 
 
-def update_of(run: PlannedRun, held: HeldTotals, machine: MachineRates, seat: RankShare, backward: float) -> Update:
+def update_of(
+    run: PlannedRun, held: ParameterTotals, machine: MachineRates, rank_share: RankShare, backward: float
+) -> Update:
     """Return the time after the passes; copies to the host may overlap with ``backward`` seconds."""
-    owned = held.numel / sharers_of(run).size
-    tensors = held.tensors / sharers_of(run).size if run.parallel.data != "ddp" else held.tensors
-    each = EACH * tensors * seat.call if machine.kind == "cpu" else EACH * seat.call  # a GPU has one kernel for many
-    clip = (NORM + (CLIP if run.settings.train.clip else 0)) * owned / seat.bandwidth + each
-    beside = OPERATORS_BESIDE * seat.call
+    owned = held.numel / shard_group(run).size
+    tensors = held.tensors / shard_group(run).size if run.parallel.data != "ddp" else held.tensors
+    each = (
+        EACH * tensors * rank_share.op_overhead if machine.kind == "cpu" else EACH * rank_share.op_overhead
+    )  # a GPU has one kernel for many
+    clip = (NORM + (CLIP if run.settings.train.clip else 0)) * owned / rank_share.bandwidth + each
+    beside = OPERATORS_BESIDE * rank_share.op_overhead
     if run.parallel.pipe > 1 and run.parallel.schedule == "pipedream":
         return Update(0.0, 0.0, 0.0, beside)  # updates are made between the passes
     if not run.offload.any_update:
-        return Update(clip, update_bytes(run) * owned / seat.bandwidth + each, 0.0, beside)
-    return Update(clip, *_offloaded(run, owned, machine, seat, backward), beside)
+        return Update(clip, update_bytes(run) * owned / rank_share.bandwidth + each, 0.0, beside)
+    return Update(clip, *_offloaded(run, owned, machine, rank_share, backward), beside)
 
 
-def update_seconds(run: PlannedRun, held: HeldTotals, seat: RankShare) -> float:
+def update_seconds(run: PlannedRun, held: ParameterTotals, rank_share: RankShare) -> float:
     """Return the seconds of an optimizer step for all parameters of a rank, clipping included."""
-    return (update_bytes(run) + NORM + CLIP) * held.numel / seat.bandwidth + 2 * EACH * held.tensors * seat.call
+    return (
+        update_bytes(run) + NORM + CLIP
+    ) * held.numel / rank_share.bandwidth + 2 * EACH * held.tensors * rank_share.op_overhead
 
 
 def _offloaded(
-    run: PlannedRun, owned: float, machine: MachineRates, seat: RankShare, backward: float
+    run: PlannedRun, owned: float, machine: MachineRates, rank_share: RankShare, backward: float
 ) -> tuple[float, float]:
     """Return the seconds of an optimizer step on the host, and of the exposed copies.
 
@@ -71,12 +84,12 @@ def _offloaded(
     """
     ranks, up = run.ranks_on_node, 2 if run.parallel.mixed_precision == "bfloat16" else FLOAT
     if machine.kind == "cpu":  # one memory: the copies are passes over it
-        return update_bytes(run) * owned / seat.bandwidth, 2 * (FLOAT + up) * owned / seat.bandwidth
+        return update_bytes(run) * owned / rank_share.bandwidth, 2 * (FLOAT + up) * owned / rank_share.bandwidth
     kept = max(run.offload.device_fraction, 0.0)
     moved = (1 - kept) * owned
     down = max(gradient_bytes(run) * moved / machine.host_link - backward, 0.0)
     host = update_bytes(run) * moved / (machine.host_bandwidth / ranks)
-    device = update_bytes(run) * kept * owned / seat.bandwidth
+    device = update_bytes(run) * kept * owned / rank_share.bandwidth
     return max(host, device), down + max(up * moved / machine.host_link - host, 0.0)
 
 
@@ -84,7 +97,7 @@ def _offloaded(
 
 
 def pipeline(
-    run: PlannedRun, layers: Sequence[Passes], cuts: Sequence[range], updates: Sequence[float], send: float
+    run: PlannedRun, layers: Sequence[LayerTime], cuts: Sequence[range], updates: Sequence[float], send: float
 ) -> dict[str, float]:
     """Return the parts of one backward pass of a run: the compute times of the slowest stage, and its bubble.
 
@@ -108,7 +121,7 @@ def pipeline(
     }
 
 
-def costs_of(chunks: Sequence[Passes], updates: Sequence[float], send: float) -> Costs:
+def costs_of(chunks: Sequence[LayerTime], updates: Sequence[float], send: float) -> Costs:
     """Return the costs for the simulation; each half of a split backward pass takes half of its time."""
     backward = [chunk.backward + chunk.exchange_backward for chunk in chunks]
     half = [seconds / 2 for seconds in backward]
@@ -116,9 +129,9 @@ def costs_of(chunks: Sequence[Passes], updates: Sequence[float], send: float) ->
     return Costs(forward=forward, backward=backward, input=half, weight=half, update=updates, send=send)
 
 
-def _sum(passes: Iterable[Passes]) -> Passes:
+def _sum(passes: Iterable[LayerTime]) -> LayerTime:
     """Return the sum of several passes."""
-    return Passes(*(sum(numbers) for numbers in zip(*map(astuple, passes))))
+    return LayerTime(*(sum(numbers) for numbers in zip(*map(astuple, passes))))
 
 
 # Time of a step: passes, pipeline, communication and optimizer step of the slowest rank -------------------------------
@@ -174,29 +187,29 @@ class Forecast:
     """Forecast of steps on a machine."""
 
     machine: MachineRates
-    clock: Clock
+    timer: LayerTimer
     calibrated: Mapping[RankLayout, Measurement] = field(default_factory=dict)
 
     def network(self, run: PlannedRun) -> Network:
         """Return the timing of collectives between a run's ranks."""
-        return Network(self.machine, self.machine.seat(run.ranks_on_node), self.calibrated)
+        return Network(self.machine, self.machine.rank_share(run.ranks_on_node), self.calibrated)
 
     def step(self, run: PlannedRun) -> StepTime:
         """Return the time of a step of a run."""
         network = self.network(run)
-        layers = self.clock.layers(run, network)
+        layers = self.timer.layers(run, network)
         cuts = stages_of(run, len(layers))
         held = self._held(run, cuts)
         accumulate = run.settings.train.accumulate
         if run.parallel.pipe > 1:
-            updates = [update_seconds(run, one, network.seat) for one in held]
+            updates = [update_seconds(run, one, network.rank_share) for one in held]
             passed = pipeline(run, layers, cuts, updates, self._send(run, cuts))
         else:
             passed = _flat(layers)
         parts = {name: seconds * accumulate for name, seconds in passed.items()}
         largest = max(held, key=lambda one: one.numel)
         exchange = exchange_of(run, largest, network, parts["forward"], parts["backward"])
-        update = update_of(run, largest, self.machine, network.seat, parts["backward"])
+        update = update_of(run, largest, self.machine, network.rank_share, parts["backward"])
         parts |= {"gradients": exchange.gradients, "parameters": exchange.parameters}
         parts |= {"clip": update.clip, "optimizer": update.optimizer, "offload": update.offload}
         parts[BESIDE] = update.beside
@@ -206,7 +219,7 @@ class Forecast:
             hidden=exchange.hidden,
             samples=batch,
             tokens=batch * prod(run.facts.targets.shape) if run.settings.data.format == "tokens" else 0,
-            flops=self.clock.whole.flops(accumulated),
+            flops=self.timer.whole.flops(accumulated),
             ranks=run.ranks,
             peak=self.machine.peak,
         )
@@ -214,19 +227,19 @@ class Forecast:
     def _send(self, run: PlannedRun, cuts: Sequence[range]) -> float:
         """Return the seconds of the largest message between stages."""
         line = group_of(run.shape, "pipe", run.ranks_per_node)
-        outputs = self.clock.local.at(run.microbatch)
+        outputs = self.timer.local.at(run.microbatch)
         largest = max(outputs[cut.stop - 1].output for cut in cuts[:-1])
         return self.network(run).message(largest, crosses=line.nodes > 1)
 
-    def _held(self, run: PlannedRun, cuts: Sequence[range]) -> list[HeldTotals]:
+    def _held(self, run: PlannedRun, cuts: Sequence[range]) -> list[ParameterTotals]:
         """Return the parameters of each pipeline stage, over all its chunks."""
-        layers, pipe = self.clock.local.at(1), run.parallel.pipe
+        layers, pipe = self.timer.local.at(1), run.parallel.pipe
         found = []
         for stage in range(pipe):
             own = [layers[number] for cut in cuts[stage::pipe] for number in cut]
             with_parameters = sum(1 for layer in own if layer.numel)
             numel, tensors = sum(layer.numel for layer in own), sum(layer.tensors for layer in own)
-            found.append(HeldTotals(numel, tensors, with_parameters))
+            found.append(ParameterTotals(numel, tensors, with_parameters))
         return found
 
 
@@ -238,7 +251,7 @@ def stages_of(run: PlannedRun, layers: int) -> list[range]:
     return [*cuts, range(last.start, last.stop + 1)]
 
 
-def _flat(layers: Sequence[Passes]) -> dict[str, float]:
+def _flat(layers: Sequence[LayerTime]) -> dict[str, float]:
     return {
         "forward": sum(layer.forward for layer in layers),
         "backward": sum(layer.backward for layer in layers),

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.forecast.facts import LayerFacts, ModelFacts
-from hpctrain.forecast.fake import FakeRanks, fake_copy, faked, faking
-from hpctrain.forecast.time_tally import Noted, OpCounter, OpCounts, tensors
+from hpctrain.forecast.fake_tensors import FakeCommunicator, fake_copy, fake_mode, to_fake
+from hpctrain.forecast.op_counter import OpCounter, OpCounts, OpRecorder, tensors
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import cross_entropy, loss_named
 from hpctrain.parallel.skip import carrying
@@ -22,30 +22,32 @@ from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class ProfiledLayers:
     """Layers on tensors without memory, and the functions to run them with."""
 
     layers: Sequence[LayerFacts]
     compare: Callable[[Tensor, Tensor], Tensor]
     make: Callable[[Tensor], Tensor]  # converts a tensor on the meta device to one that the layers accept
-    noted: Noted
+    recorder: OpRecorder
 
 
 @contextmanager
-def subject(facts: ModelFacts, loss: str, dtype: torch.dtype | None, parallel: ParallelSettings) -> Iterator[Subject]:
+def profiled_layers(
+    facts: ModelFacts, loss: str, dtype: torch.dtype | None, parallel: ParallelSettings
+) -> Iterator[ProfiledLayers]:
     """Provide a model's layers for the ``with`` block, with floating-point parameters in ``dtype``.
 
     Raises ``UsageError`` if the model cannot be split over that number of tensor ranks.
     """
-    noted = Noted()
+    recorder = OpRecorder()
     if parallel.tensor == 1:
         model = facts.model if dtype is None else copy.deepcopy(facts.model).to(dtype)
-        yield Subject(_layers(facts, model), loss_named(loss), _same, noted)
+        yield ProfiledLayers(_layers(facts, model), loss_named(loss), _identity, recorder)
         return
     with ExitStack() as stack:
-        stack.enter_context(faking())
+        stack.enter_context(fake_mode())
         model = fake_copy(facts.model, dtype)
-        ranks = _Listening(parallel.tensor, noted)
+        ranks = RecordingCommunicator(parallel.tensor, recorder)
         plan = plan_of(model, parallel.tensor_plan)
         check(choose(model, plan), parallel.tensor)
         split = apply(model, cast(Communicator, ranks), plan, sequence=parallel.sequence)
@@ -53,7 +55,7 @@ def subject(facts: ModelFacts, loss: str, dtype: torch.dtype | None, parallel: P
         if split.has_head and compare is cross_entropy:
             compare = split.cross_entropy
             stack.enter_context(split.split_outputs())
-        yield Subject(_layers(facts, model), compare, faked, noted)
+        yield ProfiledLayers(_layers(facts, model), compare, to_fake, recorder)
 
 
 def _layers(facts: ModelFacts, model: nn.Module) -> list[LayerFacts]:
@@ -68,30 +70,30 @@ def _layers(facts: ModelFacts, model: nn.Module) -> list[LayerFacts]:
     ]
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Listening(FakeRanks):
+class RecordingCommunicator(FakeCommunicator):
     """Fake communicator that records the tensor-parallel communication."""
 
-    def __init__(self, size: int, noted: Noted) -> None:
+    def __init__(self, size: int, recorder: OpRecorder) -> None:
         super().__init__(size)
-        self._noted = noted
+        self._recorder = recorder
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Record an all-reduce."""
-        self._noted.add(OpCounts(reduced=float(tensor.nbytes), reductions=1))
+        self._recorder.add(OpCounts(reduced=float(tensor.nbytes), reductions=1))
         return super().all_reduce(tensor, op, async_op=async_op)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         """Record a reduce-scatter."""
-        self._noted.add(OpCounts(moved=float(tensor.nbytes), moves=1))
+        self._recorder.add(OpCounts(moved=float(tensor.nbytes), moves=1))
         return super().reduce_scatter(out, tensor, op, async_op=async_op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
         """Record an all-gather."""
-        self._noted.add(OpCounts(moved=float(out.nbytes), moves=1))
+        self._recorder.add(OpCounts(moved=float(out.nbytes), moves=1))
         return super().all_gather(out, tensor)
 
 
@@ -148,8 +150,8 @@ def count(
 
     Of ``parallel``, only tensor parallelism matters, as it divides the layers.
     """
-    with subject(facts, loss, dtype, parallel) as given:
-        low, high = (_walk(facts, given, samples, dtype) for samples in _COUNTED_AT)
+    with profiled_layers(facts, loss, dtype, parallel) as profiled:
+        low, high = (_count_layers(facts, profiled, samples, dtype) for samples in _COUNTED_AT)
     span = _COUNTED_AT[1] - _COUNTED_AT[0]
     slopes = tuple(_blend(two, 1 / span, one, -1 / span) for one, two in zip(low, high))
     fixed = tuple(_blend(one, 1.0, slope, -float(_COUNTED_AT[0])) for one, slope in zip(low, slopes))
@@ -168,34 +170,36 @@ def _blend(one: LayerWork, first: float, two: LayerWork, second: float) -> Layer
     )
 
 
-def _walk(facts: ModelFacts, given: Subject, samples: int, dtype: torch.dtype | None) -> list[LayerWork]:
+def _count_layers(
+    facts: ModelFacts, profiled: ProfiledLayers, samples: int, dtype: torch.dtype | None
+) -> list[LayerWork]:
     """Return the work of each layer; a layer of a known kind with known input shapes is not run again."""
     inputs = facts.inputs.of(samples)
-    x: Values = given.make(inputs.to(dtype) if dtype is not None and inputs.is_floating_point() else inputs)
+    x: Values = profiled.make(inputs.to(dtype) if dtype is not None and inputs.is_floating_point() else inputs)
     known: dict[Any, tuple[LayerWork, Values]] = {}
-    kept: dict[str, Tensor] = {}
+    skips: dict[str, Tensor] = {}
     seen: set[nn.Parameter] = set()
     found = []
-    for layer in given.layers:
-        key = (layer.kind, looks(x))
+    for layer in profiled.layers:
+        key = (layer.kind, signature_of(x))
         if key not in known:
-            known[key] = _count_layer(layer, x, kept, given)
+            known[key] = _count_layer(layer, x, skips, profiled)
         work, x = known[key]
         own = {one for one in layer.module.parameters() if one.requires_grad} - seen
         seen |= own
         numel = float(sum(one.numel() for one in own))
         found.append(replace(work, name=layer.name, numel=numel, tensors=float(len(own))))
-    targets = given.make(facts.targets.of(samples))
-    row = LayerFacts(LOSS, calling(lambda outputs: given.compare(outputs, targets)), LOSS_KIND)
-    return [*found, _count_layer(row, x, kept, given)[0]]
+    targets = profiled.make(facts.targets.of(samples))
+    loss_layer = LayerFacts(LOSS, as_module(lambda outputs: profiled.compare(outputs, targets)), LOSS_KIND)
+    return [*found, _count_layer(loss_layer, x, skips, profiled)[0]]
 
 
-def calling(function: Callable[[Tensor], Tensor]) -> nn.Module:
+def as_module(function: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a module that calls a function."""
-    return _Calling(function)
+    return _FunctionModule(function)
 
 
-class _Calling(nn.Module):
+class _FunctionModule(nn.Module):
     """Module that calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -207,18 +211,20 @@ class _Calling(nn.Module):
         return self.function(x)
 
 
-def _count_layer(layer: LayerFacts, x: Values, kept: dict[str, Tensor], given: Subject) -> tuple[LayerWork, Values]:
+def _count_layer(
+    layer: LayerFacts, x: Values, skips: dict[str, Tensor], profiled: ProfiledLayers
+) -> tuple[LayerWork, Values]:
     """Return the work of one layer, and its output."""
     module = layer.module
     inputs = each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
-    for name, one in list(kept.items()):
-        kept[name] = one.detach().requires_grad_(one.is_floating_point())
+    for name, one in list(skips.items()):
+        skips[name] = one.detach().requires_grad_(one.is_floating_point())
     try:
-        with torch.enable_grad(), carrying(kept), OpCounter(given.noted) as forward:
+        with torch.enable_grad(), carrying(skips), OpCounter(profiled.recorder) as forward:
             result = module(inputs)
         outputs = [one for one in tensors(result) if one.requires_grad]
         gradients = [torch.empty_like(one) for one in outputs]
-        with OpCounter(given.noted) as backward:
+        with OpCounter(profiled.recorder) as backward:
             if outputs:
                 torch.autograd.backward(outputs, gradients)
     except Exception as error:
@@ -231,7 +237,7 @@ def _count_layer(layer: LayerFacts, x: Values, kept: dict[str, Tensor], given: S
     return work, each(result, lambda one: one.detach())
 
 
-def looks(x: Values) -> Any:
+def signature_of(x: Values) -> Any:
     """Return shapes and dtypes."""
     return tuple((tuple(one.shape), one.dtype) for one in tensors(x))
 

@@ -12,7 +12,7 @@ from forecasting.watch import Rank
 from support.jobs import JobStarter
 
 from hpctrain.errors import UsageError
-from hpctrain.forecast.memory import PARTS, Memory, Need
+from hpctrain.forecast.memory import CATEGORIES, Memory, Need
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "forecast.py"
 
@@ -37,8 +37,8 @@ def test_ten_models_have_a_case_for_each_strategy_that_supports_them() -> None:
 
 
 def test_ratios_are_measured_over_forecast() -> None:
-    host = {**dict.fromkeys(PARTS, 0), "parameters": 100, "program": 300}
-    need = Need(dict.fromkeys(PARTS, 0), host, "")
+    host = {**dict.fromkeys(CATEGORIES, 0), "parameters": 100, "program": 300}
+    need = Need(dict.fromkeys(CATEGORIES, 0), host, "")
     found = forecast.Outcome(CASES[0], Memory((need,), need, (("",),)), [Rank(290, 410, 40)])
     assert (found.measured, found.node) == (450, 400)
     assert found.ratio == 450 / 400 and found.ratio_of_model == 150 / 100

@@ -34,9 +34,9 @@ def test_rates_are_measured_and_the_thread_count_is_restored(tmp_path: Path, mon
     assert torch.get_num_threads() == before and found.kind == "cpu" and found.cores == 2
     for curve in (found.flops, found.bandwidth):
         assert sorted(curve) == [1, 2] and 0 < curve[1] <= curve[2] <= 2 * curve[1]
-    assert 1e-8 < found.call < 1e-2 and found.disk > 0 and not list(tmp_path.iterdir())
+    assert 1e-8 < found.op_overhead < 1e-2 and found.disk > 0 and not list(tmp_path.iterdir())
     assert any(str(tmp_path) in line for line in found.assumed) and not found.busy
-    assert found.at_work == pytest.approx(0.1) and found.slowest >= 1
+    assert found.load_of_others == pytest.approx(0.1) and found.slowest >= 1
     told = "others kept 10% of the cores at work just before; load average"
     assert any(line.startswith(told) for line in found.assumed)
 
@@ -55,10 +55,10 @@ def test_the_load_of_other_processes_is_read_from_proc_stat_or_assumed(monkeypat
         patch.setattr(Path, "read_text", lambda path: cores)
         assert machine_probe._ticks() == [70 + 5 + 60, 100 + 80]
     load(monkeypatch, 0.25)
-    assert machine_probe.at_work() == pytest.approx(0.25)
+    assert machine_probe.load_of_others() == pytest.approx(0.25)
     monkeypatch.setattr(machine_probe, "_ticks", list)
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
-    assert machine_probe.at_work() == pytest.approx(0.75)
+    assert machine_probe.load_of_others() == pytest.approx(0.75)
 
 
 def test_one_thread_is_timed_by_its_cpu_clock() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.forecast.candidates import MemoryLimits, candidates, name_of
 from hpctrain.forecast.facts import ModelFacts, facts_of
-from hpctrain.forecast.memory import PARTS, Memory, memory_of
+from hpctrain.forecast.memory import CATEGORIES, Memory, memory_of
 from hpctrain.forecast.run import Device, PlannedRun
 from hpctrain.settings import build
 from hpctrain.train.config import Settings
@@ -93,7 +93,7 @@ def test_gpipe_keeps_more_microbatches_than_1f1b(facts: ModelFacts) -> None:
 
 def test_parts_add_up_to_the_peak(facts: ModelFacts) -> None:
     need = planned(facts, tensor=2).rank
-    assert list(need.host) == list(PARTS) and sum(need.host.values()) == need.host_total
+    assert list(need.host) == list(CATEGORIES) and sum(need.host.values()) == need.host_total
 
 
 def test_recomputing_needs_fewer_activations(facts: ModelFacts) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.forecast.facts import facts_of
-from hpctrain.forecast.local import How, local_model
+from hpctrain.forecast.local import PassSettings, local_model
 from hpctrain.forecast.published import layer_activations, mixed_precision_bytes, usual_account
 from hpctrain.models.settings import ModelSettings
 from hpctrain.train.config import Settings
@@ -41,11 +41,11 @@ def test_a_block_keeps_sixteen_streams() -> None:
     # In addition one number per head and token for attention, and two per norm and token.
     batch, context, width, heads = 4, 64, 128, 4
     settings = Settings(model=ModelSettings("gpt-tiny", layers=2, width=width, heads=heads, context=context))
-    how = How.of(settings, batch, "cpu")
-    block = local_model(facts_of(settings), how).layers[1].found
+    how = PassSettings.of(settings, batch, "cpu")
+    block = local_model(facts_of(settings), how).layers[1].memory
     stream, tokens = 4 * batch * context * width, batch * context
     beside = 4 * tokens * (heads + 2 * 2)
-    assert block.inside + block.output == 16 * stream + beside
+    assert block.saved + block.output == 16 * stream + beside
     assert block.needs_input and not block.keeps_output
-    again = local_model(facts_of(settings), replace(how, recompute=True)).layers[1].found
-    assert (again.inside, again.output, again.needs_input) == (0, stream, True)
+    again = local_model(facts_of(settings), replace(how, recompute=True)).layers[1].memory
+    assert (again.saved, again.output, again.needs_input) == (0, stream, True)

@@ -22,7 +22,7 @@ class Rated:
 
     def __init__(self, run: PlannedRun, machine: MachineRates = GPU) -> None:
         self.machine = machine
-        self._works = {1: forecast(run).clock.whole}
+        self._works = {1: forecast(run).timer.whole}
 
     def step(self, run: PlannedRun) -> StepTime:
         return forecast(run, self.machine, self._works).step(run)

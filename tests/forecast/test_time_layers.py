@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hpctrain.forecast import time_layers as layers
 from hpctrain.forecast.facts import ModelFacts, Spec, describe, facts_of
-from hpctrain.forecast.time_layers import LinearFit, Timed, time_layers
-from hpctrain.forecast.time_passes import Clock, one_thread
+from hpctrain.forecast.time_layers import LayerFit, LayerTimer, LinearFit, one_thread, time_layers
 from hpctrain.forecast.time_work import count
 
 STEP = 0.002  # seconds per sample
@@ -86,8 +85,8 @@ def test_times_of_one_thread_are_scaled_to_the_threads_of_a_rank() -> None:
     run = planned(1, 8)
     plain = forecast(run, CPU)
     kinds = {layer.kind for layer in run.facts.layers} | {-1}
-    timed = {kind: Timed(LinearFit(0.0, 1.0), LinearFit(0.0, 2.0)) for kind in kinds}
-    clock = Clock(CPU, plain.clock.whole, plain.clock.local, timed)
-    passes = clock.layers(run, plain.network(run))
+    timed = {kind: LayerFit(LinearFit(0.0, 1.0), LinearFit(0.0, 2.0)) for kind in kinds}
+    timer = LayerTimer(CPU, plain.timer.whole, plain.timer.local, timed)
+    passes = timer.layers(run, plain.network(run))
     head = passes[-2]  # one product, for which four cores are three times as fast as one
     assert 8 / 3 <= head.forward <= 8 / 2 and head.backward == pytest.approx(2 * head.forward, rel=0.01)

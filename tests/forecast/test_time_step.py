@@ -12,9 +12,8 @@ from support.forecasts import CPU, GPU, forecast, planned, settings
 from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.machine import LinkModel
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.time_collectives import Network, group_of
-from hpctrain.forecast.time_exchange import HeldTotals, exchange_of, gathers_of
-from hpctrain.forecast.time_passes import Passes
+from hpctrain.forecast.time_communication import Network, ParameterTotals, exchange_of, gathers_of, group_of
+from hpctrain.forecast.time_layers import LayerTime
 from hpctrain.forecast.time_step import StepTime, pipeline
 from hpctrain.forecast.time_work import ModelWork, count
 from hpctrain.parallel.offload.config import OffloadSettings
@@ -79,14 +78,14 @@ def test_recomputation_adds_the_forward_passes_of_the_blocks() -> None:
     assert again.flops == plain.flops  # the FLOPs of the model
 
 
-HELD = HeldTotals(1e8, 0, 10)
+HELD = ParameterTotals(1e8, 0, 10)
 BYTES = 4e8
 
 
 def exchanged(data: str, passes: float = 0.0, ranks: int = 8, nodes: int = 1, machine: Any = GPU) -> Any:
     one = run(ranks, ranks, data=data, nodes=nodes)
     one = on_cpu(one) if machine.kind == "cpu" else one
-    return exchange_of(one, HELD, Network(machine, machine.seat(ranks // nodes)), passes, passes)
+    return exchange_of(one, HELD, Network(machine, machine.rank_share(ranks // nodes)), passes, passes)
 
 
 def test_ddp_sends_twice_and_fsdp_three_times_the_bytes() -> None:
@@ -132,7 +131,7 @@ def test_slow_links_between_nodes_lengthen_the_gradients() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_equal_stages_have_the_published_bubble(schedule: str) -> None:
     one = run(4, 16, pipe=4, schedule=schedule, microbatches=8)
-    layers = [Passes(1.0, 2.0)] * 4
+    layers = [LayerTime(1.0, 2.0)] * 4
     parts = pipeline(one, layers, [range(n, n + 1) for n in range(4)], [0.0] * 4, 0.0)
     whole = parts["forward"] + parts["backward"] + parts["bubble"]
     assert parts["forward"] == 8 and parts["backward"] == 16
@@ -142,9 +141,9 @@ def test_equal_stages_have_the_published_bubble(schedule: str) -> None:
 def test_messages_and_unequal_stages_lengthen_a_pipeline() -> None:
     one = run(2, 16, pipe=2, microbatches=8)
     cuts = [range(0, 1), range(1, 2)]
-    even = pipeline(one, [Passes(1.0, 2.0)] * 2, cuts, [0.0] * 2, 0.0)
-    late = pipeline(one, [Passes(1.0, 2.0)] * 2, cuts, [0.0] * 2, 0.5)
-    odd = pipeline(one, [Passes(1.0, 2.0), Passes(2.0, 4.0)], cuts, [0.0] * 2, 0.0)
+    even = pipeline(one, [LayerTime(1.0, 2.0)] * 2, cuts, [0.0] * 2, 0.0)
+    late = pipeline(one, [LayerTime(1.0, 2.0)] * 2, cuts, [0.0] * 2, 0.5)
+    odd = pipeline(one, [LayerTime(1.0, 2.0), LayerTime(2.0, 4.0)], cuts, [0.0] * 2, 0.0)
     assert sum(late.values()) > sum(even.values()) and odd["forward"] == 16
 
 
@@ -157,7 +156,7 @@ def test_two_stages_of_a_gpt_take_half_the_compute_and_a_bubble() -> None:
 
 def test_tensor_ranks_exchange_activations() -> None:
     one = run(2, 16, tensor=2)
-    found = forecast(one, replace(GPU, inside=LinkModel(0.0, 1e10)), works()).step(one)
+    found = forecast(one, replace(GPU, intra_node=LinkModel(0.0, 1e10)), works()).step(one)
     stream = 16 * 64 * 128 * 4  # samples, tokens, width, bytes; a ring of two sends each once
     assert found.parts["activations"] >= 16 * stream / 1e10
     assert found.parts["activations"] == pytest.approx(18 * stream / 1e10, rel=0.1)

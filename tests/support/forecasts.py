@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.machine import LinkModel, MachineRates
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.time_passes import Clock, recomputed_layers
+from hpctrain.forecast.time_layers import LayerTimer, recomputed_layers
 from hpctrain.forecast.time_step import Forecast
 from hpctrain.forecast.time_work import ModelWork, count
 from hpctrain.models.settings import ModelSettings
@@ -23,11 +23,11 @@ GPU = MachineRates(
     cores=1,
     flops={1: 1e12},
     bandwidth={1: 1e11},
-    call=0.0,
-    meeting=0.0,
-    turn=0.0,
-    inside=LinkModel(1e-6, 1e10),
-    between=LinkModel(1e-5, 1e9),
+    op_overhead=0.0,
+    sync=0.0,
+    oversubscribed_sync=0.0,
+    intra_node=LinkModel(1e-6, 1e10),
+    inter_node=LinkModel(1e-5, 1e9),
     disk=1e8,
     peak=2e12,
 )
@@ -37,8 +37,8 @@ CPU = replace(
     cores=4,
     flops={1: 1e10, 4: 3e10},
     bandwidth={1: 1e9, 4: 2e9},
-    meeting=1e-5,
-    turn=1e-3,
+    sync=1e-5,
+    oversubscribed_sync=1e-3,
     peak=0.0,
 )
 
@@ -64,5 +64,5 @@ def forecast(run: PlannedRun, machine: MachineRates = GPU, works: Mapping[int, M
         if tensor not in found:
             parallel = replace(run.parallel, tensor=tensor, sequence=run.parallel.sequence and tensor > 1)
             found[tensor] = count(run.facts, "cross_entropy", None, parallel)
-    clock = Clock(machine, found[1], found[run.parallel.tensor], None, recomputed_layers(run.facts, run))
-    return Forecast(machine, clock)
+    timer = LayerTimer(machine, found[1], found[run.parallel.tensor], None, recomputed_layers(run.facts, run))
+    return Forecast(machine, timer)

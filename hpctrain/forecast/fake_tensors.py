@@ -1,0 +1,231 @@
+"""Fake tensors, simulated ranks, and the tracker of tensor memory: live bytes and their peak.
+
+Note: storages. Views share one storage. It counts once, from the operation that returns it until
+the last tensor that uses it is freed. Workspace that a kernel allocates and frees before it returns
+is not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_INDEX = torch.ops.aten.index.Tensor
+_EXCLUDED: set[int] = set()  # storages that are never counted
+
+
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Memory tracker: counts the bytes of all storages that operations of the ``with`` block allocate.
+
+    ``fake`` tensors hold no values: a scalar that is read from one is 0, and a boolean mask selects
+    all elements.
+    """
+
+    def __init__(self, *, fake: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._fake = fake
+        self._known: dict[int, int] = {}  # bytes of live storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._fake and func is _READ:
+            return 0
+        masked = self._fake and func is _INDEX and len(args[1]) == 1 and args[1][0].dtype is torch.bool
+        result = args[0].flatten(0, args[1][0].ndim - 1).clone() if masked else func(*args, **(kwargs or {}))
+        for one in tree_iter(result):
+            if isinstance(one, Tensor):
+                self._record(one, counts=True)
+        return result
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Exclude tensors that existed before."""
+        for one in tensors:
+            self._record(one, counts=False)
+
+    def start_peak(self) -> int:
+        """Reset the peak to the live bytes, and return these."""
+        self.peak = self.live
+        return self.live
+
+    def is_live(self, key: int) -> bool:
+        """Return whether the storage with this ``key`` is live."""
+        return key in self._known
+
+    def bytes_of(self, key: int) -> int:
+        """Return the bytes of the storage with this ``key``; 0 if it was freed or is not counted."""
+        return self._known.get(key, 0)
+
+    def _record(self, tensor: Tensor, *, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in _EXCLUDED:
+            return
+        self._known[key] = nbytes = storage.nbytes() if counts else 0
+        weakref.finalize(storage, self._forget, key).atexit = False
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+
+def exclude(tensor: Tensor) -> Tensor:
+    """Exclude a tensor's memory from all memory trackers; return the tensor."""
+    storage = tensor.untyped_storage()
+    _EXCLUDED.add(storage._cdata)
+    weakref.finalize(storage, _EXCLUDED.discard, storage._cdata).atexit = False
+    return tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the key of a tensor's storage, unique while the storage is live."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Execution of models on fake tensors, and on simulated ranks ----------------------------------------------------------
+#
+# Fake tensors have shapes, dtypes and lifetimes, but no memory. They report the CPU as their device,
+# so that torch selects the CPU kernels (fused attention, autocast). One thing differs on a GPU: its
+# fused attention applies dropout itself, while the CPU materializes the attention matrix for it.
+
+
+class FakeCommunicator:
+    """Fake communicator of ``size`` ranks for code that splits a model: it is rank 0, and collectives do nothing.
+
+    ``requested_bytes`` counts the bytes of memory that were requested.
+    """
+
+    shares_memory = True
+    oversubscribed = False
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.requested_bytes = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeCommunicator:
+        return self
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return memory that ``Ledger`` does not count as an allocation of the pass."""
+        self.requested_bytes += numel * dtype.itemsize
+        with torch.utils._python_dispatch._disable_current_modes():
+            blank = torch.empty(numel, dtype=dtype, device="meta")
+        return exclude(to_fake(blank))
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """Return the tensor unchanged."""
+        return tensor
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the value unchanged."""
+        return value
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, which are equal to this one."""
+        return [value] * self.size
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Return the tensor, or a completed handle."""
+        return _CompletedWork() if async_op else tensor
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Return the output shard, or a completed handle."""
+        return _CompletedWork() if async_op else out
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
+        """Return the gathered tensor."""
+        return out
+
+    @contextmanager
+    def bucket(self) -> Iterator[FakeCommunicator]:
+        """Return a bucket that reduces several tensors together."""
+        yield self
+
+
+class _CompletedWork:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class _GpuAttention(TorchFunctionMode):
+    """Function mode that disables dropout in attention, so that the CPU does not materialize the attention matrix."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p")
+            kwargs = {**dict(zip(names, args)), **(kwargs or {}), "dropout_p": 0.0}
+            args = args[len(names) :]
+        return func(*args, **(kwargs or {}))
+
+
+_MODES: list[Any] = []
+
+
+@contextmanager
+def fake_mode(device: str = "cpu") -> Iterator[None]:
+    """Create fake tensors in the ``with`` block, which computes like ``device``; leave torch's generators unchanged."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stack.enter_context(mode)
+        if device != "cpu":
+            stack.enter_context(_GpuAttention())
+        _MODES.append(mode)
+        stack.callback(_MODES.pop)
+        yield
+
+
+def to_fake(tensor: Tensor) -> Tensor:
+    """Return a fake copy of a tensor on the meta device; other dispatch modes do not see its creation."""
+    with torch.utils._python_dispatch._disable_current_modes(), _MODES[-1]:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def fake_copy(
+    model: nn.Module, dtype: torch.dtype | None = None, same: Mapping[nn.Module, nn.Module] | None = None
+) -> nn.Module:
+    """Return a copy of a model on fake tensors; ``dtype`` replaces float32 as the dtype of parameters.
+
+    ``same`` maps modules to an equal module, which replaces them in the copy.
+    """
+    same = same or {}
+    memo: dict[int, Any] = {}
+    for first in dict.fromkeys(same.values()):
+        memo[id(first)] = _on_fakes(first, memo, dtype)
+    for other, first in same.items():
+        memo[id(other)] = memo[id(first)]
+    return _on_fakes(model, memo, dtype, {id(one) for other in same for one in other.parameters()})
+
+
+def _on_fakes(
+    module: nn.Module, memo: dict[int, Any], dtype: torch.dtype | None, skipped: Collection[int] = ()
+) -> nn.Module:
+    """Copy a module without the ``skipped`` parameters (by id), which belong to modules that others replace."""
+    for parameter in module.parameters():
+        if id(parameter) in memo or id(parameter) in skipped:
+            continue
+        target = dtype if dtype and parameter.dtype is torch.float32 else parameter.dtype
+        made = nn.Parameter(to_fake(torch.empty(parameter.shape, dtype=target, device="meta")), parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = made
+    for buffer in module.buffers():
+        if id(buffer) not in memo:
+            memo[id(buffer)] = to_fake(buffer)
+    return copy.deepcopy(module, memo)
