@@ -34,38 +34,38 @@ class GradBucket:
         self.missing = set(self.members)
         self.flags.fill_(1)
 
-    def put(self, place: int, gradient: Tensor, share: float) -> None:
-        """Write ``share`` x a gradient to its view, in one pass over memory; it may be stored there already.
+    def copy_in(self, index: int, gradient: Tensor, scale: float) -> None:
+        """Write ``scale`` x a gradient to its view, in one pass over memory; it may be stored there already.
 
         A share of 0 writes zeros, whatever the gradient is: it may be infinite or NaN.
         """
-        view = self.views[place]
-        if share == 0:
+        view = self.views[index]
+        if scale == 0:
             view.zero_()
         elif gradient.device != view.device:
-            view.copy_(gradient).mul_(share)
+            view.copy_(gradient).mul_(scale)
         else:
-            torch.mul(gradient, share, out=view)
+            torch.mul(gradient, scale, out=view)
 
-    def fill_missing(self, gradients: Sequence[Tensor | None], share: float) -> set[int]:
+    def fill_missing(self, gradients: Sequence[Tensor | None], scale: float) -> set[int]:
         """Complete the bucket for members without a gradient in this backward pass; return those without any gradient.
 
         ``gradients`` are this rank's, by parameter. A gradient that was accumulated earlier still
         counts; if there is none, zeros are written.
         """
-        absent = set()
-        for place, member in enumerate(self.members):
+        unused = set()
+        for index, member in enumerate(self.members):
             if member not in self.missing:
                 continue
             gradient = gradients[member]
             if gradient is None:
-                self.views[place].zero_()
-                self.flags[place] = 0
-                absent.add(member)
+                self.views[index].zero_()
+                self.flags[index] = 0
+                unused.add(member)
             else:
-                self.put(place, gradient, share)
+                self.copy_in(index, gradient, scale)
         self.missing.clear()
-        return absent
+        return unused
 
 
 def assign_buckets(sizes: Sequence[int], order: Sequence[int], first: int, limit: int) -> list[list[int]]:
@@ -74,10 +74,10 @@ def assign_buckets(sizes: Sequence[int], order: Sequence[int], first: int, limit
     ``sizes`` are in bytes, by parameter. A parameter larger than the limit forms its own group.
     """
     groups: list[list[int]] = []
-    filled, room = 0, first
+    filled, capacity = 0, first
     for number in order:
-        if not groups or filled + sizes[number] > room:
-            room = limit if groups else first
+        if not groups or filled + sizes[number] > capacity:
+            capacity = limit if groups else first
             groups.append([])
             filled = 0
         groups[-1].append(number)
@@ -99,14 +99,14 @@ def make_buckets(
     align = ALIGN // memory.dtype.itemsize
     buckets, start = [], 0
     for members in groups:
-        places = []
+        offsets = []
         end = start
         for member in members:
-            places.append(end)
+            offsets.append(end)
             end += _padded(parameters[member].numel(), align)
         views = [
-            memory[place : place + parameters[member].numel()].view(parameters[member].shape)
-            for place, member in zip(places, members)
+            memory[index : index + parameters[member].numel()].view(parameters[member].shape)
+            for index, member in zip(offsets, members)
         ]
         flags = memory[end : end + len(members)]
         end += _padded(len(members), align)

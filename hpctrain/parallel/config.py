@@ -111,11 +111,11 @@ class ParallelSettings:
         for name, needs in {"sequence": "tensor", "tensor_plan": "tensor"}.items():
             if getattr(self, name) and getattr(self, needs) == 1:
                 raise SettingsError(f"setting parallel.{name}: is for parallel.{needs} above 1")
-        several = self.schedule == "interleaved"
-        if self.chunks and (self.chunks > 1) is not several:
+        interleaved = self.schedule == "interleaved"
+        if self.chunks and (self.chunks > 1) is not interleaved:
             raise SettingsError(
                 f"setting parallel.chunks = {self.chunks}: must be "
-                + ("2 or more" if several else "1")
+                + ("2 or more" if interleaved else "1")
                 + f' for parallel.schedule = "{self.schedule}"'
             )
         if self.data == "dp" and self.splits_model:
@@ -181,7 +181,7 @@ def microbatches_for(settings: ParallelSettings, samples: int) -> int:
         if samples % settings.microbatches:
             raise SettingsError(
                 f"parallel.microbatches = {settings.microbatches} does not divide the {samples} samples that each "
-                f"pipeline has in a backward pass: allowed are {_tell(_divisors(samples))}",
+                f"pipeline has in a backward pass: allowed are {_text(_divisors(samples))}",
                 everywhere=True,
             )
         return settings.microbatches
@@ -206,5 +206,5 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _tell(numbers: list[int]) -> str:
+def _text(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))

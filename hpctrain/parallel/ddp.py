@@ -64,7 +64,7 @@ class DataParallel(Strategy):
         if not named:
             raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
         self._handles: list[UpdateHooks] = []
-        self._own_handles: list[RemovableHandle] = []  # for buckets that are rebuilt if parameters are added
+        self._parameter_handles: list[RemovableHandle] = []  # for buckets that are rebuilt if parameters are added
         self._running = False  # between the first gradient and the end of a backward pass
         self._works: list[Work] = []
         self._observed: list[int] = []
@@ -74,17 +74,17 @@ class DataParallel(Strategy):
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with averaged closure losses
         self._gradient_hooks = GradientHooks({})
-        self._late = AddedParameters(model, model.parameters())
+        self._added_parameters = AddedParameters(model, model.parameters())
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype] = []
         self._frozen: list[nn.Parameter] = []
         if comm.size > 1:
-            self._take_parameters(named)
+            self._set_parameters(named)
             self._handles.append(UpdateHooks(self, DataParallel._before_update))
 
     @property
-    def _share(self) -> float:
+    def _scale(self) -> float:
         """Return this rank's share of the average; it scales each gradient on copy, so no extra pass divides them."""
         return self._sample_weight / self.comm.size
 
@@ -124,12 +124,12 @@ class DataParallel(Strategy):
 
     def detach(self) -> None:
         """Remove all hooks from the module; its gradients stay in the communicator's memory."""
-        for handle in self._own_handles:
+        for handle in self._parameter_handles:
             handle.remove()
         for hooks in self._handles:
             hooks.remove()
         self._handles.clear()
-        self._own_handles.clear()
+        self._parameter_handles.clear()
         self._buckets.clear()
         self._gradient_hooks.close()
 
@@ -140,7 +140,7 @@ class DataParallel(Strategy):
 
     # Construction -----------------------------------------------------------------------------------------------------
 
-    def _take_parameters(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def _set_parameters(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Reduce the gradients of these parameters from now on."""
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
@@ -166,35 +166,35 @@ class DataParallel(Strategy):
 
     def _adopt_changed(self) -> None:
         """Rebuild for parameters that were unfrozen or converted after the model was wrapped. Collective."""
-        for handle in self._own_handles:
+        for handle in self._parameter_handles:
             handle.remove()
-        self._take_parameters(trainable(self.model))
+        self._set_parameters(trainable(self.model))
 
     def _allocate(self) -> dict[torch.dtype, Tensor]:
         """Return one memory block per dtype of the reduction."""
         kinds: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
-            kinds.setdefault(self._travels_as(parameter), []).append(parameter)
+            kinds.setdefault(self._reduce_dtype(parameter), []).append(parameter)
         return {dtype: self.comm.empty(memory_needed(held, dtype), dtype) for dtype, held in kinds.items()}
 
-    def _travels_as(self, parameter: nn.Parameter) -> torch.dtype:
-        narrow = self.settings.compression == "bfloat16" and parameter.dtype is torch.float32
-        return torch.bfloat16 if narrow else parameter.dtype
+    def _reduce_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        compressed = self.settings.compression == "bfloat16" and parameter.dtype is torch.float32
+        return torch.bfloat16 if compressed else parameter.dtype
 
     def _build(self, order: list[int]) -> None:
         """Cut the memory into buckets with their members in the given order."""
         limit = int(self.settings.bucket_mib * 2**20)
-        sizes = [parameter.numel() * self._travels_as(parameter).itemsize for parameter in self._parameters]
+        sizes = [parameter.numel() * self._reduce_dtype(parameter).itemsize for parameter in self._parameters]
         buckets: list[GradBucket] = []
         for dtype, memory in self._memory.items():
-            members = [number for number in order if self._travels_as(self._parameters[number]) is dtype]
+            members = [number for number in order if self._reduce_dtype(self._parameters[number]) is dtype]
             groups = assign_buckets(sizes, members, min(FIRST_BUCKET, limit), limit)
             buckets += make_buckets(memory, self._parameters, groups)
-        place = {number: rank for rank, number in enumerate(order)}
+        position = {number: rank for rank, number in enumerate(order)}
         # A bucket can start when its last gradient is available.
-        self._buckets = sorted(buckets, key=lambda bucket: max(place[member] for member in bucket.members))
-        self._home = {
-            member: (bucket, place) for bucket in self._buckets for place, member in enumerate(bucket.members)
+        self._buckets = sorted(buckets, key=lambda bucket: max(position[member] for member in bucket.members))
+        self._bucket_of = {
+            member: (bucket, index) for bucket in self._buckets for index, member in enumerate(bucket.members)
         }
         self._next = 0
 
@@ -212,34 +212,34 @@ class DataParallel(Strategy):
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
-        self._own_handles = []
+        self._parameter_handles = []
         for number, parameter in enumerate(self._parameters):
-            self._own_handles.append(after_gradient(parameter, self._gradient_came, number))
+            self._parameter_handles.append(after_gradient(parameter, self._after_gradient, number))
         before = ModuleHook(lambda module, args: self._before_forward())
-        self._own_handles.append(self.model.register_forward_pre_hook(before))
+        self._parameter_handles.append(self.model.register_forward_pre_hook(before))
 
     def _before_forward(self) -> None:
         if torch.is_grad_enabled() and (self._is_unfrozen() or self._is_converted()):
             self._adopt_changed()
         if not (self.model.training and torch.is_grad_enabled()):
             return
-        self._check_local()
+        self._check_local_gradients()
         if self._syncing and self.settings.broadcast_buffers:
             broadcast_buffers(self.model, self.comm)
 
-    def _gradient_came(self, number: int, parameter: Tensor) -> None:
+    def _after_gradient(self, number: int, parameter: Tensor) -> None:
         if self._syncing:
-            self._take(number, parameter)
+            self._add_gradient(number, parameter)
         else:
             self._gradient_hooks.check_reduced(self._names[number])
-            self._note_local()
+            self._record_local_gradients()
 
-    def _take(self, number: int, parameter: Tensor) -> None:
+    def _add_gradient(self, number: int, parameter: Tensor) -> None:
         """Copy one gradient into its bucket; start the buckets that are full."""
         if not self._running:
             self._running = True
             Variable._execution_engine.queue_callback(self._finish)
-        bucket, place = self._home[number]
+        bucket, index = self._bucket_of[number]
         if number not in bucket.missing:
             raise UsageError(
                 f"parameter {self._names[number]} got its gradient twice in one backward pass: "
@@ -249,9 +249,9 @@ class DataParallel(Strategy):
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise UsageError(f"parameter {self._names[number]} got a sparse gradient: only dense ones can be reduced")
-        bucket.put(place, gradient, self._share)
-        if self._lives_in_bucket(parameter, bucket.views[place]):
-            parameter.grad = bucket.views[place]
+        bucket.copy_in(index, gradient, self._scale)
+        if self._is_bucket_view(parameter, bucket.views[index]):
+            parameter.grad = bucket.views[index]
         bucket.missing.discard(number)
         if not self._rebuilt:
             self._observed.append(number)
@@ -259,7 +259,7 @@ class DataParallel(Strategy):
             self._start_full_buckets()
 
     @staticmethod
-    def _lives_in_bucket(parameter: Tensor, view: Tensor) -> bool:
+    def _is_bucket_view(parameter: Tensor, view: Tensor) -> bool:
         return parameter.dtype is view.dtype and parameter.device == view.device
 
     def _start_full_buckets(self) -> None:
@@ -274,20 +274,20 @@ class DataParallel(Strategy):
 
     def _finish(self) -> None:
         """Reduce the remaining buckets at the end of the backward pass, and wait for all of them."""
-        absent: set[int] = set()
+        unused: set[int] = set()
         hooked = self._gradient_hooks.any
-        got: set[int] = set()
+        received: set[int] = set()
         if hooked:
-            got = {member for bucket in self._buckets for member in set(bucket.members) - bucket.missing}
+            received = {member for bucket in self._buckets for member in set(bucket.members) - bucket.missing}
         gradients = [parameter.grad for parameter in self._parameters]
         for bucket in self._buckets:
-            absent |= bucket.fill_missing(gradients, self._share)
+            unused |= bucket.fill_missing(gradients, self._scale)
         self._start_full_buckets()
         for work in self._works:
             work.wait()
         for bucket in self._buckets:
-            self._hand_out(bucket, absent)
-            got |= {each for each, flag in zip(bucket.members, bucket.flags) if hooked and each in absent and flag}
+            self._assign_gradients(bucket, unused)
+            received |= {each for each, flag in zip(bucket.members, bucket.flags) if hooked and each in unused and flag}
             bucket.reset()
         self._works.clear()
         self._next = 0
@@ -297,13 +297,13 @@ class DataParallel(Strategy):
         if not self._rebuilt:
             self._rebuild()
         if hooked:
-            self._gradient_hooks.call(lambda name: self._names.index(name) in got)
+            self._gradient_hooks.call(lambda name: self._names.index(name) in received)
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` for gradients that no backward pass has produced, and for parameters added later."""
-        self._late.check(optimizer)
+        self._added_parameters.check(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._averaged and self._updates(optimizer):
             self._averaged.add(optimizer)
             # This hook itself runs as a global optimizer hook. Hooks of an instance run later,
@@ -340,7 +340,7 @@ class DataParallel(Strategy):
         def averaged() -> float:
             found = given[0]()
             found = float(found.detach() if isinstance(found, Tensor) else found)
-            loss = torch.tensor(found * self._share, dtype=torch.float64)
+            loss = torch.tensor(found * self._scale, dtype=torch.float64)
             self.comm.all_reduce(loss)
             return float(loss)
 
@@ -348,22 +348,22 @@ class DataParallel(Strategy):
 
     def _is_reduced(self, number: int, parameter: nn.Parameter) -> bool:
         """Return whether a gradient was written by a reduction: it is in a bucket unless buckets are copies."""
-        bucket, place = self._home[number]
-        gradient, view = parameter.grad, bucket.views[place]
+        bucket, index = self._bucket_of[number]
+        gradient, view = parameter.grad, bucket.views[index]
         assert gradient is not None
         if not self._reductions:
             return False
-        copied = self._reductions == 1 or not self._lives_in_bucket(parameter, view)
+        copied = self._reductions == 1 or not self._is_bucket_view(parameter, view)
         return copied or gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
 
-    def _hand_out(self, bucket: GradBucket, absent: set[int]) -> None:
+    def _assign_gradients(self, bucket: GradBucket, unused: set[int]) -> None:
         """Assign the reduced gradients that are not in place yet."""
-        for place, (member, view) in enumerate(zip(bucket.members, bucket.views)):
+        for index, (member, view) in enumerate(zip(bucket.members, bucket.views)):
             parameter = self._parameters[member]
             # No rank used it: its gradient stays unchanged, as in a plain backward pass.
-            if member in absent and bucket.flags[place] == 0:
+            if member in unused and bucket.flags[index] == 0:
                 continue
-            if self._lives_in_bucket(parameter, view):
+            if self._is_bucket_view(parameter, view):
                 parameter.grad = view
             elif parameter.grad is None:
                 parameter.grad = view.to(parameter.device, parameter.dtype)

@@ -52,12 +52,12 @@ def after_gradient(parameter: Tensor, method: Callable[..., None], *args: int | 
     must not hold a reference to its owner, nor ``args`` to the parameter: a model and its strategy
     would never be freed.
     """
-    owned = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:
-        own = owned()
-        if own is not None:
-            own(*args, parameter)
+        bound = reference()
+        if bound is not None:
+            bound(*args, parameter)
 
     # Use torch's own method: the parameter's attribute of the same name defers hooks.
     register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
@@ -149,8 +149,8 @@ def subclass_with(
         return make, arguments, *rest
 
     same: Mapping[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"forward": wraps(plain.forward)(forward), "__reduce_ex__": reduce, marker: plain}
-    return type(plain.__name__, (plain,), {**same, **own})
+    overrides = {"forward": wraps(plain.forward)(forward), "__reduce_ex__": reduce, marker: plain}
+    return type(plain.__name__, (plain,), {**same, **overrides})
 
 
 def differentiable(values: Any) -> list[Tensor]:

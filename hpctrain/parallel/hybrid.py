@@ -21,13 +21,13 @@ from hpctrain.comm.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.config import ParallelSettings, shape_of
 from hpctrain.parallel.fsdp.optimizer import clip_factor, norm_of, sum_of_squares
-from hpctrain.parallel.guard.gradient_hooks import INSTEAD, GradientHooks
+from hpctrain.parallel.guard.gradient_hooks import ALTERNATIVE, GradientHooks
 from hpctrain.parallel.meta_init import is_meta
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.parameters import TiedGradients
 from hpctrain.parallel.pipeline.pipeline import Pipeline
-from hpctrain.parallel.rng import agree
+from hpctrain.parallel.rng import synchronize_generators
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.first_step_checks import FirstStep, whole_copy
@@ -78,7 +78,7 @@ class ModelParallel(Strategy):
                 device,
                 example,
                 replica=self.mesh.data.rank,
-                near=comm.local_size,
+                local_ranks=comm.local_size,
             )
         self._tensor: TensorSplit | None = None
         self._gradient_hooks: GradientHooks | None = None
@@ -337,7 +337,7 @@ class ModelParallel(Strategy):
     def agree_on_generators(self) -> None:
         """Make ranks along the tensor axis draw the same dropout; the tensor split handles masks that must differ."""
         if self.mesh.tensor.size > 1:
-            agree(self.mesh.tensor, *{torch.device("cpu"), self.device})
+            synchronize_generators(self.mesh.tensor, *{torch.device("cpu"), self.device})
 
     def detach(self) -> None:
         """Remove all hooks from the module; the parts on other ranks are not restored."""
@@ -353,7 +353,7 @@ class ModelParallel(Strategy):
 def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UsageError(f"hook on parameter {name}: {_HOOKS}; {INSTEAD}", everywhere=True)
+            raise UsageError(f"hook on parameter {name}: {_HOOKS}; {ALTERNATIVE}", everywhere=True)
 
 
 def _agree_on_values(model: nn.Module, comm: Communicator) -> None:

@@ -28,18 +28,18 @@ class Slot:
 ONE_TENSOR = Slot(0)  # the skeleton of a plain tensor
 
 
-def mapped(value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor) -> Any:
     """Return a nest with all leaves of a class transformed; other leaves stay unchanged."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Mapping):
-        return _remade(value, {key: mapped(each, change, kind) for key, each in value.items()})
+        return _rebuilt(value, {key: map_leaves(each, change, kind) for key, each in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(each, change, kind) for each in value))
+        return type(value)(*(map_leaves(each, change, kind) for each in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(each, change, kind) for each in value)
+        return type(value)(map_leaves(each, change, kind) for each in value)
     if _is_node(value):
-        return dataclasses.replace(value, **{name: mapped(each, change, kind) for name, each in _fields(value)})
+        return dataclasses.replace(value, **{name: map_leaves(each, change, kind) for name, each in _fields(value)})
     return value
 
 
@@ -66,7 +66,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in named_leaves(value, "") if isinstance(leaf, Tensor)]
 
 
-def take_apart(value: Any) -> tuple[Any, tuple[Tensor, ...]]:
+def flatten(value: Any) -> tuple[Any, tuple[Tensor, ...]]:
     """Return the skeleton of a nest, and its tensors in the order of the slots."""
     found: list[Tensor] = []
 
@@ -74,12 +74,12 @@ def take_apart(value: Any) -> tuple[Any, tuple[Tensor, ...]]:
         found.append(tensor)
         return Slot(len(found) - 1)
 
-    return mapped(value, slot), tuple(found)
+    return map_leaves(value, slot), tuple(found)
 
 
-def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+def unflatten(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     """Return the nest that was flattened, with other tensors."""
-    return mapped(skeleton, lambda slot: tensors[slot.number], Slot)
+    return map_leaves(skeleton, lambda slot: tensors[slot.number], Slot)
 
 
 def check_leaves(value: Any, name: str) -> None:
@@ -105,7 +105,7 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
 
 
-def _remade(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def _rebuilt(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Return values in a mapping of the same class; a plain dict if that class cannot be constructed from one."""
     kind: Any = type(mapping)
     if kind is dict:
@@ -148,7 +148,7 @@ class CallArguments:
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> CallArguments:
         """Return the call with each tensor transformed."""
-        return CallArguments(mapped(self.args, change), mapped(dict(self.kwargs), change))
+        return CallArguments(map_leaves(self.args, change), map_leaves(dict(self.kwargs), change))
 
     @property
     def device(self) -> torch.device:
@@ -173,12 +173,12 @@ class CallArguments:
 
     def cut(self, count: int) -> list[CallArguments]:
         """Return the arguments of ``count`` microbatches of equal size."""
-        pieces = cut((self.args, dict(self.kwargs)), count)
-        return [CallArguments(args, kwargs) for args, kwargs in pieces]
+        chunks = cut((self.args, dict(self.kwargs)), count)
+        return [CallArguments(args, kwargs) for args, kwargs in chunks]
 
     def key(self) -> tuple[Any, ...]:
         """Return a hashable key of everything that the shapes and structures of a model's activations may depend on."""
-        skeleton, tensors = take_apart((self.args, dict(self.kwargs)))
+        skeleton, tensors = flatten((self.args, dict(self.kwargs)))
         leaves = named_leaves(skeleton, "")
         rest = [(name, leaf) for name, leaf in leaves if isinstance(leaf, (bool, str, type(None)))]
         specs = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
@@ -215,26 +215,26 @@ def samples_of(values: Mapping[str, Any], what: str) -> int:
             f"{what}: no tensor with a first dim; allowed are tensors of samples, and tuples, lists and dicts of them",
             everywhere=True,
         )
-    told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+    listing = ", ".join(f"{name} has {size}" for name, size in sizes.items())
     raise UsageError(
-        f"{what} have different numbers of samples: {told}; a pipeline cuts all of them along the first dim; make what "
-        "is not per sample (such as a causal mask) inside the model, or expand it to all samples",
+        f"{what} have different numbers of samples: {listing}; a pipeline cuts all of them along the first dim; make "
+        "what is not per sample (such as a causal mask) inside the model, or expand it to all samples",
         everywhere=True,
     )
 
 
 def cut(value: Any, count: int) -> list[Any]:
     """Return ``count`` equal pieces of the samples of a nest; leaves without a first dim are shared by all pieces."""
-    pieces: dict[int, tuple[Tensor, ...]] = {}
+    chunks: dict[int, tuple[Tensor, ...]] = {}
 
-    def piece(number: int) -> Callable[[Tensor], Tensor]:
+    def chunk_of(number: int) -> Callable[[Tensor], Tensor]:
         def of(tensor: Tensor) -> Tensor:
             if not tensor.dim():
                 return tensor
-            if id(tensor) not in pieces:
-                pieces[id(tensor)] = tensor.chunk(count)
-            return pieces[id(tensor)][number]
+            if id(tensor) not in chunks:
+                chunks[id(tensor)] = tensor.chunk(count)
+            return chunks[id(tensor)][number]
 
         return of
 
-    return [mapped(value, piece(number)) for number in range(count)]
+    return [map_leaves(value, chunk_of(number)) for number in range(count)]

@@ -30,8 +30,8 @@ def is_meta(model: nn.Module) -> bool:
 def check_initialisable(model: nn.Module) -> None:
     """Raise ``UsageError`` for a module with meta parameters or buffers that has no initialisation method."""
     for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False), *_gone(module).values()]
-        if any(tensor.is_meta for tensor in own) and _draws(model, name, module) is None:
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False), *_removed(module).values()]
+        if any(tensor.is_meta for tensor in tensors) and _initialiser(model, name, module) is None:
             raise UsageError(
                 f"module {name or 'of the whole model'} of class {type(module).__name__} is on the meta device and has "
                 "no reset_parameters() to draw its values: write one, or give the model initialise(name, module)",
@@ -48,30 +48,30 @@ def materialise(model: nn.Module, device: torch.device, cuts: Mapping[nn.Module,
     """
     check_initialisable(model)
     modules = list(model.named_modules())
-    if not is_meta(model) and not any(_gone(module) for _, module in modules):
+    if not is_meta(model) and not any(_removed(module) for _, module in modules):
         return
-    blank = {module for _, module in modules if any(one.is_meta for one in module.parameters(recurse=False))}
-    blank |= {module for _, module in modules if _gone(module)}
-    if cuts is not None and _by_name(model):
-        blank &= cuts.keys()
+    uninitialised = {module for _, module in modules if any(one.is_meta for one in module.parameters(recurse=False))}
+    uninitialised |= {module for _, module in modules if _removed(module)}
+    if cuts is not None and _initialises_by_name(model):
+        uninitialised &= cuts.keys()
     else:
-        blank |= {model.get_submodule(name) for name in make_buffers(model, device)}
+        uninitialised |= {model.get_submodule(name) for name in make_buffers(model, device)}
     slices: dict[nn.Parameter, Tensor] = {}
     for name, module in reversed(modules):  # the first owner of a tied parameter initialises it last
-        if module not in blank:
+        if module not in uninitialised:
             continue  # it has its values, which may be slices of a draw
         for attribute, value in initial_values(model, name, module, device).items():
             parameter = cast(nn.Parameter, module._parameters[attribute])
             if cuts is None or module not in cuts:
-                _give(parameter, value)
+                _assign(parameter, value)
             else:  # another owner may draw it again while it is whole
                 slices[parameter] = cuts[module](attribute, value)
         vars(module).pop(REMOVED, None)
     for parameter, value in slices.items():
-        _give(parameter, value)
+        _assign(parameter, value)
 
 
-def _give(parameter: nn.Parameter, value: Tensor) -> None:
+def _assign(parameter: nn.Parameter, value: Tensor) -> None:
     """Assign a parameter's values; it remains the same object, because other modules may share it."""
     if parameter.is_meta:
         swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
@@ -97,28 +97,33 @@ def initial_values(model: nn.Module, name: str, module: nn.Module, device: torch
 
     The parameters themselves do not change.
     """
-    call = _draws(model, name, module)
+    call = _initialiser(model, name, module)
     if call is None or not (module._parameters or module._buffers):
         return {}
-    held = [name for name, old in module._parameters.items() if old is not None]
-    if not held and not any(True for _ in module.buffers(recurse=False)) and _gone(module) and _by_name(model):
+    names = [name for name, old in module._parameters.items() if old is not None]
+    if (
+        not names
+        and not any(True for _ in module.buffers(recurse=False))
+        and _removed(module)
+        and _initialises_by_name(model)
+    ):
         return {}
-    with _lent(module, device) as lent:
+    with _allocated(module, device) as allocated:
         call()
-    return {name: lent[name] for name in held}
+    return {name: allocated[name] for name in names}
 
 
-def _gone(module: nn.Module) -> dict[str, Tensor]:
+def _removed(module: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = vars(module).get(REMOVED, {})
     return found
 
 
-def _by_name(model: nn.Module) -> bool:
+def _initialises_by_name(model: nn.Module) -> bool:
     """Return whether the model initialises modules by name; otherwise each draw advances torch's generator."""
     return callable(getattr(model, "initialise", None))
 
 
-def _draws(model: nn.Module, name: str, module: nn.Module) -> Callable[[], object] | None:
+def _initialiser(model: nn.Module, name: str, module: nn.Module) -> Callable[[], object] | None:
     """Return the function that initialises a module, or None."""
     whole = getattr(model, "initialise", None)
     if callable(whole):
@@ -131,12 +136,12 @@ def _draws(model: nn.Module, name: str, module: nn.Module) -> Callable[[], objec
 
 
 @contextmanager
-def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
+def _allocated(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Allocate a module's own and removed parameters for the ``with`` block; yield their memory by name."""
     parameters, buffers = dict(module._parameters), set(module._buffers)
-    lent: dict[str, Tensor] = {}
+    allocated: dict[str, Tensor] = {}
     try:
-        for name, old in [*parameters.items(), *_gone(module).items()]:
+        for name, old in [*parameters.items(), *_removed(module).items()]:
             if old is None:
                 continue
             if name in buffers:
@@ -144,9 +149,9 @@ def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]
                 continue
             empty = torch.empty(old.shape, dtype=old.dtype, device=device)
             memory = nn.Parameter(empty, requires_grad=old.requires_grad)
-            lent[name] = memory.detach()
+            allocated[name] = memory.detach()
             module._parameters[name] = memory
-        yield lent
+        yield allocated
     finally:
         module._parameters.update(parameters)
-        module._buffers.update({name: None for name in _gone(module) if name in buffers})
+        module._buffers.update({name: None for name in _removed(module) if name in buffers})

@@ -37,28 +37,30 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
 
 def model_entries(model: nn.Module) -> list[Entry]:
     """Return the entries that must be equal on all ranks, in order."""
-    rows: list[Entry] = []
+    entries: list[Entry] = []
     named: list[tuple[str, str, Any]] = [("parameter", *item) for item in model.named_parameters()]
     named += [("buffer", *item) for item in model.named_buffers()]
     for kind, name, tensor in named:
-        rows.append((kind, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad))
-    return rows
+        entries.append(
+            (kind, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+        )
+    return entries
 
 
-def _first_difference(everyone: list[list[Entry]]) -> str:
-    for position in range(max(map(len, everyone))):
-        rows = [entries[position] if position < len(entries) else None for entries in everyone]
+def _first_difference(entries_of_ranks: list[list[Entry]]) -> str:
+    for position in range(max(map(len, entries_of_ranks))):
+        rows = [entries[position] if position < len(entries) else None for entries in entries_of_ranks]
         for rank, row in enumerate(rows):
             if row != rows[0]:
                 return (
-                    f"the ranks hold different models: rank 0 has {_tell(rows[0])}, "
-                    f"rank {rank} has {_tell(row)} at position {position}; "
+                    f"the ranks hold different models: rank 0 has {_describe(rows[0])}, "
+                    f"rank {rank} has {_describe(row)} at position {position}; "
                     "build the same model on every rank, from the same settings"
                 )
     raise AssertionError("digests differ, entries do not")
 
 
-def _tell(row: Entry | None) -> str:
+def _describe(row: Entry | None) -> str:
     if row is None:
         return "nothing"
     kind, name, shape, dtype, trained = row

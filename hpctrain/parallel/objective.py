@@ -28,14 +28,18 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     ``[n]`` fit outputs ``[n, 1]``. The elements per sample must be equally many. Raises
     ``UsageError`` for other shapes, which torch would broadcast.
     """
-    given, wanted = tuple(outputs.shape), tuple(targets.shape)
-    if given != wanted:
-        if given[:1] != wanted[:1] or outputs.numel() != targets.numel() or min(len(given), len(wanted)) > 2:
+    output_shape, target_shape = tuple(outputs.shape), tuple(targets.shape)
+    if output_shape != target_shape:
+        if (
+            output_shape[:1] != target_shape[:1]
+            or outputs.numel() != targets.numel()
+            or min(len(output_shape), len(target_shape)) > 2
+        ):
             raise UsageError(
-                f"train.loss = 'mse': the model's output has shape {given}, the targets have shape {wanted}; "
-                "they must agree sample by sample"
+                f"train.loss = 'mse': the model's output has shape {output_shape}, the targets have shape "
+                f"{target_shape}; they must agree sample by sample"
             )
-        targets = targets.reshape(given)
+        targets = targets.reshape(output_shape)
     return F.mse_loss(outputs.float(), targets.float())
 
 

@@ -42,7 +42,7 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, (*_SHARED, *_CONSTANT)):
         return value
     memo: dict[int, Any] = {}
-    if not _collect(value, memo):
+    if not _collect_shared(value, memo):
         return value
     try:
         return copy.deepcopy(value, memo)
@@ -50,10 +50,10 @@ def snapshot(value: Any) -> Any:
         return value
 
 
-def _collect(value: Any, shared: dict[int, Any]) -> bool:
+def _collect_shared(value: Any, shared: dict[int, Any]) -> bool:
     """Add all shared objects to ``shared``, by id; return whether the value contains mutable objects."""
     seen: set[int] = set()
-    stack, changeable = [value], False
+    stack, is_mutable = [value], False
     while stack:
         one = stack.pop()
         if id(one) in seen or isinstance(one, _CONSTANT):
@@ -62,18 +62,18 @@ def _collect(value: Any, shared: dict[int, Any]) -> bool:
         if isinstance(one, _SHARED):
             shared[id(one)] = one
         elif isinstance(one, dict):
-            changeable = True
+            is_mutable = True
             stack += [*one.keys(), *one.values()]
         elif isinstance(one, (list, set)):
-            changeable = True
+            is_mutable = True
             stack += list(one)
         elif isinstance(one, (tuple, frozenset)):
             stack += list(one)
         else:
-            changeable = True
+            is_mutable = True
             stack += [*getattr(one, "__dict__", {}).values()]
             stack += [getattr(one, name) for name in getattr(type(one), "__slots__", ()) if hasattr(one, name)]
-    return changeable
+    return is_mutable
 
 
 # Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it ------------
@@ -87,7 +87,7 @@ def _collect(value: Any, shared: dict[int, Any]) -> bool:
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the recomputing subclass of each class
-_AROUND: weakref.WeakKeyDictionary[nn.Module, Callable[[], AbstractContextManager[object]]] = (
+_SAVE_CONTEXTS: weakref.WeakKeyDictionary[nn.Module, Callable[[], AbstractContextManager[object]]] = (
     weakref.WeakKeyDictionary()
 )
 _PLAIN = "_recomputes"  # attribute of the subclasses that holds the original class
@@ -120,9 +120,9 @@ def recompute(modules: Iterable[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-def keep_inputs(module: nn.Module, keeping: Callable[[], AbstractContextManager[object]]) -> None:
+def set_save_context(module: nn.Module, save_context: Callable[[], AbstractContextManager[object]]) -> None:
     """Set the context in which autograd saves the inputs of a recomputing module, created anew per call."""
-    _AROUND[module] = keeping
+    _SAVE_CONTEXTS[module] = save_context
 
 
 def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
@@ -135,19 +135,21 @@ def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
 def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled():
-            return _forward_twice(self, plain, args, kwargs)
+            return _checkpointed_forward(self, plain, args, kwargs)
         return plain.forward(self, *args, **kwargs)
 
-    return subclass_with(plain, forward, _PLAIN, _blank)
+    return subclass_with(plain, forward, _PLAIN, _empty_module)
 
 
-def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
+def _empty_module(plain: type[nn.Module], *arguments: Any) -> nn.Module:
     """Return an empty recomputing module, whose state is set later."""
     kind = _recomputing(plain)
     return kind.__new__(kind, *arguments)
 
 
-def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _checkpointed_forward(
+    module: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a module's own forward, and rerun it when the backward pass needs its activations."""
     count, names = len(args), list(kwargs)  # only the checkpoint may hold the arguments
     copies = ((one, snapshot(one)) for one in (*args, *kwargs.values()))
@@ -161,20 +163,20 @@ def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, .
             given = tuple(now if old is None else snapshot(old) for old, now in zip(before, given))
         return plain.forward(module, *given[:count], **dict(zip(names, given[count:])))
 
-    carried, put_off = skip.again(), split_backward.again()
+    carried, deferred = skip.recompute_context(), split_backward.recompute_context()
 
     def contexts() -> Contexts:
-        return put_off(), _together(_counted_once(module), carried(), put_off())
+        return deferred(), _entered_together(_batch_norms_on_copies(module), carried(), deferred())
 
-    keeping = _AROUND.get(module, nullcontext)
-    with keeping():
+    save_context = _SAVE_CONTEXTS.get(module, nullcontext)
+    with save_context():
         # Pass all arguments by position: torch restores the generators only of devices that it
         # finds there.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
-def _together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+def _entered_together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -182,14 +184,14 @@ def _together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
 
 
 @contextmanager
-def _counted_once(module: nn.Module) -> Iterator[None]:
+def _batch_norms_on_copies(module: nn.Module) -> Iterator[None]:
     """Let batch norms update their running statistics on copies."""
     norms = [inner for inner in module.modules() if isinstance(inner, _NormBase)]
-    kept = [dict(norm._buffers) for norm in norms]
+    saved = [dict(norm._buffers) for norm in norms]
     for norm in norms:
         norm._buffers.update({name: None if one is None else one.clone() for name, one in norm._buffers.items()})
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, kept):
+        for norm, buffers in zip(norms, saved):
             norm._buffers.update(buffers)

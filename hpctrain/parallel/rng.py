@@ -23,10 +23,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hpctrain.comm.communicator import Communicator
 
-KEPT = 256  # states: needed only for regions that are recomputed from their middle
+MAX_STATES = 256  # states: needed only for regions that are recomputed from their middle
 
 
-class Region:
+class RngRegion:
     """Region of a model in which tensor rank ``rank`` draws its own random numbers."""
 
     def __init__(self, rank: int) -> None:
@@ -39,11 +39,11 @@ class Region:
         generator = generator_of(device)
         if generator.initial_seed() in self._states:
             return False
-        number = _number(generator)
-        seed = number << 32 | mixed(number, self.rank)
+        number = _draw(generator)
+        seed = number << 32 | hash32(number, self.rank)
         self._devices.add(device)
         self._states[seed] = generator.get_state()
-        if len(self._states) > KEPT:
+        if len(self._states) > MAX_STATES:
             self._states.popitem(last=False)
         generator.manual_seed(seed)
         return True
@@ -79,14 +79,14 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def agree(comm: Communicator, *devices: torch.device) -> None:
+def synchronize_generators(comm: Communicator, *devices: torch.device) -> None:
     """Set the generators of devices to the state of rank 0. Collective."""
     for device in devices:
         generator = generator_of(device)
         generator.set_state(comm.broadcast(generator.get_state()))
 
 
-def can_drop(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Return whether a model has dropout: a dropout module, or a number called ``dropout``, above 0."""
     for module in model.modules():
         rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
@@ -95,15 +95,15 @@ def can_drop(model: nn.Module) -> bool:
     return False
 
 
-def _number(generator: torch.Generator) -> int:
+def _draw(generator: torch.Generator) -> int:
     """Return 32 bits from a generator and advance it, without waiting for its device."""
     if generator.device.type == "cpu":
         return int(torch.randint(2**32, (), dtype=torch.int64, generator=generator))
     offset = generator.get_offset()
     generator.set_offset(offset + 4)  # the offset counts in fours
-    return mixed(generator.initial_seed(), offset)
+    return hash32(generator.initial_seed(), offset)
 
 
-def mixed(*numbers: int) -> int:
+def hash32(*numbers: int) -> int:
     """Return a 32-bit hash of numbers; a generator of the host uses no more bits of a seed."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.parallel.pipeline.layers import Layer
 
 How = Literal["add", "concat"] | Callable[[Tensor, Tensor], Tensor]
-KEEP_TWICE = "keep it under two names (one Keep after the other) to join it twice"
+_ADVICE = "keep it under two names (one Keep after the other) to join it twice"
 
 
 class _Store(threading.local):
@@ -34,7 +34,7 @@ class _Store(threading.local):
 
     def __init__(self) -> None:
         self.carried: list[dict[str, Tensor]] = []  # one per enclosing ``carrying``, the innermost last
-        self.alone: dict[str, tuple[Keep, Tensor]] = {}
+        self.thread_tensors: dict[str, tuple[Keep, Tensor]] = {}
 
 
 class Keep(nn.Module):
@@ -50,7 +50,7 @@ class Keep(nn.Module):
             raise UsageError(f"Keep({self.name!r}) can keep a tensor, not a {type(x).__name__}", everywhere=True)
         # Each branch has its own node in autograd's graph. The gradient of x is then the sum of two complete
         # gradients, and a cut between the two layers adds the same numbers in the same order.
-        _keep(self, x.view_as(x))
+        _store(self, x.view_as(x))
         return x.view_as(x)
 
     def extra_repr(self) -> str:
@@ -74,12 +74,12 @@ class Join(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take the stored tensor and return the combination."""
-        kept = _take(self.name)
+        stored = _pop(self.name)
         if callable(self.how):
-            return self.how(x, kept)
+            return self.how(x, stored)
         if self.how == "concat":
-            return torch.cat([x, kept], self.dim)
-        return x + kept
+            return torch.cat([x, stored], self.dim)
+        return x + stored
 
     def extra_repr(self) -> str:
         """Return the name and how the two tensors are combined."""
@@ -91,67 +91,67 @@ _STORE = _Store()
 
 
 @contextmanager
-def carrying(kept: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Let this thread's ``Keep`` and ``Join`` layers use ``kept`` for one pass; clear it if the pass fails."""
-    _STORE.carried.append(kept)
+def carrying(stored: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Let this thread's ``Keep`` and ``Join`` layers use ``stored`` for one pass; clear it if the pass fails."""
+    _STORE.carried.append(stored)
     try:
-        yield kept
+        yield stored
     except BaseException:
-        kept.clear()
+        stored.clear()
         raise
     finally:
         _STORE.carried.pop()
 
 
-def again() -> Callable[[], AbstractContextManager[object]]:
+def recompute_context() -> Callable[[], AbstractContextManager[object]]:
     """Return a context factory for a second run of layers; in it they find the tensors that are stored now."""
-    kept = dict(_STORE.carried[-1]) if _STORE.carried else {name: one for name, (_, one) in _STORE.alone.items()}
-    return lambda: carrying(dict(kept))
+    stored = (
+        dict(_STORE.carried[-1]) if _STORE.carried else {name: one for name, (_, one) in _STORE.thread_tensors.items()}
+    )
+    return lambda: carrying(dict(stored))
 
 
-def _keep(keep: Keep, x: Tensor) -> None:
+def _store(keep: Keep, x: Tensor) -> None:
     name = keep.name
     if _STORE.carried:
-        kept = _STORE.carried[-1]
-        if name in kept:
-            raise _twice(name)
-        kept[name] = x
+        stored = _STORE.carried[-1]
+        if name in stored:
+            raise _duplicate_error(name)
+        stored[name] = x
         return
-    earlier = _STORE.alone.get(name)
+    earlier = _STORE.thread_tensors.get(name)
     # A tensor from the same layer is left from a pass that failed, or that did not reach the Join.
     if earlier is not None and earlier[0] is not keep:
-        _STORE.alone.clear()
-        raise _twice(name, " (or a pass has failed between the two: call the model again)")
-    _STORE.alone[name] = keep, x
+        _STORE.thread_tensors.clear()
+        raise _duplicate_error(name, " (or a pass has failed between the two: call the model again)")
+    _STORE.thread_tensors[name] = keep, x
 
 
-def _take(name: str) -> Tensor:
+def _pop(name: str) -> Tensor:
     if _STORE.carried:
-        kept = _STORE.carried[-1].pop(name, None)
+        stored = _STORE.carried[-1].pop(name, None)
     else:
-        kept = _STORE.alone.pop(name, (None, None))[1]
-    if kept is None:
+        stored = _STORE.thread_tensors.pop(name, (None, None))[1]
+    if stored is None:
         raise UsageError(
-            f"Join({name!r}) has nothing to join: put Keep({name!r}) before it, and {KEEP_TWICE}", everywhere=True
+            f"Join({name!r}) has nothing to join: put Keep({name!r}) before it, and {_ADVICE}", everywhere=True
         )
-    return kept
+    return stored
 
 
-def _twice(name: str, perhaps: str = "") -> UsageError:
-    return UsageError(
-        f"Keep({name!r}) comes twice before a Join({name!r}): choose another name{perhaps}", everywhere=True
-    )
+def _duplicate_error(name: str, hint: str = "") -> UsageError:
+    return UsageError(f"Keep({name!r}) comes twice before a Join({name!r}): choose another name{hint}", everywhere=True)
 
 
 @dataclass(frozen=True)
-class Needed:
+class SkipTensors:
     """Names that a layer stores for later layers, and names it takes from earlier layers, in order."""
 
-    kept: tuple[str, ...]
+    stored: tuple[str, ...]
     joined: tuple[str, ...]
 
 
-def needed(layers: Sequence[Layer]) -> list[Needed]:
+def skip_tensors(layers: Sequence[Layer]) -> list[SkipTensors]:
     """Return what each layer stores and takes. Raises ``UsageError`` if Keep and Join layers do not match."""
     waiting: list[str] = []
     found = []
@@ -161,20 +161,20 @@ def needed(layers: Sequence[Layer]) -> list[Needed]:
         for module in layer.module.modules():
             if isinstance(module, Keep):
                 if module.name in waiting:
-                    raise _twice(module.name, f" (at layer {layer.name})")
+                    raise _duplicate_error(module.name, f" (at layer {layer.name})")
                 waiting.append(module.name)
             elif isinstance(module, Join):
                 if module.name not in waiting:
                     raise UsageError(
                         f"layer {layer.name} joins {module.name!r}, which no layer before it has kept: put "
-                        f"Keep({module.name!r}) before it, and {KEEP_TWICE}",
+                        f"Keep({module.name!r}) before it, and {_ADVICE}",
                         everywhere=True,
                     )
                 waiting.remove(module.name)
                 if module.name in before:
                     before.remove(module.name)
                     joined.append(module.name)
-        found.append(Needed(tuple(name for name in waiting if name not in before), tuple(joined)))
+        found.append(SkipTensors(tuple(name for name in waiting if name not in before), tuple(joined)))
     if waiting:
         raise UsageError(
             f"Keep({waiting[0]!r}) is never joined: put Join({waiting[0]!r}) after it, or take it out", everywhere=True
@@ -186,7 +186,7 @@ def carried(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
     """Return the names of the stored tensors that enter each layer and leave the last, in the order of storing."""
     waiting: list[str] = []
     found: list[tuple[str, ...]] = [()]
-    for layer in needed(layers):
-        waiting = [name for name in waiting if name not in layer.joined] + list(layer.kept)
+    for layer in skip_tensors(layers):
+        waiting = [name for name in waiting if name not in layer.joined] + list(layer.stored)
         found.append(tuple(waiting))
     return found

@@ -153,11 +153,11 @@ class Strategy(ABC):
             if isinstance(module, SyncBatchNorm):
                 module.sample_weight = self._sample_weight
 
-    def _note_local(self) -> None:
+    def _record_local_gradients(self) -> None:
         """Record that a backward pass leaves unreduced gradients on this rank."""
         self._local_weight = self._sample_weight
 
-    def _check_local(self) -> None:
+    def _check_local_gradients(self) -> None:
         """Raise ``UsageError`` if unreduced local gradients were computed with another sample weight.
 
         Called before each pass that adds to them or reduces them, because one factor is applied to
@@ -275,7 +275,7 @@ class Strategy(ABC):
 
     def unguarded(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters are ordinary ones."""
-        return nullcontext() if self.guard is None else self.guard.off()
+        return nullcontext() if self.guard is None else self.guard.suspend()
 
     def norm_groups(self) -> list[Communicator]:
         """Return the groups of ranks over which sums over this rank's parts must be reduced, in this order."""

@@ -31,8 +31,9 @@ from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.config import ParallelSettings, shape_of
 
-TOGETHER = 2**18  # elements multiplied at a time; more if the tensor would be cut into more than about MOST_PARTS parts
-MOST_PARTS = 16
+# Elements that are multiplied at a time; more if the tensor would be cut into more than about MAX_PARTS parts.
+ELEMENTS_PER_PRODUCT = 2**18
+MAX_PARTS = 16
 SYNCHRONOUS = ("ddp", "zero1", "zero2", "fsdp")
 FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -51,9 +52,9 @@ class SyncBatchNorm(_BatchNorm):
         self.comm = comm
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        return twin
+        replacement = memo[id(self)] = type(self).__new__(type(self))
+        vars(replacement).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return replacement
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         """Normalise ``input`` of shape [samples, features, ...]."""
@@ -90,12 +91,12 @@ class SyncBatchNorm(_BatchNorm):
 
 
 @contextmanager
-def own_statistics(model: nn.Module) -> Iterator[None]:
+def local_statistics(model: nn.Module) -> Iterator[None]:
     """Let batch norms use the statistics of only this rank's samples in the ``with`` block."""
     norms = {module: module.comm for module in model.modules() if isinstance(module, SyncBatchNorm)}
-    alone = Communicator(SingleTransport())
+    single_rank = Communicator(SingleTransport())
     for norm in norms:
-        norm.comm = alone
+        norm.comm = single_rank
     try:
         yield
     finally:
@@ -148,11 +149,11 @@ class _Normalise(torch.autograd.Function):
         count = sums[-1]
         mean, squares = (sums[:-1] / count).chunk(2)
         variance = (squares - mean.square()).clamp(min=0)
-        scale, apart = (variance + eps).rsqrt(), centre - mean
+        scale, shift = (variance + eps).rsqrt(), centre - mean
         factor = scale if weight is None else scale * weight.double()
-        offset = factor * apart if bias is None else factor * apart + bias.double()
+        offset = factor * shift if bias is None else factor * shift + bias.double()
         output = torch.addcmul(offset.to(wide.dtype).view(shape), centred, factor.to(wide.dtype).view(shape))
-        ctx.save_for_backward(centred.to(input.dtype), scale, apart, count, weight)
+        ctx.save_for_backward(centred.to(input.dtype), scale, shift, count, weight)
         ctx.comm, ctx.dims, ctx.shape, ctx.sample_weight = comm, dims, shape, share
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
@@ -160,20 +161,20 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
-        centred, scale, apart, count, weight = ctx.saved_tensors
-        wide, centred, own = _wide(grad), _wide(centred), ctx.sample_weight
+        centred, scale, shift, count, weight = ctx.saved_tensors
+        wide, centred, weight_of_rank = _wide(grad), _wide(centred), ctx.sample_weight
         # The parameters' gradients stay local: the strategy averages them like all others.
         grad_bias = wide.sum(ctx.dims, dtype=torch.float64)
-        grad_weight = scale * (_sum_of_products(wide, centred, ctx.dims) + apart * grad_bias)
+        grad_weight = scale * (_sum_of_products(wide, centred, ctx.dims) + shift * grad_bias)
         sums = torch.cat([grad_bias, grad_weight])
-        sums = sums * own if own else torch.zeros_like(sums)
+        sums = sums * weight_of_rank if weight_of_rank else torch.zeros_like(sums)
         ctx.comm.all_reduce(sums)
         grad_input = torch.zeros_like(grad)
-        if own:
-            mean_grad, mean_grad_normal = (sums / (count * own)).chunk(2)
+        if weight_of_rank:
+            mean_grad, mean_grad_normal = (sums / (count * weight_of_rank)).chunk(2)
             factor = scale if weight is None else scale * weight.double()
             slope = scale * mean_grad_normal
-            parts = -factor * (mean_grad + apart * slope), -factor * slope, factor
+            parts = -factor * (mean_grad + shift * slope), -factor * slope, factor
             constant, of_input, of_grad = (part.to(wide.dtype).view(ctx.shape) for part in parts)
             grad_input = torch.addcmul(constant, centred, of_input).addcmul_(wide, of_grad).to(grad.dtype)
         if weight is None:
@@ -190,7 +191,7 @@ def _sum_of_products(one: Tensor, other: Tensor, dims: list[int]) -> Tensor:
     """Return sums of products over dims, in groups of samples: one product of all would double the memory."""
     total = torch.zeros(one.shape[1], dtype=torch.float64, device=one.device)
     if one.numel():
-        samples = max(TOGETHER * len(one) // one.numel(), len(one) // MOST_PARTS, 1)
+        samples = max(ELEMENTS_PER_PRODUCT * len(one) // one.numel(), len(one) // MAX_PARTS, 1)
         for some, others in zip(torch.split(one, samples), torch.split(other, samples)):
             total += (some * others).sum(dims, dtype=torch.float64)
     return total
@@ -203,13 +204,13 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
     existing optimizer keeps working. Returns the model, or its replacement if the model itself is a
     batch norm.
     """
-    twins: dict[nn.Module, SyncBatchNorm] = {}
+    replacements: dict[nn.Module, SyncBatchNorm] = {}
 
     def replaced(module: nn.Module) -> nn.Module:
         if convertible(module):
-            if module not in twins:
-                twins[module] = _synchronised(module, comm)
-            return twins[module]
+            if module not in replacements:
+                replacements[module] = _synchronised(module, comm)
+            return replacements[module]
         for name, child in module._modules.items():
             if child is not None:
                 module._modules[name] = replaced(child)
@@ -221,17 +222,15 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
 def _synchronised(norm: nn.Module, comm: Communicator) -> SyncBatchNorm:
     """Return a synchronised batch norm that shares parameters, buffers and hooks with a batch norm."""
     kind = _KINDS.get(type(norm), SyncBatchNorm)
-    twin = kind.__new__(kind)
-    vars(twin).update(vars(norm))
-    twin.comm = comm
-    return twin
+    replacement = kind.__new__(kind)
+    vars(replacement).update(vars(norm))
+    replacement.comm = comm
+    return replacement
 
 
 def convertible(module: nn.Module) -> bool:
     """Return whether a module is a batch norm that is not synchronised yet, and computes as torch's own do."""
-    return (
-        isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and type(module).forward in FORWARDS
-    )
+    return isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and type(module).forward in FORWARDS
 
 
 def synchronise(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
@@ -251,32 +250,32 @@ def synchronise(model: nn.Module, comm: Communicator, settings: ParallelSettings
     ranks = shape_of(settings, comm.size).data if norms else 1
     if ranks == 1:
         return
-    kept = [module for module in norms if not convertible(module) and not isinstance(module, SyncBatchNorm)]
-    why = _why_not(model, settings)
-    if why:
-        kept = norms
+    unchanged = [module for module in norms if not convertible(module) and not isinstance(module, SyncBatchNorm)]
+    reason = _reason_against(model, settings)
+    if reason:
+        unchanged = norms
     else:
         convert(model, comm)
     if comm.rank:
         return
-    if len(kept) < len(norms):
+    if len(unchanged) < len(norms):
         logger.info(
             "batch norms: %d synchronised over %d data ranks; parallel.sync_batchnorm = false switches it off",
-            len(norms) - len(kept),
+            len(norms) - len(unchanged),
             ranks,
         )
-    if kept:
+    if unchanged:
         logger.warning(
             "batch norms: %d of class %s not synchronised, as %s: each of %d data ranks takes the statistics of its "
             "own samples; parallel.sync_batchnorm = false accepts that",
-            len(kept),
-            ", ".join(sorted({type(module).__name__ for module in kept})),
-            why or "their class has a forward of its own",
+            len(unchanged),
+            ", ".join(sorted({type(module).__name__ for module in unchanged})),
+            reason or "their class has a forward of its own",
             ranks,
         )
 
 
-def _why_not(model: nn.Module, settings: ParallelSettings) -> str:
+def _reason_against(model: nn.Module, settings: ParallelSettings) -> str:
     """Return why the batch norms of a model cannot be synchronised; empty if they can."""
     if settings.pipe > 1:
         return "parallel.pipe is above 1"

@@ -62,9 +62,9 @@ class Evaluation:
             else:
                 with nullcontext() if self._has_warned else watching_means(uneven):
                     self._over(what, compute, totals, strategies[0].data)
-        told = strategies[0].data.all_gather_object((totals, uneven[:1]))
-        self._warn([loss for _, losses in told for loss in losses])
-        return _means([each for each, _ in told])
+        gathered = strategies[0].data.all_gather_object((totals, uneven[:1]))
+        self._warn([loss for _, losses in gathered for loss in losses])
+        return _means([each for each, _ in gathered])
 
     def _warn(self, uneven: list[str]) -> None:
         """Warn once if means over targets were averaged as if they were means over samples."""
@@ -88,7 +88,7 @@ class Evaluation:
                     result = compute(item.batch)
                 finally:
                     feed.streams.leave_step()
-                feed.took()
+                feed.consumed()
                 samples = samples_in(item.batch) if item.share is None else item.share.samples
                 # A rank without a share computes on a placeholder: a sharded model needs all ranks.
                 _add(totals, result, samples, counts=samples > 0)
@@ -99,7 +99,7 @@ class Evaluation:
         known = self._feeds.get(id(loader))
         if known is None or known.loader is not loader:
             streams = RandomStreams(0, (data.rank, 0))
-            known = self._feeds[id(loader)] = feed_for(loader, streams, self._comm, data, None, tells=False)
+            known = self._feeds[id(loader)] = feed_for(loader, streams, self._comm, data, None, logs=False)
         return known
 
 

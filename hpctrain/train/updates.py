@@ -17,13 +17,13 @@ from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import MismatchError, NonFiniteError, SettingsError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy, element_values, trainable
-from hpctrain.parallel.sync_batchnorm import own_statistics
+from hpctrain.parallel.sync_batchnorm import local_statistics
 from hpctrain.plain_tensors import as_parts
 from hpctrain.train.first_step import FirstStepChecks, flat_elements, model_name
 
 Policy = Literal["abort", "skip", "rollback"]
-SKIPS = 10  # consecutive skipped updates after which the run fails
-ROLLBACKS = 3
+MOST_SKIPS = 10  # consecutive skipped updates after which the run fails
+MOST_ROLLBACKS = 3
 
 
 def check_policy(strategy: Strategy, policy: Policy) -> None:
@@ -58,7 +58,7 @@ class Health:
         self._buffers: list[Tensor] = []
 
     @property
-    def _together(self) -> bool:
+    def _is_collective(self) -> bool:
         """Return whether all ranks make the same decision."""
         return not self.strategy.asynchronous
 
@@ -102,7 +102,7 @@ class Health:
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.device("cuda", torch.cuda.current_device())] if on_device else []
         # Later results must not depend on whether this check ran.
-        with self.strategy.no_sync(), own_statistics(self.model), torch.random.fork_rng(devices):
+        with self.strategy.no_sync(), local_statistics(self.model), torch.random.fork_rng(devices):
             replay()
 
     def _broken(self, kind: str, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
@@ -115,19 +115,20 @@ class Health:
 
     def _decide(self, what: str) -> None:
         if self.policy == "abort":
-            raise NonFiniteError(f"{what}; see train.on_nonfinite for alternatives", everywhere=self._together)
+            raise NonFiniteError(f"{what}; see train.on_nonfinite for alternatives", everywhere=self._is_collective)
         if self.policy == "skip":
             for buffer, before in zip(self.model.buffers(), self._buffers):
                 buffer.copy_(before)
             self.skipped += 1
-            if self.skipped > SKIPS:
-                raise NonFiniteError(f"{what}; {SKIPS} updates in a row were skipped", everywhere=self._together)
+            if self.skipped > MOST_SKIPS:
+                text = f"{what}; {MOST_SKIPS} updates in a row were skipped"
+                raise NonFiniteError(text, everywhere=self._is_collective)
             if self.comm.rank == 0:
                 logger.warning("%s; skipping this update", what)
             return
         self.rollbacks += 1
-        if self.rollbacks > ROLLBACKS:
-            raise NonFiniteError(f"{what}; rolled back {ROLLBACKS} times already", everywhere=True)
+        if self.rollbacks > MOST_ROLLBACKS:
+            raise NonFiniteError(f"{what}; rolled back {MOST_ROLLBACKS} times already", everywhere=True)
         self.wants_rollback = True
         if self.comm.rank == 0:
             logger.warning("%s; rolling back to the last checkpoint and skipping these samples", what)
@@ -261,9 +262,9 @@ class OptimizerHooks:
         policy: Policy,
     ) -> None:
         self._optimizers, self._strategies = optimizers, strategies
-        self._held = {key: _models_of(one, models) for key, one in optimizers.items()}
+        self._models_of_optimizer = {key: _models_of(one, models) for key, one in optimizers.items()}
         for key, one in optimizers.items():
-            for held in self._held[key] or list(models):
+            for held in self._models_of_optimizer[key] or list(models):
                 strategies[held].check_optimizer(one)
         for strategy in strategies.values():
             check_policy(strategy, policy)
@@ -277,7 +278,7 @@ class OptimizerHooks:
     def attach(self, begin: Callable[[], int], note: Callable[[], None]) -> None:
         """Attach the hooks: ``begin`` is called before each update and returns its number, ``note`` after it."""
         for key, optimizer in self._optimizers.items():
-            healths = [self.healths[name] for name in self._held[key]]
+            healths = [self.healths[name] for name in self._models_of_optimizer[key]]
             self._handles += [
                 optimizer.register_step_pre_hook(lambda *_, own=healths: self._before(own, begin)),
                 optimizer.register_step_post_hook(lambda *_: self._after(note)),
@@ -295,13 +296,13 @@ class OptimizerHooks:
             self.checks.close()
 
     @property
-    def _one_ranks_own(self) -> bool:
+    def _is_rank_local(self) -> bool:
         """Whether a strategy makes the current update by itself, without the other ranks."""
         return any(strategy.updates_itself for strategy in self._strategies.values())
 
     @as_parts
     def _before(self, healths: Sequence[Health], begin: Callable[[], int]) -> None:
-        if self._one_ranks_own:
+        if self._is_rank_local:
             return
         step = begin()
         if self.checks is not None:
@@ -312,7 +313,7 @@ class OptimizerHooks:
 
     @as_parts
     def _after(self, note: Callable[[], None]) -> None:
-        if self._one_ranks_own:
+        if self._is_rank_local:
             return
         note()
         trace.add("optimizer", self._began, time.monotonic())

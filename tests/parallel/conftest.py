@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import alone, dealt_out, in_pairs, placed
+from support.nodes import alternating, in_pairs, on_nodes, one_per_node
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def near(comm: Any) -> Iterator[Any]:
     own.free()
 
 
-@pytest.fixture(params=[in_pairs, dealt_out, alone], ids=["in_pairs", "dealt_out", "alone"])
+@pytest.fixture(params=[in_pairs, alternating, one_per_node], ids=["in_pairs", "dealt_out", "alone"])
 def spread(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return a communicator of all ranks on simulated nodes: two, equal or not, or one node per rank."""
-    spread = placed(comm, request.param)
+    spread = on_nodes(comm, request.param)
     yield spread
     spread.free()
 

@@ -83,7 +83,7 @@ def test_missing_gradients_are_copied_or_zero() -> None:
     bucket.missing.discard(3)
     bucket.views[3].fill_(7)
     elsewhere, in_place = torch.full((3,), 6.0), bucket.views[3]
-    assert bucket.fill_missing([None, elsewhere, in_place, None], share=0.5) == {0}
+    assert bucket.fill_missing([None, elsewhere, in_place, None], scale=0.5) == {0}
     assert [view[0].item() for view in bucket.views] == [5, 3, 0, 3.5]  # earlier gradients are unchanged
     assert bucket.flags.tolist() == [1, 1, 0, 1] and not bucket.missing
     bucket.reset()

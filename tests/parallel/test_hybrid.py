@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.meshes import BATCH, LENGTH, SHAPE, SYNCHRONOUS, Trained, plain, samples, small_gpt
-from support.nodes import alone, placed
+from support.nodes import on_nodes, one_per_node
 
 from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.config import ParallelSettings
@@ -232,7 +232,7 @@ class _Live:
 def test_messages_and_slots_give_the_same_bits(own: Any, schedule: str) -> None:
     """Ranks on simulated separate nodes have no shared memory, and get the same bits."""
     settings = ParallelSettings(pipe=own.size, schedule=schedule)
-    apart = placed(own, alone)
+    apart = on_nodes(own, one_per_node)
     slots, messages = (Trained.of(comm, settings).learn(range(2)) for comm in (own, apart))
     assert slots.losses == messages.losses and slots.norms == messages.norms
     with apart.recording() as sent:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import CallArguments, cut, put_together, samples_of, take_apart
+from hpctrain.parallel.inputs import CallArguments, cut, flatten, samples_of, unflatten
 
 Pair = namedtuple("Pair", "first second")
 
@@ -48,12 +48,12 @@ NESTS: list[Any] = [
 
 @pytest.mark.parametrize("nest", NESTS, ids=lambda nest: type(nest).__name__)
 def test_nested_inputs_are_taken_apart_cut_and_put_together(nest: Any) -> None:
-    skeleton, tensors = take_apart(nest)
-    again = put_together(pickle.loads(pickle.dumps(skeleton)), tensors)
+    skeleton, tensors = flatten(nest)
+    again = unflatten(pickle.loads(pickle.dumps(skeleton)), tensors)
     assert type(again) is type(nest) and str(again) == str(nest)
     pieces = cut(nest, 3)
     assert len(pieces) == 3 and all(type(piece) is type(nest) for piece in pieces)
-    apart = [take_apart(piece) for piece in pieces]
+    apart = [flatten(piece) for piece in pieces]
     assert all(one == skeleton for one, _ in apart)
     for number, whole in enumerate(tensors):
         found = [piece[number] for _, piece in apart]

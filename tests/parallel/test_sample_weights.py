@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import Placing, alone, placed
+from support.nodes import NodeOfRank, on_nodes, one_per_node
 from support.replicas import TINY, WIDTH, assert_same, assert_same_on_all_ranks, make_mlp, vectors
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -25,18 +25,18 @@ pytestmark = pytest.mark.limit(60)
 CPU = torch.device("cpu")
 UNITS = ("Linear",)
 HOST = OffloadSettings(optimizer=True, device_fraction=0.0)
-Case = tuple[ParallelSettings, OffloadSettings, Placing | None]
+Case = tuple[ParallelSettings, OffloadSettings, NodeOfRank | None]
 CASES: dict[str, Case] = {
     "ddp": (ParallelSettings(), OffloadSettings(), None),
     "ddp_tiny": (TINY, OffloadSettings(), None),
-    "ddp_alone": (TINY, OffloadSettings(), alone),
+    "ddp_alone": (TINY, OffloadSettings(), one_per_node),
     "zero1": (ParallelSettings(data="zero1"), OffloadSettings(), None),
     "zero2": (ParallelSettings(data="zero2", bucket_mib=1e-6), OffloadSettings(), None),
     "fsdp": (ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(), None),
-    "fsdp_alone": (ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(), alone),
+    "fsdp_alone": (ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(), one_per_node),
     "offload": (ParallelSettings(data="zero2", units=UNITS), HOST, None),
     "offload_all": (
-        ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(optimizer=True, parameters=True), alone
+        ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(optimizer=True, parameters=True), one_per_node
     ),
 }
 ALL = pytest.mark.parametrize("name", CASES)
@@ -65,8 +65,8 @@ def attached(
     comm: Any, name: str, make: Callable[[], nn.Module] = make_plain
 ) -> Iterator[tuple[nn.Module, Strategy, Any]]:
     """Yield a model in float64, its strategy, and their communicator."""
-    settings, offload, placing = CASES[name]
-    own = comm.split(0) if placing is None else placed(comm, placing)
+    settings, offload, node_of_rank = CASES[name]
+    own = comm.split(0) if node_of_rank is None else on_nodes(comm, node_of_rank)
     model = make()
     yield model, attach(model, own, settings, CPU, offload=offload), own
     own.free()

@@ -89,7 +89,7 @@ def test_weighted_ranks_equal_one_process_on_the_whole_batch(
 
 @pytest.mark.ranks
 def test_sums_in_parts_equal_the_whole_sum(comm: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sync_batchnorm, "TOGETHER", 1)
+    monkeypatch.setattr(sync_batchnorm, "ELEMENTS_PER_PRODUCT", 1)
     plain, norm = nn.BatchNorm1d(FEATURES, dtype=torch.float64), SyncBatchNorm(comm, FEATURES, dtype=torch.float64)
     inputs, factors = whole_batch(0, 20 * comm.size, torch.float64)  # more samples than parts
     wanted = run(plain, inputs, factors * comm.size)

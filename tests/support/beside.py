@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.late import LateRank, memory_of
-from support.streams import LateStreams
+from support.streams import LazyStreams
 from torch import Tensor, nn
 
 from hpctrain.parallel.config import ParallelSettings
@@ -41,7 +41,7 @@ class Bench:
     """A model that trains on the fake device, and the same model in plain torch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **settings: Any) -> None:
-        self.streams, self.log = LateStreams(torch.device("cuda")), Log()
+        self.streams, self.log = LazyStreams(torch.device("cuda")), Log()
         monkeypatch.setattr(setup, "streams_of", lambda device: self.streams)
         self._use_memory_again(monkeypatch)
         self.comm: Any = LateRank(self.streams, self.log)
@@ -69,7 +69,7 @@ class Bench:
         def closed(reduction: GroupReduction) -> None:
             flat = reduction.flat
             assert flat is not None
-            self.streams.give(self.streams.current(), lambda: flat.fill_(torch.nan))
+            self.streams.enqueue(self.streams.current(), lambda: flat.fill_(torch.nan))
             self.streams.finish()
             close(reduction)
 

@@ -109,7 +109,7 @@ class ShardedDataParallel(Strategy):
             )
         self._apply_writes()
         if backward:
-            self._check_local()
+            self._check_local_gradients()
             self._broadcast_buffers()
         self._residency.join_pass(backward=backward)
         if backward:
@@ -119,7 +119,7 @@ class ShardedDataParallel(Strategy):
     def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
         """Unshard all parameters for the ``with`` block, as in ZeRO 2; gradients stay unsharded until its end."""
         if reduces:
-            self._check_local()
+            self._check_local_gradients()
             self._broadcast_buffers()
         self._unshard_all()
         try:
@@ -130,7 +130,7 @@ class ShardedDataParallel(Strategy):
         if reduces:
             self._finish_reduction()
         elif any(True for _ in self.local_gradients()):
-            self._note_local()
+            self._record_local_gradients()
 
     @as_parts
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -354,7 +354,7 @@ class ShardedDataParallel(Strategy):
             return
         self._apply_writes()
         if self.model.training and torch.is_grad_enabled():
-            self._check_local()
+            self._check_local_gradients()
             if self._syncing:
                 self._broadcast_buffers()
         self._residency.begin_forward(records=torch.is_grad_enabled())
@@ -388,7 +388,7 @@ class ShardedDataParallel(Strategy):
             self._grad_reduction.add_gradient(reduction, number)
         else:
             self._gradient_hooks.check_reduced(reduction.group.members[number].name)
-            self._note_local()
+            self._record_local_gradients()
 
     @as_parts
     def _end_backward(self) -> None:

@@ -22,7 +22,7 @@ from hpctrain.parallel.guard.shard_tensor import mark_gradient
 from hpctrain.plain_tensors import guarded_tensors, plain_tensors
 
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook")
-INSTEAD = "change the gradients behind the backward pass: with torch.no_grad(): parameter.grad.mul_(...)"
+ALTERNATIVE = "change the gradients behind the backward pass: with torch.no_grad(): parameter.grad.mul_(...)"
 
 
 class GradientHooks:
@@ -38,19 +38,19 @@ class GradientHooks:
         self._hooked: dict[str, nn.Parameter] = {}
         for parameter in parameters.values():
             for method in _METHODS:
-                parameter.__dict__[method] = _Registers(self, parameter, method)
+                parameter.__dict__[method] = _RegisterMethod(self, parameter, method)
 
     def take_over(self, name: str, before: Any, after: Any) -> None:
         """Defer the hooks that a program has set on the parameter ``name``: torch's dicts of both kinds, or None."""
         parameter = self._parameters[name]
         for hooks, attribute in ((before, "_backward_hooks"), (after, "_post_accumulate_grad_hooks")):
-            own = [key for key, hook in (hooks or {}).items() if not isinstance(hook, _Deferred)]
-            if not own:
+            keys = [key for key, hook in (hooks or {}).items() if not isinstance(hook, _DeferredHook)]
+            if not keys:
                 continue
             self._check()
             self._hooked[name] = parameter
-            for key in own:
-                hooks[key] = _Deferred(hooks[key], parameter, name, accumulates=attribute != "_backward_hooks")
+            for key in keys:
+                hooks[key] = _DeferredHook(hooks[key], parameter, name, accumulates=attribute != "_backward_hooks")
             if getattr(parameter, attribute) is not hooks:
                 setattr(parameter, attribute, hooks)  # so that handle.remove() of the program still works
 
@@ -65,14 +65,14 @@ class GradientHooks:
         self._check()
         name = self._names[id(parameter)]
         self._hooked[name] = parameter
-        deferred = _Deferred(hook, parameter, name, accumulates=method == _METHODS[1])
+        deferred = _DeferredHook(hook, parameter, name, accumulates=method == _METHODS[1])
         plain: Callable[..., Any] = getattr(torch.Tensor, method)
         with plain_tensors():
             return plain(parameter, deferred)
 
     def _check(self) -> None:
         if self._refused:
-            raise UsageError(f"hook on a parameter: {self._refused}; {INSTEAD}", everywhere=True)
+            raise UsageError(f"hook on a parameter: {self._refused}; {ALTERNATIVE}", everywhere=True)
 
     def check(self, agreed: Callable[[bool], bool]) -> None:
         """Raise ``UsageError`` on all ranks if a hooked parameter already has a gradient that others will be added to.
@@ -80,39 +80,39 @@ class GradientHooks:
         ``agreed`` returns whether a condition is true on any rank. Collective among these ranks.
         """
         for name, parameter in self._hooked.items():
-            waits = parameter.grad is not None and _deferred(parameter._backward_hooks)
-            if waits and agreed(_adds(parameter)):
-                raise _adds_up(name)
+            deferred_hooks = parameter.grad is not None and _deferred_hooks(parameter._backward_hooks)
+            if deferred_hooks and agreed(_adds_to_gradient(parameter)):
+                raise _accumulation_error(name)
 
     def check_reduced(self, name: str) -> None:
         """Raise ``UsageError`` if the gradient of a hooked parameter stays unreduced on this rank."""
-        if name in self._hooked and _deferred(self._hooked[name]._backward_hooks):
-            raise _adds_up(name)
+        if name in self._hooked and _deferred_hooks(self._hooked[name]._backward_hooks):
+            raise _accumulation_error(name)
 
     @property
     def any(self) -> bool:
         """Whether there are hooks to call."""
         return bool(self._hooked)
 
-    def call(self, got: Callable[[str], bool]) -> None:
-        """Call the hooks of the parameters that ``got`` a gradient in this pass; the gradients are averaged by now."""
+    def call(self, has_gradient: Callable[[str], bool]) -> None:
+        """Call the hooks of all parameters that got an averaged gradient in this pass (``has_gradient``)."""
         for name, parameter in self._hooked.items():
-            if parameter.grad is None or not got(name):
+            if parameter.grad is None or not has_gradient(name):
                 continue
-            gradient = given = mark_gradient(parameter)
-            for hook in _deferred(parameter._backward_hooks):
+            gradient = reduced = mark_gradient(parameter)
+            for hook in _deferred_hooks(parameter._backward_hooks):
                 with guarded_tensors():
                     result = hook.call(gradient)
                 gradient = gradient if result is None else result
             with plain_tensors(), torch.no_grad():
-                if gradient is not given:
+                if gradient is not reduced:
                     parameter.grad.copy_(gradient)
-            for hook in _deferred(_after(parameter)):
+            for hook in _deferred_hooks(_post_accumulate_hooks(parameter)):
                 with guarded_tensors():
                     hook.call(parameter)
 
 
-class _Registers:
+class _RegisterMethod:
     """Replacement of ``register_hook`` of a parameter while its strategy is attached."""
 
     def __init__(self, hooks: GradientHooks, parameter: nn.Parameter, method: str) -> None:
@@ -124,10 +124,10 @@ class _Registers:
         return self._hooks.register(parameter, self._method, hook)
 
     def __reduce__(self) -> Any:
-        return _nothing, ()
+        return _none, ()
 
 
-class _Deferred:
+class _DeferredHook:
     """Wrapper of a hook that does nothing in a backward pass."""
 
     def __init__(self, hook: Callable[..., Any], parameter: nn.Parameter, name: str, *, accumulates: bool) -> None:
@@ -136,30 +136,30 @@ class _Deferred:
 
     def __call__(self, _: Tensor) -> None:
         parameter = self._parameter()
-        if not self._accumulates and parameter is not None and _adds(parameter):
-            raise _adds_up(self._name)
+        if not self._accumulates and parameter is not None and _adds_to_gradient(parameter):
+            raise _accumulation_error(self._name)
 
 
-def _adds(parameter: nn.Parameter) -> bool:
+def _adds_to_gradient(parameter: nn.Parameter) -> bool:
     with plain_tensors():
         return parameter.grad is not None and bool(parameter.grad.any())
 
 
-def _adds_up(name: str) -> UsageError:
+def _accumulation_error(name: str) -> UsageError:
     return UsageError(
         f"hook on parameter {name}: its gradient adds up over several backward passes, of which one process would give "
-        f"each to the hook, and the ranks have only their sum; {INSTEAD}",
+        f"each to the hook, and the ranks have only their sum; {ALTERNATIVE}",
         everywhere=True,
     )
 
 
-def _deferred(hooks: Any) -> list[_Deferred]:
-    return [hook for hook in (hooks or {}).values() if isinstance(hook, _Deferred)]
+def _deferred_hooks(hooks: Any) -> list[_DeferredHook]:
+    return [hook for hook in (hooks or {}).values() if isinstance(hook, _DeferredHook)]
 
 
-def _after(parameter: nn.Parameter) -> Any:
+def _post_accumulate_hooks(parameter: nn.Parameter) -> Any:
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
-def _nothing() -> None:
-    """Return None, the value of a copied ``_Registers``: the copy of a parameter has no strategy."""
+def _none() -> None:
+    """Return None, the value of a copied ``_RegisterMethod``: the copy of a parameter has no strategy."""

@@ -52,16 +52,16 @@ class WholeStates:
                     "parameters that it would replace; load without assign",
                     everywhere=True,
                 )
-            for name, tensor in _own(module):
+            for name, tensor in _tensors_of(module):
                 key = prefix + name
                 if tensor is None and self._strategy.pipelined:
                     given.pop(key, None)  # held by another stage
                 elif tensor is not None and isinstance(given.get(key), Tensor):
-                    given[key] = self._part(path + name, tensor, given[key])
+                    given[key] = self._part_of(path + name, tensor, given[key])
 
         return hook
 
-    def _part(self, name: str, held: Tensor, whole: Tensor) -> Tensor:
+    def _part_of(self, name: str, held: Tensor, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor; a tensor of another shape is returned unchanged."""
         split = self._strategy.split
         if split is None or whole.shape == held.shape:
@@ -75,7 +75,7 @@ class WholeStates:
         return part
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     yield from module._parameters.items()
     yield from module._buffers.items()
 
@@ -101,11 +101,11 @@ class AddedParameters:
             return
         new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        late = [names[id(parameter)] for parameter in new if id(parameter) in names]
-        if late:
+        added = [names[id(parameter)] for parameter in new if id(parameter) in names]
+        if added:
             raise UsageError(
-                f"parameters that the model has got after job.wrap(model): {', '.join(late[:4])}"
-                f"{', ...' if len(late) > 4 else ''}; their gradients would stay each rank's own; build the whole "
+                f"parameters that the model has got after job.wrap(model): {', '.join(added[:4])}"
+                f"{', ...' if len(added) > 4 else ''}; their gradients would stay each rank's own; build the whole "
                 "model, its parametrizations included, before job.wrap",
                 everywhere=True,
             )
@@ -116,30 +116,30 @@ class AddedParameters:
 
 
 class ParameterGuard:
-    """Guard of the parameters (by name) of a strategy; ``what`` describes the part of a parameter in errors.
+    """Guard of the parameters (by name) of a strategy; ``description`` describes the part of a parameter in errors.
 
     The parameters are ``ShardParameter`` except during updates, and during passes if the passes use
     them (``in_passes``).
     """
 
     def __init__(
-        self, strategy: Strategy, parameters: Mapping[str, nn.Parameter], what: str, *, in_passes: bool
+        self, strategy: Strategy, parameters: Mapping[str, nn.Parameter], description: str, *, in_passes: bool
     ) -> None:
         self._parameters = list(parameters.values())
         self._held = {id(parameter) for parameter in self._parameters}
         # optimizers whose states are marked
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._off = 0  # number of active ``off`` blocks and passes
-        self._going_back = self._updating = False
+        self._suspensions = 0  # number of active ``suspend`` blocks and passes
+        self._in_backward = self._updating = False
         self._handles: list[RemovableHandle | UpdateHooks] = []
         owner = weakref.ref(strategy)
         for name, parameter in parameters.items():
-            parameter.__dict__[ATTRIBUTE] = ShardInfo(name, owner, what)
+            parameter.__dict__[ATTRIBUTE] = ShardInfo(name, owner, description)
         self._attach()
         if in_passes:
             self._handles += around_forward(strategy.model, self._before_forward, self._after_forward)
         torch_functions.install()
-        self._show(ShardParameter)
+        self._set_class(ShardParameter)
 
     def close(self) -> None:
         """Make the parameters plain ``nn.Parameter`` for good."""
@@ -148,30 +148,30 @@ class ParameterGuard:
         if self._handles:
             torch_functions.uninstall()
         self._handles = []
-        self._show(nn.Parameter)
+        self._set_class(nn.Parameter)
         for parameter in self._parameters:
             parameter.__dict__.pop(ATTRIBUTE, None)
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def suspend(self) -> Iterator[None]:
         """Make the parameters plain ``nn.Parameter`` for the ``with`` block."""
-        self._begin()
+        self._suspend()
         try:
             yield
         finally:
-            self._end()
+            self._resume()
 
-    def _begin(self) -> None:
-        self._off += 1
-        if self._off == 1:
-            self._show(nn.Parameter)
+    def _suspend(self) -> None:
+        self._suspensions += 1
+        if self._suspensions == 1:
+            self._set_class(nn.Parameter)
 
-    def _end(self) -> None:
-        self._off -= 1
-        if not self._off and self._handles:
-            self._show(ShardParameter)
+    def _resume(self) -> None:
+        self._suspensions -= 1
+        if not self._suspensions and self._handles:
+            self._set_class(ShardParameter)
 
-    def _show(self, kind: type[nn.Parameter]) -> None:
+    def _set_class(self, kind: type[nn.Parameter]) -> None:
         for parameter in self._parameters:
             parameter.__class__ = kind
 
@@ -189,13 +189,13 @@ class ParameterGuard:
             self._handles.append(optimizer.register_load_state_dict_post_hook(_unmark_states))
         if not self._updating:  # still True if the last update has raised
             self._updating = True
-            self._begin()
+            self._suspend()
         self._unmark_gradients()
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._updating and self._holds(optimizer):
             self._updating = False
-            self._end()
+            self._resume()
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(not self._held.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
@@ -218,29 +218,29 @@ class ParameterGuard:
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def _before_forward(self, args: Any, kwargs: Any) -> None:
-        self._begin()
+        self._suspend()
 
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
         if torch.is_grad_enabled():
             before_backward(result, self._begin_backward)
-        self._end()
+        self._resume()
 
     def _begin_backward(self) -> None:
         """Switch to plain parameters for modules that recompute their activations."""
-        if not self._going_back:
-            self._going_back = True
-            self._begin()
+        if not self._in_backward:
+            self._in_backward = True
+            self._suspend()
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._going_back = False
-        self._end()
+        self._in_backward = False
+        self._resume()
 
 
 def _marked_state(value: Any, parameter: nn.Parameter, part: ShardInfo) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
         return value
-    return mark(value.detach(), replace(part, what="the optimizer's state of " + part.what))
+    return mark(value.detach(), replace(part, description="the optimizer's state of " + part.description))
 
 
 def _unmark_states(optimizer: torch.optim.Optimizer) -> None:
@@ -252,10 +252,10 @@ def _unmark_states(optimizer: torch.optim.Optimizer) -> None:
 
 def protect(strategy: Strategy) -> None:
     """Make functions that would need other ranks' parts of the parameters raise ``UsageError``."""
-    what, parameters, in_passes = strategy.partial_parameters()
+    description, parameters, in_passes = strategy.partial_parameters()
     if parameters:
         strategy.guarded = dict(parameters)
-        strategy.guard = ParameterGuard(strategy, parameters, what, in_passes=in_passes)
+        strategy.guard = ParameterGuard(strategy, parameters, description, in_passes=in_passes)
         strategy.whole_states = WholeStates(strategy)
         strategy.guards.add(strategy)
 

@@ -47,7 +47,7 @@ _MOVES = frozenset(
     "resolve_conj resolve_neg __setitem__ setitem hsplit vsplit dsplit tensor_split".split()
 )
 # Functions that return no element values: only tensors among their results are marked.
-_FACTS = frozenset(
+_METADATA = frozenset(
     "as_subclass backward data_ptr dim ndimension element_size get_device hash has_names is_coalesced is_complex "
     "is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size "
     "is_set_to is_shared is_signed len nelement numel record_stream register_hook register_post_accumulate_grad_hook "
@@ -65,8 +65,8 @@ _FILLS = frozenset(
     "normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ log_normal_ geometric_ trunc_normal_".split()
 )
 _PRODUCTS = frozenset("matmul mm mv bmm addmm addmv dot einsum bilinear linear embedding conv1d conv2d conv3d".split())
-_IN_LISTS = ("_foreach_norm", "_foreach_max")
-_KNOWN: dict[str, bool] = {}
+_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max")
+_ALLOWED: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class ShardInfo:
 
     name: str
     strategy: weakref.ref[Strategy]
-    what: str  # "a slice of the parameter" ...
+    description: str  # "a slice of the parameter" ...
 
     @property
     def text(self) -> str:
-        return f"{self.what} {self.name}"
+        return f"{self.description} {self.name}"
 
 
 def part_of(tensor: object) -> ShardInfo | None:
@@ -96,11 +96,11 @@ class ShardTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an element-wise function and mark its results; raise ``UsageError`` for others."""
-        return _call(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``UsageError``: a file would contain only this rank's part."""
-        raise _not_written(self)
+        raise _write_error(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         with plain_tensors():
@@ -116,11 +116,11 @@ class ShardParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an element-wise function and mark its results; raise ``UsageError`` for others."""
-        return _call(func, args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``UsageError``: a file would contain only this rank's part."""
-        raise _not_written(self)
+        raise _write_error(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise ``UsageError``: a copy of the module would have no strategy that unshards the parameter."""
@@ -133,7 +133,7 @@ class ShardParameter(nn.Parameter):
         )
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = _name(func)
     if name == "__set__" or name == "__delete__":
         with plain_tensors():
@@ -143,14 +143,14 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif name in _BY_POSITION and (found := _indexed(name, args, kwargs)) is not None:
         raise _position_error(name, found)
     elif not _allowed(name, func, args, kwargs):
-        raise _refused(name, func, args, kwargs)
-    if _changes(func, kwargs):
-        _announce_write(args, kwargs)
+        raise _not_allowed_error(name, func, args, kwargs)
+    if _is_in_place(func, kwargs):
+        _notify_write(args, kwargs)
     try:
         with plain_tensors():
             result = func(*args, **kwargs)
     except RuntimeError as error:
-        raise _mismatched(name, args, kwargs) or error
+        raise _mismatch_error(name, args, kwargs) or error
     if name == "as_subclass" or not isinstance(result, (Tensor, list, tuple)):
         return result
     return _marked(name, result, args, kwargs)
@@ -217,25 +217,25 @@ def _allowed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return name in _FILLS and not _writes_parameter(args)
     if name in _REDUCES_TOO:
         return len(args) == 2 and isinstance(args[1], Tensor) and "dim" not in kwargs
-    known = _KNOWN.get(name)
+    known = _ALLOWED.get(name)
     if known is None:
-        known = _KNOWN[name] = _is_elementwise(name)
+        known = _ALLOWED[name] = _is_elementwise(name)
     return known
 
 
 def _is_elementwise(name: str) -> bool:
     """Return whether a function works element by element, or only moves elements."""
-    if name in _ELEMENTWISE or name in _MOVES or name in _FACTS:
+    if name in _ELEMENTWISE or name in _MOVES or name in _METADATA:
         return True
     if name.startswith("_foreach_"):
-        return name not in _IN_LISTS
+        return name not in _FOREACH_REDUCTIONS
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
 
 
-def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
+def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a function changes a tensor in place."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
@@ -243,10 +243,10 @@ def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
     return name.endswith("_") or "out" in kwargs
 
 
-def _announce_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _notify_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Notify strategies that code other than an optimizer is about to change parameters."""
     changed = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
-    for tensor in _tensors(changed):
+    for tensor in _tensors_in(changed):
         part = part_of(tensor)
         strategy = part.strategy() if part is not None else None
         if strategy is not None and _writes_parameter((tensor,)):
@@ -273,7 +273,7 @@ def _writes_parameter(args: tuple[Any, ...]) -> bool:
 
 
 def _marked(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    parts = [one for one in _tensors((args, kwargs)) if isinstance(one, (ShardParameter, ShardTensor))]
+    parts = [one for one in _tensors_in((args, kwargs)) if isinstance(one, (ShardParameter, ShardTensor))]
     if name not in _MOVES and isinstance(result, Tensor):
         _check_shapes(name, result, parts)
     found = {id(getattr(one, ATTRIBUTE, None)): getattr(one, ATTRIBUTE, None) for one in parts}
@@ -295,9 +295,9 @@ def _check_shapes(name: str, result: Tensor, parts: Sequence[Tensor]) -> None:
             raise _shape_error(name, one, result)
 
 
-def _mismatched(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
+def _mismatch_error(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
     """Return the error for a function of a part and a tensor of another shape; None if all shapes are equal."""
-    given = list(_tensors((args, kwargs)))
+    given = list(_tensors_in((args, kwargs)))
     with plain_tensors():
         for one in given:
             other = next((each for each in given if each.dim() and each.shape != one.shape), None)
@@ -334,53 +334,53 @@ def mark_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient if part is None else mark(gradient, part)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors_in(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for one in values:
-            yield from _tensors(one)
+            yield from _tensors_in(one)
     elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
+        yield from _tensors_in(tuple(values.values()))
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def _refused(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError:
-    found = [one for one in _tensors((args, kwargs)) if isinstance(one, (ShardParameter, ShardTensor))]
+def _not_allowed_error(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError:
+    found = [one for one in _tensors_in((args, kwargs)) if isinstance(one, (ShardParameter, ShardTensor))]
     part = next(filter(None, map(part_of, found)), None)
-    what = part.text if part else "parts of parameters"
+    description = part.text if part else "parts of parameters"
     module = getattr(func, "__module__", None) or ""
     if name in _FILLS or module == "torch.nn.init":
         return UsageError(
-            f"{name} on {what}: each rank would draw its part by itself, and one process other numbers; initialise the "
-            "model before job.wrap, or inside of with job.unshard(model, write=True)"
+            f"{name} on {description}: each rank would draw its part by itself, and one process other numbers; "
+            "initialise the model before job.wrap, or inside of with job.unshard(model, write=True)"
         )
     if module == "torch.autograd":
         return UsageError(
-            f"torch.autograd.{name} with respect to {what}: passes compute with whole parameters, of which this is a "
-            "part; call loss.backward() and use parameter.grad"
+            f"torch.autograd.{name} with respect to {description}: passes compute with whole parameters, of which this "
+            "is a part; call loss.backward() and use parameter.grad"
         )
-    seen = f"{name} of {what}: it would see this rank's elements only"
+    prefix = f"{name} of {description}: it would see this rank's elements only"
     if name in ("numpy", "array", "tolist", "item", "float", "int"):
         return UsageError(
-            f"{seen}; whole tensors are job.state_dict(model), or inside of with job.unshard(model); if this rank's "
+            f"{prefix}; whole tensors are job.state_dict(model), or inside of with job.unshard(model); if this rank's "
             "are meant, write tensor.as_subclass(torch.Tensor) first"
         )
     if module.startswith(("torch._C._nn", "torch.nn.functional")) or name in _PRODUCTS:
         return UsageError(
-            f"{seen}; modules have whole parameters while the wrapped model itself is called; call the model, and let "
-            "its forward use the parameter, or compute inside of with job.unshard(model)"
+            f"{prefix}; modules have whole parameters while the wrapped model itself is called; call the model, and "
+            "let its forward use the parameter, or compute inside of with job.unshard(model)"
         )
     return UsageError(
-        f"{seen}; run.clip(max_norm) returns the norm of all gradients, torch.nn.utils.get_total_norm(tensors) that of "
-        "chosen gradients or parameters, with job.unshard(model) gives whole parameters; all ranks call these; if this "
-        "rank's elements are meant, write tensor.as_subclass(torch.Tensor)"
+        f"{prefix}; run.clip(max_norm) returns the norm of all gradients, torch.nn.utils.get_total_norm(tensors) "
+        "that of chosen gradients or parameters, with job.unshard(model) gives whole parameters; all ranks call these; "
+        "if this rank's elements are meant, write tensor.as_subclass(torch.Tensor)"
     )
 
 
-def _not_written(tensor: Tensor) -> UsageError:
+def _write_error(tensor: Tensor) -> UsageError:
     part = part_of(tensor)
     return UsageError(
         f"writing {part.text if part else 'a part of a parameter'}: the file would hold this rank's part only; write "

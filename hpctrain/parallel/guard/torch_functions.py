@@ -92,8 +92,10 @@ def _agreed_unscale(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def called(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
         with plain_tensors():
             found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, *args)
-            held = (part_of(each) for group in optimizer.param_groups for each in group["params"])
-            strategies = {id(one): one for part in held if part is not None and (one := part.strategy()) is not None}
+            gradients = (part_of(each) for group in optimizer.param_groups for each in group["params"])
+            strategies = {
+                id(one): one for part in gradients if part is not None and (one := part.strategy()) is not None
+            }
             if not strategies:
                 return found
             found = found or {found_inf.device: found_inf}
@@ -118,8 +120,8 @@ def _clip_grad_norm(
 ) -> Tensor:
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with plain_tensors():
-        held = [(each.grad, part_of(each)) for each in chosen if each.grad is not None]
-        norm = _norm(held, norm_type, error_if_nonfinite, foreach)
+        gradients = [(each.grad, part_of(each)) for each in chosen if each.grad is not None]
+        norm = _norm(gradients, norm_type, error_if_nonfinite, foreach)
         _originals["_clip_grads_with_norm_"](chosen, max_norm, norm, foreach)
     return norm
 
@@ -153,14 +155,17 @@ def _required_part(tensor: Tensor) -> ShardInfo | None:
 
 
 def _norm(
-    held: Sequence[tuple[Tensor, ShardInfo | None]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    gradients: Sequence[tuple[Tensor, ShardInfo | None]],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
 ) -> Tensor:
     """Return the norm of whole tensors and of parts together. Collective over the ranks that share the parts."""
-    strategies = {id(one): one for _, part in held if part is not None and (one := part.strategy()) is not None}
-    if not held:
-        waiting = _pipelined()
-        strategies |= {id(one): one for one in waiting if len(waiting) == 1}
-    whole = [tensor for tensor, part in held if part is None]
+    strategies = {id(one): one for _, part in gradients if part is not None and (one := part.strategy()) is not None}
+    if not gradients:
+        pipelined = _pipelined_strategies()
+        strategies |= {id(one): one for one in pipelined if len(pipelined) == 1}
+    whole = [tensor for tensor, part in gradients if part is None]
     if not strategies:
         plain: Tensor = _originals["_get_total_norm"](whole, norm_type, error_if_nonfinite, foreach)
         return plain
@@ -170,11 +175,11 @@ def _norm(
             f"norm of gradients: norm_type={norm_type}; allowed is any but 0 if parameters are split over ranks",
             everywhere=True,
         )
-    device = held[0][0].device if held else torch.device("cpu")
-    total = _powers(whole, order, device)
+    device = gradients[0][0].device if gradients else torch.device("cpu")
+    total = _sum_of_powers(whole, order, device)
     for strategy in strategies.values():
-        own = [(tensor, part) for tensor, part in held if part is not None and part.strategy() is strategy]
-        total = _joined(total, _over_ranks(strategy, own, order, device), order)
+        parts = [(tensor, part) for tensor, part in gradients if part is not None and part.strategy() is strategy]
+        total = _combined(total, _over_ranks(strategy, parts, order, device), order)
     norm = total if math.isinf(order) else total ** (1.0 / order)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -182,31 +187,31 @@ def _norm(
             "To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
-    return norm.to(held[0][0].dtype if held else torch.float32)
+    return norm.to(gradients[0][0].dtype if gradients else torch.float32)
 
 
-def _pipelined() -> list[Strategy]:
+def _pipelined_strategies() -> list[Strategy]:
     """Return the strategies of pipelines: a stage takes part in a norm even if it has none of the parameters."""
     return [strategy for strategy in Strategy.guards if strategy.pipelined]
 
 
 def _over_ranks(
-    strategy: Strategy, own: Sequence[tuple[Tensor, ShardInfo]], order: float, device: torch.device
+    strategy: Strategy, parts: Sequence[tuple[Tensor, ShardInfo]], order: float, device: torch.device
 ) -> Tensor:
     strategy.gradients_final()
-    counted = [tensor for tensor, part in own if strategy.counts(part.name)]
-    total = _powers(counted, order, device).reshape(1)
+    counted = [tensor for tensor, part in parts if strategy.counts(part.name)]
+    total = _sum_of_powers(counted, order, device).reshape(1)
     kind = "sum" if not math.isinf(order) else "max" if order > 0 else "min"
     for comm in strategy.norm_groups():
         comm.all_reduce(total, kind)
     return total.reshape(())
 
 
-def _powers(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+def _sum_of_powers(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """Return the sum of the powers of all elements; for an infinite order, the largest (or smallest) magnitude."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
-        return torch.tensor(_neutral(order), dtype=torch.float64, device=device)
+        return torch.tensor(_neutral_element(order), dtype=torch.float64, device=device)
     norms = torch.stack([each.double().to(device) for each in _norms(filled, order)])
     if math.isinf(order):
         return norms.max() if order > 0 else norms.min()
@@ -214,18 +219,18 @@ def _powers(tensors: Sequence[Tensor], order: float, device: torch.device) -> Te
 
 
 def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
-    places = dict.fromkeys(tensor.device for tensor in tensors)
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
     found: list[Tensor] = []
-    for place in places:
-        found += torch._foreach_norm([tensor for tensor in tensors if tensor.device == place], order)
+    for one_device in devices:
+        found += torch._foreach_norm([tensor for tensor in tensors if tensor.device == one_device], order)
     return found
 
 
-def _neutral(order: float) -> float:
+def _neutral_element(order: float) -> float:
     return math.inf if order == -math.inf else 0.0
 
 
-def _joined(one: Tensor, other: Tensor, order: float) -> Tensor:
+def _combined(one: Tensor, other: Tensor, order: float) -> Tensor:
     if not math.isinf(order):
         return one + other
     return torch.maximum(one, other) if order > 0 else torch.minimum(one, other)

@@ -22,7 +22,7 @@ from hpctrain.comm.device.streams import streams_of
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.offload.memory import HostMemory
 from hpctrain.parallel.offload.weights import CopyHandle, Transfer
-from hpctrain.parallel.recompute import keep_inputs
+from hpctrain.parallel.recompute import set_save_context
 
 
 def offload_activations(
@@ -32,7 +32,7 @@ def offload_activations(
     memory = HostMemory(replace(settings, disk=""), device, rank)
     activations = Activations(Transfer(streams_of(device)), Buffers(memory.empty), device)
     for unit in units:
-        keep_inputs(unit, activations.save_context)
+        set_save_context(unit, activations.save_context)
     return activations
 
 

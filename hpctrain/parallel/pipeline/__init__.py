@@ -1,1 +1,1 @@
-"""Pipeline parallelism: model partition, schedules, communication between stages, and the engine."""
+"""Pipeline parallelism: model partition, schedules, communication between stages, and the executor."""

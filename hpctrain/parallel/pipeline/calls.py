@@ -34,16 +34,16 @@ _RULE = (
 
 
 @dataclass(frozen=True)
-class Takes:
+class ForwardSignature:
     """Parameters of a layer's ``forward``; only the required ones if the layer is in an ``nn.Sequential``."""
 
     positional: tuple[str, ...]
     names: frozenset[str]  # names that may be given by keyword
-    several: bool  # whether a tuple is unpacked
+    unpacks_tuple: bool  # whether a tuple is unpacked
     signature: inspect.Signature | None
 
     @classmethod
-    def of(cls, call: Any, *, required: bool = False) -> Takes:
+    def of(cls, call: Any, *, required: bool = False) -> ForwardSignature:
         """Return the parameters of a callable; one without a signature, such as a C function, takes one argument."""
         signature = signature_of(call)
         if signature is None:
@@ -56,11 +56,11 @@ class Takes:
         variadic = not required and any(each.kind is Parameter.VAR_POSITIONAL for each in wanted)
         return cls(positional, names, variadic or len(positional) > 1, signature)
 
-    def later(self) -> frozenset[str]:
+    def later_names(self) -> frozenset[str]:
         """Return the names that the layer may receive by keyword if another layer precedes it."""
         return self.names - set(self.positional[:1])
 
-    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def mismatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return why a call does not fit; empty if it does."""
         if self.signature is not None:
             try:
@@ -81,28 +81,29 @@ def signature_of(call: Any) -> inspect.Signature | None:
         return None
 
 
-def spread(layer: Layer, x: Any) -> tuple[Any, ...]:
+def unpack(layer: Layer, x: Any) -> tuple[Any, ...]:
     """Return a layer's positional arguments for the return value of the previous layer."""
-    return x if type(x) is tuple and layer.takes.several else (x,)
+    return x if type(x) is tuple and layer.forward_signature.unpacks_tuple else (x,)
 
 
 def call_layer(layer: Layer, x: Any, named: Mapping[str, Any]) -> Any:
     """Call a layer with the return value of the previous layer, and with the model's arguments that it names."""
-    takes, args = layer.takes, spread(layer, x)
-    filled = takes.positional[: len(args)]
-    kwargs = {name: value for name, value in named.items() if name in takes.names and name not in filled}
-    return _called(layer, args, kwargs)
+    forward_signature, args = layer.forward_signature, unpack(layer, x)
+    filled = forward_signature.positional[: len(args)]
+    kwargs = {name: value for name, value in named.items() if name in forward_signature.names and name not in filled}
+    return _call(layer, args, kwargs)
 
 
-def _called(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _call(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     try:
         return layer.module(*args, **kwargs)
     except Exception as error:
         given = ", ".join([*(type(each).__name__ for each in args), *(f"{name}=..." for name in kwargs)])
-        if isinstance(error, TypeError) and (why := layer.takes.fits(args, kwargs)):
+        if isinstance(error, TypeError) and (reason := layer.forward_signature.mismatch(args, kwargs)):
             raise UsageError(
-                f"layer {layer.name} was called with ({given}): {why}; its forward takes {layer.takes.signature}; a "
-                f"tuple is spread over the arguments of a layer that takes several, and {_RULE}"
+                f"layer {layer.name} was called with ({given}): {reason}; its forward takes "
+                f"{layer.forward_signature.signature}; a tuple is spread over the arguments of a layer that "
+                f"takes several, and {_RULE}"
             ) from error
         error.add_note(f"(in layer {layer.name} of a pipeline, called with ({given}))")
         raise
@@ -121,42 +122,44 @@ class MicrobatchCall:
         """Return the call that passes one argument to the first layer."""
         return example if isinstance(example, MicrobatchCall) else cls((example,))
 
-    def first(self, layer: Layer) -> Any:
+    def call_first(self, layer: Layer) -> Any:
         """Call the first layer."""
         args = self.args
         if len(args) == 1 and not self.kwargs:
-            args = spread(layer, args[0])
-        return _called(layer, args, self.kwargs)
+            args = unpack(layer, args[0])
+        return _call(layer, args, self.kwargs)
 
 
-class Caller:
+class ArgumentBinder:
     """Distributor of a model's arguments to its layers; create it while the model has its own ``forward``."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         self._kind, self._first = type(model).__name__, layers[0]
         self._sequential = type(model).forward is nn.Sequential.forward
-        unwritten = type(model).forward is nn.Module.forward and "forward" not in vars(model)
-        self._signature = None if unwritten else signature_of(model)
-        self._later = frozenset(name for layer in layers[1:] for name in layer.takes.later())
+        has_no_forward = type(model).forward is nn.Module.forward and "forward" not in vars(model)
+        self._signature = None if has_no_forward else signature_of(model)
+        self._later_names = frozenset(name for layer in layers[1:] for name in layer.forward_signature.later_names())
 
     def bind(self, arguments: CallArguments) -> MicrobatchCall:
         """Return the distribution of arguments. Raises ``UsageError`` if the model does not take them."""
         entries = self._entries(arguments)
-        takes = self._first.takes
-        by_name = {name: value for name, value in entries if name is not None and name in takes.names}
-        args = tuple(value for name, value in entries if name not in by_name and name not in self._later)
+        forward_signature = self._first.forward_signature
+        by_name = {name: value for name, value in entries if name is not None and name in forward_signature.names}
+        args = tuple(value for name, value in entries if name not in by_name and name not in self._later_names)
         if by_name:  # the others fill the remaining parameters
-            free = [name for name in takes.positional if name in takes.names and name not in by_name]
+            free = [
+                name for name in forward_signature.positional if name in forward_signature.names and name not in by_name
+            ]
             by_name |= dict(zip(free, args))
             args = args[len(free) :]
-        named = {name: value for name, value in entries if name is not None and name in self._later}
+        named = {name: value for name, value in entries if name is not None and name in self._later_names}
         call = MicrobatchCall(args, by_name, named)
-        given = spread(self._first, args[0]) if len(args) == 1 and not by_name else args
-        if why := takes.fits(given, by_name):
+        given = unpack(self._first, args[0]) if len(args) == 1 and not by_name else args
+        if reason := forward_signature.mismatch(given, by_name):
             names = ", ".join(name or "a positional one" for name, _ in entries)
             raise UsageError(
                 f"arguments of {self._kind} ({names}) do not fit its first layer, {self._first.name}, which takes "
-                f"{takes.signature}: {why}; {_RULE}",
+                f"{forward_signature.signature}: {reason}; {_RULE}",
                 everywhere=True,
             )
         return call
@@ -165,10 +168,10 @@ class Caller:
         """Return the arguments with the names that the model's ``forward`` gives them."""
         if self._signature is None or self._sequential:
             kwargs = dict(arguments.kwargs)
-            plain = list(arguments.args)
+            unnamed = list(arguments.args)
             if self._sequential and "input" in kwargs:
-                plain.insert(0, kwargs.pop("input"))
-            return [*((None, value) for value in plain), *kwargs.items()]
+                unnamed.insert(0, kwargs.pop("input"))
+            return [*((None, value) for value in unnamed), *kwargs.items()]
         try:
             bound = self._signature.bind(*arguments.args, **arguments.kwargs)
         except TypeError as error:
@@ -188,7 +191,7 @@ class Caller:
             else:
                 found.append((None if kind is Parameter.POSITIONAL_ONLY else name, value))
         for name, parameter in self._signature.parameters.items():  # as forward would pass them on
-            known = name in self._later or name in self._first.takes.names
+            known = name in self._later_names or name in self._first.forward_signature.names
             if known and name not in bound.arguments and parameter.default is not Parameter.empty:
                 found.append((name, parameter.default))
         return found
@@ -196,7 +199,7 @@ class Caller:
 
 def run_layers(layers: Sequence[Layer], call: MicrobatchCall) -> Any:
     """Return the result of a sequence of layers for a call, as the stages of a pipeline compute it."""
-    x = call.first(layers[0])
+    x = call.call_first(layers[0])
     for layer in layers[1:]:
         x = call_layer(layer, x, call.named)
     return x

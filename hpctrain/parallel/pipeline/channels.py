@@ -70,10 +70,10 @@ class MessageFormat:
         name = next(
             (name for name in {**before, **now} if before.get(name, _MISSING) != now.get(name, _MISSING)), "output"
         )
-        described = [_described(each[name]) if name in each else "missing" for each in (now, before)]
+        is_now, was = (_described(each[name]) if name in each else "missing" for each in (now, before))
         raise UsageError(
             f"layer {layer}, after which the model is cut, returned another structure than before for inputs of "
-            f"the same shape: {name} is {described[0]} and was {described[1]}; what is no tensor must follow from the shape of "
+            f"the same shape: {name} is {is_now} and was {was}; what is no tensor must follow from the shape of "
             "the inputs; make it a tensor, or an argument of the model that later layers name in their forward"
         )
 
@@ -95,9 +95,9 @@ def _described(leaf: Any) -> str:
 
 # Point-to-point channels between neighbouring chunks of a pipeline; microbatches arrive in order ----------------------
 #
-# Note: sending never blocks. If a sender finds no free slot, it keeps its tensors and continues to
-# compute. The kept tensors leave when this rank next waits (``ChannelSet.wait``). Only receiving blocks,
-# so a valid schedule cannot deadlock for lack of slots, however few there are.
+# Note: sending never blocks. If a sender finds no free slot, it queues its tensors and continues to
+# compute. The queued tensors leave when this rank next waits (``ChannelSet.wait``). Only receiving
+# blocks, so a valid schedule cannot deadlock for lack of slots, however few there are.
 
 
 class Channel(Protocol):
@@ -107,10 +107,10 @@ class Channel(Protocol):
         """Announce the number of messages to come."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send the next message, or keep it until a slot is free."""
+        """Send the next message, or queue it until a slot is free."""
 
     def progress(self) -> None:
-        """Send kept messages while slots are free."""
+        """Send queued messages while slots are free."""
 
     def sent(self) -> bool:
         """Return whether all sent messages have left this rank's memory."""
@@ -136,13 +136,13 @@ class SharedMemoryChannel:
         """Do nothing: no preparation is needed."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Write the next message into a slot, or keep it until one is free."""
+        """Write the next message into a slot, or queue it until one is free."""
         self._format.check(tensors)
         self._queued.append(tensors)
         self.progress()
 
     def progress(self) -> None:
-        """Write kept messages while slots are free."""
+        """Write queued messages while slots are free."""
         while self._queued and self._slots.has_free_slot():
             for view, tensor in zip(self._format.views(self._slots.next()), self._queued.popleft()):
                 view.copy_(tensor)
@@ -229,7 +229,7 @@ class StagedChannel:
     """Channel that stages through host memory to and from a device; works with any MPI, on any number of GPUs."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
-        self._link, self._device = channel, device
+        self._channel, self._device = channel, device
         self.begin, self.progress, self.sent, self.arrived = (
             channel.begin,
             channel.progress,
@@ -239,12 +239,12 @@ class StagedChannel:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Copy the next message to the host and send it from there."""
-        self._link.send([tensor.to("cpu") for tensor in tensors])
+        self._channel.send([tensor.to("cpu") for tensor in tensors])
 
     def take(self) -> tuple[Tensor, ...]:
         """Return the next message on the device; its host buffer is released at once."""
-        tensors = tuple(tensor.to(self._device, copy=True) for tensor in self._link.take())
-        self._link.release()
+        tensors = tuple(tensor.to(self._device, copy=True) for tensor in self._channel.take())
+        self._channel.release()
         return tensors
 
     def release(self) -> None:
@@ -264,12 +264,12 @@ class ChannelSet:
         return channel
 
     def receive(self, channel: Channel, what: str) -> tuple[Tensor, ...]:
-        """Wait for the next message of a link and return it; ``what`` names it in errors."""
+        """Wait for the next message of a channel and return it; ``what`` names it in errors."""
         self.wait(channel.arrived, what)
         return channel.take()
 
     def progress(self) -> None:
-        """Send kept messages, without waiting."""
+        """Send queued messages, without waiting."""
         for channel in self._channels:
             channel.progress()
 
@@ -278,7 +278,7 @@ class ChannelSet:
         self.wait(lambda: all(channel.sent() for channel in self._channels), "send to another stage")
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready()`` and send kept messages meanwhile. Raises ``DeadlineError`` naming ``what``."""
+        """Wait until ``ready()`` and send queued messages meanwhile. Raises ``DeadlineError`` naming ``what``."""
 
         def is_ready() -> bool:
             self.progress()

@@ -5,7 +5,7 @@ differ, the pipeline trains another model, without any error. Both run here on o
 one process, before the first pass.
 
 Inputs are known only at the first step, when the parameters have already been partitioned. The
-first stage therefore keeps the whole model until then; this rank has built it anyway. Gathering the
+first stage therefore stores the whole model until then; this rank has built it anyway. Gathering the
 parameters instead would need all of them at that moment, in addition to the sharded parameters of
 the data and tensor axes, and messages of all stages. The comparison covers the code and not the
 values, so a checkpoint loaded in between does not matter. Models that were never materialised (meta
@@ -29,63 +29,65 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.inputs import CallArguments, take_apart
-from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall, run_layers
+from hpctrain.parallel.inputs import CallArguments, flatten
+from hpctrain.parallel.pipeline.calls import ArgumentBinder, MicrobatchCall, run_layers
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
 from hpctrain.parallel.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
-SHARE = 0.25  # fraction of the free memory that the whole models of a node, or one on a GPU, may take
+MAX_MEMORY_FRACTION = 0.25  # fraction of the free memory that the whole models of a node, or one on a GPU, may take
 # Largest allowed difference relative to the largest output. Layers called in the same order give equal bits.
-CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
-HALF_CLOSE = 0.02
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
+HALF_TOLERANCE = 0.02
 CGROUP = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 FAILED = "forward() fails:"
-OWN = "hpctrain.models."  # compared by the tests of this project
+BUILT_IN_MODELS = "hpctrain.models."  # compared by the tests of this project
 
 
 class LayersCheck:
     """Comparison of ``layers()`` with ``forward()`` on the first microbatch. Collective over ``comm``, the stages.
 
-    Create it before the model is partitioned. The first stage keeps the whole model until the check
+    Create it before the model is partitioned. The first stage stores the whole model until the check
     has run. ``held`` contains the ids of the tensors that stay in the model on this rank; these are
     copied.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, near: int, device: torch.device, held: set[int]) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, local_ranks: int, device: torch.device, held: set[int]
+    ) -> None:
         self._model, self._comm, self._device = model, comm, device
         kind = type(model)
-        self._due = callable(getattr(kind, "layers", None)) and not kind.__module__.startswith(OWN)
-        self._due = self._due and (kind.forward is not nn.Module.forward or "forward" in vars(model))
+        self._pending = callable(getattr(kind, "layers", None)) and not kind.__module__.startswith(BUILT_IN_MODELS)
+        self._pending = self._pending and (kind.forward is not nn.Module.forward or "forward" in vars(model))
         self._whole: nn.Module | None = None
-        if self._due and comm.rank == 0:
-            why = _too_large(model, near)
-            if not why:
+        if self._pending and comm.rank == 0:
+            reason = _too_large(model, local_ranks)
+            if not reason:
                 try:
-                    self._whole = _kept(model, held)
+                    self._whole = _whole_copy(model, held)
                 except Exception as error:
-                    why = f"the model cannot be copied ({type(error).__name__}: {error})"
-            if why:
-                self._skip(why)
+                    reason = f"the model cannot be copied ({type(error).__name__}: {error})"
+            if reason:
+                self._skip(reason)
 
     def drop(self) -> None:
         """Free the whole model and skip the comparison."""
-        self._due, self._whole = False, None
+        self._pending, self._whole = False, None
 
     def __call__(self, arguments: CallArguments) -> None:
         """Compare on the first microbatch only. Raises ``UsageError`` on all stages if the results differ."""
-        if not self._due:
+        if not self._pending:
             return
-        self._due = False
+        self._pending = False
         whole, self._whole = self._whole, None
         agreed(self._comm, lambda: self._compare(whole, arguments) if whole is not None else None)
 
     def _compare(self, whole: nn.Module, arguments: CallArguments) -> None:
         nbytes = sum(each.nbytes for each in _tensors(whole))
-        if self._device.type == "cuda" and nbytes > SHARE * torch.cuda.mem_get_info(self._device)[0]:
+        if self._device.type == "cuda" and nbytes > MAX_MEMORY_FRACTION * torch.cuda.mem_get_info(self._device)[0]:
             self._skip(f"it has {nbytes / 2**20:,.0f} MiB, too much beside what is on the GPU")
             return
         whole.to(self._device)
@@ -93,24 +95,24 @@ class LayersCheck:
         for name, module in whole.named_modules():
             module.training = now[name].training if name in now else module.training
         layers = find_layers(whole)
-        call = Caller(whole, layers).bind(arguments)
+        call = ArgumentBinder(whole, layers).bind(arguments)
         trains, kind = whole.training, type(whole).__name__
-        modes = {module: module.training for module in whole.modules()}
+        training_modes = {module: module.training for module in whole.modules()}
         whole.eval()
-        judged = self._both(whole, layers, arguments, call)
-        if judged.startswith(FAILED):
-            self._skip(judged)
-        elif judged:
+        difference = self._run_both(whole, layers, arguments, call)
+        if difference.startswith(FAILED):
+            self._skip(difference)
+        elif difference:
             raise UsageError(
-                f"layers() of {kind} does not compute what its forward() computes: on the first microbatch {judged}; "
-                "calling the layers one after the other must be the model; let forward call self.layers() in order, "
-                "or make what it does besides a layer",
+                f"layers() of {kind} does not compute what its forward() computes: on the first microbatch "
+                f"{difference}; calling the layers one after the other must be the model; let forward call "
+                "self.layers() in order, or make what it does besides a layer",
                 everywhere=True,
             )
-        elif trains and not any(isinstance(module, SyncBatchNorm) for module in modes):  # would communicate
-            for module, training in modes.items():
+        elif trains and not any(isinstance(module, SyncBatchNorm) for module in training_modes):  # would communicate
+            for module, training in training_modes.items():
                 module.training = training
-            trained = self._both(whole, layers, arguments, call)
+            trained = self._run_both(whole, layers, arguments, call)
             if trained and not trained.startswith(FAILED):
                 logger.warning(
                     "layers() and forward() of %s agree in evaluation mode and not in training mode, with the same "
@@ -120,41 +122,43 @@ class LayersCheck:
                     trained,
                 )
 
-    def _both(self, whole: nn.Module, layers: Sequence[Layer], arguments: CallArguments, call: MicrobatchCall) -> str:
+    def _run_both(
+        self, whole: nn.Module, layers: Sequence[Layer], arguments: CallArguments, call: MicrobatchCall
+    ) -> str:
         """Run both with the same random numbers; return how they differ or that forward fails, empty if they agree."""
         buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             try:
-                with _same_draws(self._device), carrying({}):
+                with _same_random_numbers(self._device), carrying({}):
                     forward = arguments.call(whole)
             except Exception as error:
                 return f"{FAILED} {type(error).__name__}: {error}"
             for name, buffer in whole.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-            with _same_draws(self._device), carrying({}):
+            with _same_random_numbers(self._device), carrying({}):
                 return _difference(forward, run_layers(layers, call))
 
-    def _skip(self, why: str) -> None:
-        logger.info("layers() is not compared with forward(): %s", why)
+    def _skip(self, reason: str) -> None:
+        logger.info("layers() is not compared with forward(): %s", reason)
 
 
-def _kept(model: nn.Module, held: set[int]) -> nn.Module:
+def _whole_copy(model: nn.Module, held: set[int]) -> nn.Module:
     """Return a whole model in which only the tensors of this stage are copies."""
     memo: dict[int, Any] = {}
     for tensor in _tensors(model):
-        mine = tensor.detach().clone() if id(tensor) in held else tensor.detach()
-        memo[id(tensor)] = nn.Parameter(mine, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else mine
+        copied = tensor.detach().clone() if id(tensor) in held else tensor.detach()
+        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     return copy.deepcopy(model, memo)
 
 
-def _too_large(model: nn.Module, near: int) -> str:
-    """Return why a model is not kept, empty if it is; up to ``near`` ranks of this node keep one each."""
+def _too_large(model: nn.Module, local_ranks: int) -> str:
+    """Return why a model is not stored, empty if it is; up to ``local_ranks`` ranks of this node store one each."""
     tensors = _tensors(model)
     if any(tensor.is_meta for tensor in tensors):
         return "the model is on the meta device"
-    needed, free = near * sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"), free_memory()
-    if needed > SHARE * free:
+    needed, free = local_ranks * sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"), free_memory()
+    if needed > MAX_MEMORY_FRACTION * free:
         return f"the models of this node have {needed / 2**20:,.0f} MiB, of {free / 2**20:,.0f} MiB that are free"
     return ""
 
@@ -163,12 +167,12 @@ def free_memory() -> int:
     """Return the free bytes of host memory, within the limit of the job's cgroup."""
     rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), 0)
-    for most, used in CGROUP:
+    for limit, used in CGROUP:
         try:
-            left = int(Path("/sys/fs/cgroup", most).read_text()) - int(Path("/sys/fs/cgroup", used).read_text())
+            available = int(Path("/sys/fs/cgroup", limit).read_text()) - int(Path("/sys/fs/cgroup", used).read_text())
         except (OSError, ValueError):
             continue
-        free = min(free, max(left, 0))
+        free = min(free, max(available, 0))
     return free
 
 
@@ -177,7 +181,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 @contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
     """Restore the generators of torch, NumPy and Python after the ``with`` block."""
     numpy, python = np.random.get_state(), random.getstate()
     try:
@@ -190,37 +194,40 @@ def _same_draws(device: torch.device) -> Iterator[None]:
 
 def _difference(forward: Any, layers: Any) -> str:
     """Return how two results differ; empty if they are equal up to rounding."""
-    (one, mine), (other, theirs) = take_apart(forward), take_apart(layers)
-    if one != other or len(mine) != len(theirs):
-        return f"forward returned {_told(one, mine)}, layers() {_told(other, theirs)}"
+    (structure, tensors), (other_structure, other_tensors) = flatten(forward), flatten(layers)
+    different = (
+        f"forward returned {_described(structure, tensors)}, layers() {_described(other_structure, other_tensors)}"
+    )
+    if structure != other_structure or len(tensors) != len(other_tensors):
+        return different
     worst: tuple[float, str] = (0.0, "")
-    for a, b in zip(mine, theirs):
+    for a, b in zip(tensors, other_tensors):
         if a.shape != b.shape or a.dtype != b.dtype:
-            return f"forward returned {_told(one, mine)}, layers() {_told(other, theirs)}"
-        share, text = _largest(a, b)
-        if share > worst[0]:
-            worst = share, text
+            return different
+        ratio, text = _largest_difference(a, b)
+        if ratio > worst[0]:
+            worst = ratio, text
     return worst[1]
 
 
-def _largest(a: Tensor, b: Tensor) -> tuple[float, str]:
+def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, str]:
     """Return the largest difference relative to the tolerance, and its description if that is above 1."""
     if torch.equal(a, b) or not a.numel():
         return 0.0, ""
     wide = torch.complex128 if a.is_complex() else torch.float64
     x, y = a.to(wide), b.to(wide)
     same = (x == y) | (x.isnan() & y.isnan())
-    apart = torch.where(same, 0.0, (x - y).abs().nan_to_num(float("inf"), float("inf")))
-    largest, scale = float(apart.max()), max(float(each.abs().nan_to_num(0.0, 0.0, 0.0).max()) for each in (x, y))
-    allowed = (CLOSE.get(a.dtype, HALF_CLOSE) if a.is_floating_point() or a.is_complex() else 0.0) * scale
+    differences = torch.where(same, 0.0, (x - y).abs().nan_to_num(float("inf"), float("inf")))
+    largest, scale = float(differences.max()), max(float(each.abs().nan_to_num(0.0, 0.0, 0.0).max()) for each in (x, y))
+    allowed = (TOLERANCES.get(a.dtype, HALF_TOLERANCE) if a.is_floating_point() or a.is_complex() else 0.0) * scale
     if largest <= allowed:
         return 0.0, ""
-    at = int(apart.argmax())
-    values = [x.flatten()[at].item(), y.flatten()[at].item()]
+    index = int(differences.argmax())
+    values = [x.flatten()[index].item(), y.flatten()[index].item()]
     text = f"their outputs differ by up to {largest:.3g} (forward {values[0]:.6g}, layers {values[1]:.6g}"
     return largest / allowed if allowed else float("inf"), f"{text}; the largest output is {scale:.3g})"
 
 
-def _told(skeleton: Any, tensors: Sequence[Tensor]) -> str:
+def _described(skeleton: Any, tensors: Sequence[Tensor]) -> str:
     shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors)
     return f"a {type(skeleton).__name__} of {shapes}" if len(tensors) != 1 else shapes

@@ -30,16 +30,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.backward_from import backward_from
-from hpctrain.parallel.inputs import mapped, tensors_of
+from hpctrain.parallel.inputs import map_leaves, tensors_of
 from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
-from hpctrain.parallel.pipeline.partition import by_hand, check_parts, partition
+from hpctrain.parallel.pipeline.partition import check_parts, explicit_partition, partition
 from hpctrain.parallel.skip import carrying
 
-Running = Callable[[Any], Any]
+LayerCall = Callable[[Any], Any]
 MEASURES = ("compute", "time", "parameters")
-_LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-_MULTIPLIED = 2  # a parameter with at least this many dims is multiplied with the input
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_MATRIX_DIMS = 2  # a parameter with at least this many dims is multiplied with the input
 
 
 def costs(
@@ -71,11 +71,11 @@ def estimated(module: nn.Module) -> float:
     """Return the operations of a module's forward pass for one position, estimated from its weights."""
     total = 0.0
     for part in module.modules():
-        beside = getattr(part, "flops_beside_weights", None)
-        total += float(beside()) if callable(beside) else 0.0
+        extra = getattr(part, "flops_beside_weights", None)
+        total += float(extra()) if callable(extra) else 0.0
         for parameter in part.parameters(recurse=False):
-            if not isinstance(part, _LOOKED_UP):
-                total += parameter.numel() * (2 if parameter.ndim >= _MULTIPLIED else 1)
+            if not isinstance(part, _EMBEDDINGS):
+                total += parameter.numel() * (2 if parameter.ndim >= _MATRIX_DIMS else 1)
     return total
 
 
@@ -83,13 +83,13 @@ def counted(layers: Sequence[Layer], example: Any) -> list[float]:
     """Return the operations of each layer's forward pass on an example, of which only shape and dtype are used."""
     found = []
 
-    def run(call: Running, x: Any) -> Any:
+    def run(call: LayerCall, x: Any) -> Any:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             result = call(x)
         found.append(float(counter.get_total_flops()))
         return result
 
-    _walk(layers, example, torch.device("meta"), run)
+    _run_each(layers, example, torch.device("meta"), run)
     return found
 
 
@@ -101,60 +101,60 @@ def measured(layers: Sequence[Layer], example: Any, device: torch.device, repeat
     """
     found = []
 
-    def run(call: Running, x: Any) -> Any:
+    def run(call: LayerCall, x: Any) -> Any:
         result, _ = _timed(call, x, device)  # warm-up
         found.append(statistics.median(_timed(call, x, device)[1] for _ in range(repeats)))
         return result
 
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        _walk(layers, example, device, run)
+        _run_each(layers, example, device, run)
     return found
 
 
-def _walk(
-    layers: Sequence[Layer], example: Any, device: torch.device, run: Callable[[Running, Any], Any]
+def _run_each(
+    layers: Sequence[Layer], example: Any, device: torch.device, run: Callable[[LayerCall, Any], Any]
 ) -> None:
     """Pass ``run`` a callable for a copy of each layer, and the output of the previous layer."""
-    given = mapped(MicrobatchCall.of(example), lambda one: one.detach().to(device))
+    given = map_leaves(MicrobatchCall.of(example), lambda one: one.detach().to(device))
     x: Any = given
-    kept: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for layer in layers:
         try:
-            x = run(_calling(replace(layer, module=_copy(layer.module, device)), given, kept), x)
+            x = run(_callable(replace(layer, module=_copy(layer.module, device)), given, stored), x)
         except Exception as error:
             error.add_note(f"(in layer {layer.name}, run on an example to find out what it costs)")
             raise
-        x = mapped(x, lambda one: one.detach())
+        x = map_leaves(x, lambda one: one.detach())
 
 
-def _calling(layer: Layer, given: MicrobatchCall, kept: dict[str, Tensor]) -> Running:
+def _callable(layer: Layer, given: MicrobatchCall, stored: dict[str, Tensor]) -> LayerCall:
     """Return a function that runs a layer; each run sees the same tensors stored by earlier ``Keep`` layers."""
-    before = {name: one.detach() for name, one in kept.items()}
+    before = {name: one.detach() for name, one in stored.items()}
 
     def call(x: Any) -> Any:
-        kept.clear()
-        kept.update(before)
-        with carrying(kept):
-            return x.first(layer) if isinstance(x, MicrobatchCall) else call_layer(layer, x, given.named)
+        stored.clear()
+        stored.update(before)
+        with carrying(stored):
+            return x.call_first(layer) if isinstance(x, MicrobatchCall) else call_layer(layer, x, given.named)
 
     return call
 
 
-def _timed(call: Running, x: Any, device: torch.device) -> tuple[Any, float]:
-    x = mapped(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
-    _finish(device)
+def _timed(call: LayerCall, x: Any, device: torch.device) -> tuple[Any, float]:
+    x = map_leaves(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
+    _synchronize(device)
     start = time.perf_counter()
     with torch.enable_grad():
         result = call(x)
     outputs = [one for one in tensors_of(result) if one.requires_grad]
     if outputs:
         backward_from(outputs, [torch.ones_like(one) for one in outputs])
-    _finish(device)
+    _synchronize(device)
     return result, time.perf_counter() - start
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -165,17 +165,17 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
     with _without_gradients(module):
         for tensor in [*module.parameters(), *module.buffers()]:
             if tensor.device != device:
-                memo[id(tensor)] = _on(tensor, device)
+                memo[id(tensor)] = _copied_tensor(tensor, device)
         return copy.deepcopy(module, memo)
 
 
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_like(tensor, device=device)
+def _copied_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    copied = torch.empty_like(tensor, device=device)
     if not tensor.is_meta and device.type != "meta":
-        made.copy_(tensor.detach())
+        copied.copy_(tensor.detach())
     elif device.type != "meta":
-        made.fill_(0.01) if made.is_floating_point() else made.zero_()
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        copied.fill_(0.01) if copied.is_floating_point() else copied.zero_()
+    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
 @contextmanager
@@ -210,5 +210,5 @@ def balance(
     """
     check_parts(len(layers), parts)
     if not isinstance(how, str):
-        return by_hand([layer.name for layer in layers], parts, how)
+        return explicit_partition([layer.name for layer in layers], parts, how)
     return partition(costs(layers, how, example, device), parts)

@@ -13,18 +13,18 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.actions import Action, ActionKind
 from hpctrain.parallel.pipeline.schedules import Schedule
 
-Done = tuple[str, int, int]  # dependency: "activations" or "gradients" of a chunk's inputs, chunk, microbatch
+Dependency = tuple[str, int, int]  # dependency: "activations" or "gradients" of a chunk's inputs, chunk, microbatch
 
 
 @dataclass(frozen=True)
 class ExecutionOrder:
-    """Actions in an executable order, and the actions at which ranks are ``stuck``."""
+    """Actions in an executable order, and the actions at which ranks are ``blocked``."""
 
     actions: list[tuple[int, Action]]
-    stuck: dict[int, Action]
+    blocked: dict[int, Action]
 
 
-def needs(action: Action, chunks: int) -> Iterator[Done]:
+def needs(action: Action, chunks: int) -> Iterator[Dependency]:
     """Yield the dependencies of an action: passes of the neighbouring chunks, and earlier passes of its own chunk."""
     chunk, microbatch = action.chunk, action.microbatch
     if action.kind is ActionKind.FORWARD and chunk:
@@ -37,7 +37,7 @@ def needs(action: Action, chunks: int) -> Iterator[Done]:
         yield "gradients", chunk, microbatch
 
 
-def gives(action: Action) -> Done | None:
+def satisfies(action: Action) -> Dependency | None:
     """Return the dependency that an action satisfies."""
     if action.kind is ActionKind.FORWARD:
         return "activations", action.chunk, action.microbatch
@@ -46,30 +46,38 @@ def gives(action: Action) -> Done | None:
     return None
 
 
-def playable(schedule: Schedule) -> ExecutionOrder:
+def execution_order(schedule: Schedule) -> ExecutionOrder:
     """Execute a schedule symbolically, as far as possible, and return the order."""
-    done: set[Done | None] = set()
-    places = [0] * schedule.ranks
+    done: set[Dependency | None] = set()
+    positions = [0] * schedule.ranks
     order: list[tuple[int, Action]] = []
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, actions in enumerate(schedule.actions):
-            while places[rank] < len(actions) and done.issuperset(needs(actions[places[rank]], schedule.chunks)):
-                action = actions[places[rank]]
-                done.add(gives(action))
+            while positions[rank] < len(actions) and done.issuperset(needs(actions[positions[rank]], schedule.chunks)):
+                action = actions[positions[rank]]
+                done.add(satisfies(action))
                 order.append((rank, action))
-                places[rank] += 1
-                moved = True
-    left = {rank: actions[places[rank]] for rank, actions in enumerate(schedule.actions) if places[rank] < len(actions)}
-    return ExecutionOrder(order, left)
+                positions[rank] += 1
+                progressed = True
+    blocked = {
+        rank: actions[positions[rank]]
+        for rank, actions in enumerate(schedule.actions)
+        if positions[rank] < len(actions)
+    }
+    return ExecutionOrder(order, blocked)
 
 
 # Validation of a pipeline schedule against the rules of every schedule; schedules from ``make`` always pass -----------
 
 
 # Together these leave no pass out: a microbatch without a whole backward pass has both halves.
-_ONCE = ((ActionKind.FORWARD,), (ActionKind.BACKWARD, ActionKind.INPUT), (ActionKind.BACKWARD, ActionKind.WEIGHT))
+_EXACTLY_ONCE = (
+    (ActionKind.FORWARD,),
+    (ActionKind.BACKWARD, ActionKind.INPUT),
+    (ActionKind.BACKWARD, ActionKind.WEIGHT),
+)
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -81,26 +89,26 @@ def check_schedule(schedule: Schedule) -> None:
     buffered sends, no rank waits forever.
     """
     if len(schedule.actions) != schedule.ranks or schedule.chunks % schedule.ranks:
-        raise _refused(schedule, f"{len(schedule.actions)} lists of actions, {schedule.chunks} chunks")
+        raise _error(schedule, f"{len(schedule.actions)} lists of actions, {schedule.chunks} chunks")
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if not 0 <= action.chunk < schedule.chunks or schedule.rank_of(action.chunk) != rank:
-                raise _refused(schedule, f"{action} of chunk {action.chunk} on rank {rank}, which does not hold it")
+                raise _error(schedule, f"{action} of chunk {action.chunk} on rank {rank}, which does not hold it")
         _check_updates(schedule, actions)
         for chunk in range(rank, schedule.chunks, schedule.ranks):
             _check_chunk(schedule, [action for action in actions if action.chunk == chunk], chunk)
-    stuck = playable(schedule).stuck
-    if stuck:
-        waits = ", ".join(f"rank {rank} in {action} of chunk {action.chunk}" for rank, action in stuck.items())
-        raise _refused(schedule, f"ranks wait for each other: {waits}")
+    blocked = execution_order(schedule).blocked
+    if blocked:
+        waits = ", ".join(f"rank {rank} in {action} of chunk {action.chunk}" for rank, action in blocked.items())
+        raise _error(schedule, f"ranks wait for each other: {waits}")
 
 
 def _check_chunk(schedule: Schedule, actions: list[Action], chunk: int) -> None:
-    for kinds in _ONCE:
+    for kinds in _EXACTLY_ONCE:
         found = [action.microbatch for action in actions if action.kind in kinds]
         if found != list(range(schedule.microbatches)):
             names = " or ".join(kind.word for kind in kinds)
-            raise _refused(schedule, f"{names} passes of chunk {chunk} come as {found}")
+            raise _error(schedule, f"{names} passes of chunk {chunk} come as {found}")
 
 
 def _check_updates(schedule: Schedule, actions: tuple[Action, ...]) -> None:
@@ -108,8 +116,8 @@ def _check_updates(schedule: Schedule, actions: tuple[Action, ...]) -> None:
     for before, action in zip((None, *actions), actions):
         if action.kind is ActionKind.UPDATE:
             if before != Action(ActionKind.BACKWARD, action.chunk, action.microbatch) or action.microbatch == last:
-                raise _refused(schedule, f"{action} of chunk {action.chunk} after {before}")
+                raise _error(schedule, f"{action} of chunk {action.chunk} after {before}")
 
 
-def _refused(schedule: Schedule, why: str) -> UsageError:
-    return UsageError(f"the schedule {schedule.name} cannot be executed: {why}", everywhere=True)
+def _error(schedule: Schedule, reason: str) -> UsageError:
+    return UsageError(f"the schedule {schedule.name} cannot be executed: {reason}", everywhere=True)

@@ -33,21 +33,21 @@ def prune(model: nn.Module, layers: Sequence[Layer], held: Collection[int]) -> N
     Tensors that a held layer shares stay in every module. ``layers`` is the result of
     ``find_layers``.
     """
-    stay = {id(tensor) for number in held for tensor in _tensors(layers[number].module)}
+    kept_ids = {id(tensor) for number in held for tensor in _tensors(layers[number].module)}
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             for name, tensor in list(own.items()):
-                if tensor is not None and id(tensor) not in stay:
-                    _take_out(module, name, tensor)
+                if tensor is not None and id(tensor) not in kept_ids:
+                    _remove(module, name, tensor)
 
 
-def _take_out(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _remove(module: nn.Module, name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         vars(module).setdefault(REMOVED, {})[name] = tensor
     setattr(module, name, None)  # not through the dictionary: recurrent layers keep their own list
 
 
-def tied(layers: Sequence[Layer], chunks: Sequence[Collection[int]]) -> list[TiedParameter]:
+def tied_parameters(layers: Sequence[Layer], chunks: Sequence[Collection[int]]) -> list[TiedParameter]:
     """Return the parameters that layers of different chunks share, in the model's order; call it before ``prune``."""
     uses: dict[nn.Parameter, list[tuple[str, int]]] = {}
     home = {number: chunk for chunk, numbers in enumerate(chunks) for number in numbers}
@@ -90,28 +90,28 @@ class TiedGradients:
     ) -> None:
         self._model = model
         self._groups: list[tuple[str, Communicator]] = []
-        self._elsewhere: set[str] = set()  # names that an earlier stage counts
+        self._counted_elsewhere: set[str] = set()  # names that an earlier stage counts
         for each in shared:
             owners = sorted({chunk % comm.size for chunk in each.chunks})
             if len(owners) == 1:
                 continue
-            part = comm.split(0 if comm.rank in owners else 1)
+            group = comm.split(0 if comm.rank in owners else 1)
             if comm.rank not in owners:
-                part.free()
+                group.free()
                 continue
-            self._groups.append((each.names[0], part))
+            self._groups.append((each.names[0], group))
             if comm.rank != each.chunks[0] % comm.size:
-                self._elsewhere |= set(each.names)
+                self._counted_elsewhere |= set(each.names)
 
     def reduce(self) -> None:
         """Sum the gradients of tied parameters over their stages; the gradients must be complete. Collective."""
-        for name, part in self._groups:
+        for name, group in self._groups:
             parameter = self._model.get_parameter(name)
-            if any(part.all_gather_object(parameter.grad is not None)):
+            if any(group.all_gather_object(parameter.grad is not None)):
                 if parameter.grad is None:
                     parameter.grad = parameter.new_zeros(parameter.shape)
-                part.all_reduce(parameter.grad)
+                group.all_reduce(parameter.grad)
 
     def counts(self, name: str) -> bool:
         """Return whether this stage is the one that counts a parameter, where each parameter counts once."""
-        return name not in self._elsewhere
+        return name not in self._counted_elsewhere

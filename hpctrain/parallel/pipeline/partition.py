@@ -19,8 +19,8 @@ def partition(costs: Sequence[float], parts: int) -> list[range]:
     check_parts(len(costs), parts)
     if any(not 0 <= cost < float("inf") for cost in costs):
         raise UsageError(f"layers that cost {list(costs)}: costs must be finite and not negative", everywhere=True)
-    before = [0.0, *accumulate(costs)]
-    limit = _smallest_largest(before, parts)
+    cumulative = [0.0, *accumulate(costs)]
+    limit = _smallest_largest(cumulative, parts)
     count = len(costs)
     # squares[end]: smallest sum of squares for cutting the layers before `end` into the parts so far
     squares = [0.0] + [float("inf")] * count
@@ -29,7 +29,7 @@ def partition(costs: Sequence[float], parts: int) -> list[range]:
         best, start_of = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(1, count + 1):
             for start in range(end - 1, -1, -1):
-                size = before[end] - before[start]
+                size = cumulative[end] - cumulative[start]
                 if size > limit:
                     break
                 if squares[start] + size**2 < best[end]:
@@ -42,15 +42,15 @@ def partition(costs: Sequence[float], parts: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(reversed(cuts))]
 
 
-def _smallest_largest(before: Sequence[float], parts: int) -> float:
-    """Return the smallest possible cost of the most expensive part; ``before`` are cumulative costs."""
-    count = len(before) - 1
+def _smallest_largest(cumulative: Sequence[float], parts: int) -> float:
+    """Return the smallest possible cost of the most expensive part; ``cumulative`` are cumulative costs."""
+    count = len(cumulative) - 1
     largest = [0.0] + [float("inf")] * count  # [end]: for the layers before `end`, in the parts so far
     for _ in range(parts):
         best = [float("inf")] * (count + 1)
         for end in range(1, count + 1):
             for start in range(end - 1, -1, -1):
-                size = before[end] - before[start]
+                size = cumulative[end] - cumulative[start]
                 if size >= best[end]:
                     break
                 best[end] = min(best[end], max(largest[start], size))
@@ -58,7 +58,7 @@ def _smallest_largest(before: Sequence[float], parts: int) -> float:
     return largest[count]
 
 
-def by_hand(names: Sequence[str], parts: int, chosen: Sequence[int | str]) -> list[range]:
+def explicit_partition(names: Sequence[str], parts: int, chosen: Sequence[int | str]) -> list[range]:
     """Cut a sequence of named layers as the user specifies: by numbers of layers, or by the names at which parts begin.
 
     The names are those of the layers at which the second and later parts begin. The first layer may
@@ -70,26 +70,26 @@ def by_hand(names: Sequence[str], parts: int, chosen: Sequence[int | str]) -> li
     elif chosen and all(isinstance(one, int) and not isinstance(one, bool) for one in chosen):
         starts = _sums(names, parts, [int(one) for one in chosen])
     else:
-        raise _refused(chosen, "must be numbers of layers, or names of layers at which stages begin")
+        raise _error(chosen, "must be numbers of layers, or names of layers at which stages begin")
     return [range(start, end) for start, end in pairwise([*starts, len(names)])]
 
 
 def _starts(names: Sequence[str], parts: int, chosen: list[str]) -> list[int]:
     unknown = [name for name in chosen if name not in names]
     if unknown:
-        raise _refused(chosen, f"there is no layer {unknown[0]}, layers are {_listed(names)}")
+        raise _error(chosen, f"there is no layer {unknown[0]}, layers are {_listed(names)}")
     starts = sorted({0, *(names.index(name) for name in chosen)})
-    places = [names.index(name) for name in chosen]
-    if places != sorted(set(places)):
-        raise _refused(chosen, "layers must be named in the order of the model, each once")
+    indices = [names.index(name) for name in chosen]
+    if indices != sorted(set(indices)):
+        raise _error(chosen, "layers must be named in the order of the model, each once")
     if len(starts) != parts:
-        raise _refused(chosen, f"makes {len(starts)} stages of the {parts} that are needed")
+        raise _error(chosen, f"makes {len(starts)} stages of the {parts} that are needed")
     return starts
 
 
 def _sums(names: Sequence[str], parts: int, chosen: list[int]) -> list[int]:
     if len(chosen) != parts or min(chosen) < 1 or sum(chosen) != len(names):
-        raise _refused(chosen, f"must be {parts} numbers above 0 with the sum {len(names)}, the model's layers")
+        raise _error(chosen, f"must be {parts} numbers above 0 with the sum {len(names)}, the model's layers")
     return [0, *accumulate(chosen)][:-1]
 
 
@@ -109,5 +109,5 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:6])}, ... {', '.join(names[-5:])}"
 
 
-def _refused(chosen: Sequence[int | str], why: str) -> UsageError:
-    return UsageError(f"setting parallel.partition = {list(chosen)}: {why}", everywhere=True)
+def _error(chosen: Sequence[int | str], reason: str) -> UsageError:
+    return UsageError(f"setting parallel.partition = {list(chosen)}: {reason}", everywhere=True)

@@ -15,16 +15,16 @@ from hpctrain.comm.agreement import on_first_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.config import MICROBATCHES_PER_STAGE, ParallelSettings, largest_divisor, microbatches_for
-from hpctrain.parallel.inputs import ONE_TENSOR, CallArguments, cut, put_together, samples_of
+from hpctrain.parallel.inputs import ONE_TENSOR, CallArguments, cut, samples_of, unflatten
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall
-from hpctrain.parallel.pipeline.channels import Parcel
+from hpctrain.parallel.pipeline.calls import ArgumentBinder, MicrobatchCall
+from hpctrain.parallel.pipeline.channels import MessageFormat
+from hpctrain.parallel.pipeline.chunk_channels import ChunkChannels
 from hpctrain.parallel.pipeline.compare import LayersCheck
 from hpctrain.parallel.pipeline.costs import MEASURES, balance
 from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StepInput
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.pipeline.parameters import TiedGradients, TiedParameter, prune, tied
-from hpctrain.parallel.pipeline.route import Route
+from hpctrain.parallel.pipeline.parameters import TiedGradients, TiedParameter, prune, tied_parameters
 from hpctrain.parallel.pipeline.schedules import Schedule, forward_only, make
 from hpctrain.parallel.pipeline.stage import Chunk, PassGenerators, Run, Tensors, make_chunks
 from hpctrain.parallel.pipeline.weight_stashing import StashedWeights
@@ -35,8 +35,8 @@ class Pipeline:
 
     Parameters and buffers of other stages are removed from the model, in place. A call with inputs
     computes forward through all stages, and every rank gets the outputs; ``train`` computes
-    gradients. ``replica`` is this rank's index on the data axis, ``near`` the number of ranks on
-    this node.
+    gradients. ``replica`` is this rank's index on the data axis, ``local_ranks`` the number of ranks
+    on this node.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class Pipeline:
         example: Any = None,
         *,
         replica: int = 0,
-        near: int = 1,
+        local_ranks: int = 1,
     ) -> None:
         self.model, self.comm, self.settings, self.device = model, comm, settings, device
         count = comm.size * settings.chunks_a_rank
         make(settings.schedule, comm.size, comm.size * count, settings.chunks_a_rank)  # validates the schedule
         layers = find_layers(model)
-        self._caller = Caller(model, layers)
-        shown = None if example is None else CallArguments.of(example)
-        cuts = self._cuts(layers, count, None if shown is None else self._caller.bind(shown))
-        shared = tied(layers, cuts)
+        self._caller = ArgumentBinder(model, layers)
+        example_call = None if example is None else CallArguments.of(example)
+        cuts = self._cuts(layers, count, None if example_call is None else self._caller.bind(example_call))
+        shared = tied_parameters(layers, cuts)
         self._count = count
         self.held = held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
         chunks = make_chunks(layers, cuts)
         self._chunks: dict[int, Chunk] = {chunk: chunks[chunk] for chunk in held}
-        self.check = LayersCheck(model, comm, near, device, _tensors(self._chunks.values()))
-        if shown is not None:
-            self.check(shown.changed(lambda tensor: tensor.to(device)))
+        self.check = LayersCheck(model, comm, local_ranks, device, _tensors(self._chunks.values()))
+        if example_call is not None:
+            self.check(example_call.changed(lambda tensor: tensor.to(device)))
         prune(model, layers, [number for chunk in held for number in cuts[chunk]])
         self.layers = [[layers[number].name for number in cut] for cut in cuts]
         self.modules = [[layers[number].module for number in cut] for cut in cuts]
@@ -74,14 +74,14 @@ class Pipeline:
         if settings.schedule == "pipedream":
             self._refuse_tied(shared)
             self.versions = StashedWeights(model, make("pipedream", comm.size, count).live(comm.rank))
-        self._engine = ScheduleExecutor(self._chunks, count, device, self.versions)
+        self._executor = ScheduleExecutor(self._chunks, count, device, self.versions)
         self._generators = PassGenerators(device, (comm.rank, replica))
-        self._routes: dict[Hashable, Route] = {}
-        self._compares = True  # the inputs of the stages
+        self._channels: dict[Hashable, ChunkChannels] = {}
+        self._check_inputs = True  # the inputs of the stages
 
     def skip_checks(self) -> None:
         """Skip the checks of the first pass."""
-        self._compares = False
+        self._check_inputs = False
         self.check.drop()
 
     # Passes -----------------------------------------------------------------------------------------------------------
@@ -89,23 +89,25 @@ class Pipeline:
     def train(self, inputs: Any, targets: Any, objective: Objective, weight: float) -> Tensor:
         """Accumulate the gradients of weight x loss in this rank's parameters; return that loss on every rank."""
         arguments = CallArguments.of(inputs)
-        pieces = microbatches_for(self.settings, arguments.samples)
-        schedule = make(self.settings.schedule, self.comm.size, pieces, self.settings.chunks_a_rank)
-        route, work = self._prepare(schedule, arguments, targets, objective, weight)
+        microbatches = microbatches_for(self.settings, arguments.samples)
+        schedule = make(self.settings.schedule, self.comm.size, microbatches, self.settings.chunks_a_rank)
+        channels, step_input = self._prepare(schedule, arguments, targets, objective, weight)
         if self.versions is not None:
             self.versions.begin(objective)
-        with self._generators.drawing():
-            total = self._engine.train(schedule, route, work, self.comm.rank)
-        return self._tell(total)
+        with self._generators.own_stream():
+            total = self._executor.train(schedule, channels, step_input, self.comm.rank)
+        return self._broadcast_loss(total)
 
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
         """Return the loss on every rank."""
         arguments = CallArguments.of(inputs)
-        pieces = largest_divisor(arguments.samples, self.settings.microbatches or MICROBATCHES_PER_STAGE * self.comm.size)
-        schedule = forward_only(self.comm.size, pieces, self.settings.chunks_a_rank)
-        route, work = self._prepare(schedule, arguments, targets, objective, 1.0)
-        with self._generators.drawing():
-            return self._tell(self._engine.measure(schedule, route, work, self.comm.rank))
+        microbatches = largest_divisor(
+            arguments.samples, self.settings.microbatches or MICROBATCHES_PER_STAGE * self.comm.size
+        )
+        schedule = forward_only(self.comm.size, microbatches, self.settings.chunks_a_rank)
+        channels, step_input = self._prepare(schedule, arguments, targets, objective, 1.0)
+        with self._generators.own_stream():
+            return self._broadcast_loss(self._executor.measure(schedule, channels, step_input, self.comm.rank))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute forward through all stages, one after the other; every rank gets the outputs."""
@@ -120,16 +122,16 @@ class Pipeline:
         self.check(arguments)
         call = self._caller.bind(arguments)
         values: tuple[Tensor, ...] = ()
-        parcel = Parcel(())
-        with self._generators.drawing():
+        message_format = MessageFormat(())
+        with self._generators.own_stream():
             for chunk in range(self._count):
                 found = None
                 if chunk in self._chunks:
-                    outputs = self._chunks[chunk](values, parcel.structure, call)
-                    values, found = outputs.tensors, Parcel.of(outputs.tensors, outputs.structure)
-                parcel = self._agree(found, chunk)
-                values = self._spread(values, parcel, chunk % self.comm.size)
-        return put_together(parcel.structure, values)
+                    outputs = self._chunks[chunk](values, message_format.structure, call)
+                    values, found = outputs.tensors, MessageFormat.of(outputs.tensors, outputs.structure)
+                message_format = self._broadcast_format(found, chunk)
+                values = self._broadcast_outputs(values, message_format, chunk % self.comm.size)
+        return unflatten(message_format.structure, values)
 
     def watch(self, after: Callable[[int, Tensors, Tensors, Run], None]) -> None:
         """Call ``after(chunk, inputs, outputs, run)`` after each forward pass of a chunk that this rank holds.
@@ -144,40 +146,42 @@ class Pipeline:
         """Return the layers of a chunk that this rank holds."""
         return self._chunks[chunk].layers
 
-    def _spread(self, values: tuple[Tensor, ...], parcel: Parcel, root: int) -> tuple[Tensor, ...]:
+    def _broadcast_outputs(
+        self, values: tuple[Tensor, ...], message_format: MessageFormat, root: int
+    ) -> tuple[Tensor, ...]:
         """Broadcast a chunk's outputs to all ranks: more than is needed, in passes that are not time-critical."""
         if self.comm.rank != root:
-            values = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in parcel.specs)
+            values = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in message_format.specs)
         return tuple(self.comm.broadcast(value.contiguous(), root) for value in values)
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
     def _prepare(
         self, schedule: Schedule, arguments: CallArguments, targets: Any, objective: Objective, weight: float
-    ) -> tuple[Route, StepInput]:
-        """Split a batch into microbatches; return it with the links for their shape, created on first use."""
+    ) -> tuple[ChunkChannels, StepInput]:
+        """Split a batch into microbatches; return it with the channels for their shape, created on first use."""
         samples = samples_of({"targets": targets}, "targets")
         if samples != arguments.samples:
             raise UsageError(
                 f"inputs of {arguments.samples} samples and targets of {samples}; allowed are equal numbers of samples",
                 everywhere=True,
             )
-        pieces = arguments.cut(schedule.microbatches)
-        key = (schedule.name, schedule.microbatches, pieces[0].key(), objective.dtype)
-        calls = [self._caller.bind(piece) for piece in pieces]
-        if key not in self._routes:
-            self._check_alike(arguments)
-            self.check(pieces[0])
-            parcels = self._parcels(calls[0], objective)
-            self._routes[key] = Route(self.comm, schedule, parcels, self.device)
-        work = StepInput(calls, cut(targets, schedule.microbatches), objective, weight)
-        return self._routes[key], work
+        microbatches = arguments.cut(schedule.microbatches)
+        key = (schedule.name, schedule.microbatches, microbatches[0].key(), objective.dtype)
+        calls = [self._caller.bind(microbatch) for microbatch in microbatches]
+        if key not in self._channels:
+            self._check_same_inputs(arguments)
+            self.check(microbatches[0])
+            message_formats = self._message_formats(calls[0], objective)
+            self._channels[key] = ChunkChannels(self.comm, schedule, message_formats, self.device)
+        step_input = StepInput(calls, cut(targets, schedule.microbatches), objective, weight)
+        return self._channels[key], step_input
 
-    def _check_alike(self, arguments: CallArguments) -> None:
+    def _check_same_inputs(self, arguments: CallArguments) -> None:
         """Raise ``MismatchError`` if the stages get different inputs in the first pass."""
-        if not self._compares:
+        if not self._check_inputs:
             return
-        self._compares = False
+        self._check_inputs = False
         digests = self.comm.all_gather_object(arguments.digest())
         other = next((stage for stage, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
@@ -189,39 +193,39 @@ class Pipeline:
             )
 
     @torch.no_grad()
-    def _parcels(self, call: MicrobatchCall, objective: Objective) -> list[Parcel]:
+    def _message_formats(self, call: MicrobatchCall, objective: Objective) -> list[MessageFormat]:
         """Return the message formats between chunks, from a forward pass on zeros."""
-        parcels: list[Parcel] = []
+        message_formats: list[MessageFormat] = []
         values: tuple[Tensor, ...] = ()
-        with self._judging(), self._generators.untouched():
+        with self._evaluation_mode(), self._generators.preserved():
             for chunk in range(self._count - 1):
                 found = None
                 if chunk in self._chunks:
                     if chunk:
-                        specs = parcels[-1].specs
+                        specs = message_formats[-1].specs
                         values = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in specs)
-                    structure = parcels[-1].structure if chunk else ONE_TENSOR
+                    structure = message_formats[-1].structure if chunk else ONE_TENSOR
                     with objective.computing(self.device):
                         outputs = self._chunks[chunk](values, structure, call)
-                    found = Parcel.of(outputs.tensors, outputs.structure)
-                parcels.append(self._agree(found, chunk))
-        return parcels
+                    found = MessageFormat.of(outputs.tensors, outputs.structure)
+                message_formats.append(self._broadcast_format(found, chunk))
+        return message_formats
 
-    def _agree(self, found: Parcel | None, chunk: int) -> Parcel:
+    def _broadcast_format(self, found: MessageFormat | None, chunk: int) -> MessageFormat:
         """Broadcast the message format that the holder of a chunk has found."""
-        parcel: Parcel = self.comm.broadcast_object(found, root=chunk % self.comm.size)
-        return parcel
+        message_format: MessageFormat = self.comm.broadcast_object(found, root=chunk % self.comm.size)
+        return message_format
 
     def _cuts(self, layers: Sequence[Layer], count: int, example: MicrobatchCall | None) -> list[range]:
         """Return the layers of each chunk: the result of rank 0, because measured times differ between ranks."""
-        how = by_hand_or(self.settings.partition)
+        how = parse_partition(self.settings.partition)
         # Counting loads torch's compiler, which takes seconds; without convolutions the weights suffice.
         convolves = any(isinstance(module, _ConvNd) for layer in layers for module in layer.module.modules())
-        shown = example if how == "time" or convolves else None
-        return on_first_rank(self.comm, lambda: balance(layers, count, how, shown, self.device))
+        example_call = example if how == "time" or convolves else None
+        return on_first_rank(self.comm, lambda: balance(layers, count, how, example_call, self.device))
 
     @contextmanager
-    def _judging(self) -> Iterator[None]:
+    def _evaluation_mode(self) -> Iterator[None]:
         """Set modules to evaluation mode for the ``with`` block: no dropout, and no change of statistics."""
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
@@ -231,7 +235,7 @@ class Pipeline:
             for module, before in training.items():
                 module.training = before
 
-    def _tell(self, total: Tensor) -> Tensor:
+    def _broadcast_loss(self, total: Tensor) -> Tensor:
         """Broadcast a value of the last stage to every rank."""
         self.comm.broadcast(total, root=self.comm.size - 1)
         return total
@@ -245,7 +249,7 @@ class Pipeline:
             )
 
 
-def by_hand_or(partition: str) -> str | list[int | str]:
+def parse_partition(partition: str) -> str | list[int | str]:
     """Return the value of ``parallel.partition``: a measure, or its comma-separated numbers or names."""
     words = [word.strip() for word in partition.split(",")]
     if words == [partition] and partition in MEASURES:

@@ -43,11 +43,11 @@ def one_f_one_b(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Act
     return [_one_f_one_b_actions(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)]
 
 
-def _one_f_one_b_actions(rank: int, ahead: int, microbatches: int) -> Actions:
-    actions = [forward(rank, number) for number in range(ahead)]
+def _one_f_one_b_actions(rank: int, warmup: int, microbatches: int) -> Actions:
+    actions = [forward(rank, number) for number in range(warmup)]
     for number in range(microbatches):
-        if number + ahead < microbatches:
-            actions.append(forward(rank, number + ahead))
+        if number + warmup < microbatches:
+            actions.append(forward(rank, number + warmup))
         actions.append(backward(rank, number))
     return actions
 
@@ -74,30 +74,30 @@ def interleaved(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Act
 
 def _interleaved_actions(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     total = microbatches * chunks
-    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, total)
-    passes = [_place(number, ranks, chunks) for number in range(total)]
+    warmup = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, total)
+    passes = [_chunk_and_microbatch(number, ranks, chunks) for number in range(total)]
 
     def forward_of(number: int) -> Action:
-        local, microbatch = passes[number]
-        return forward(local * ranks + rank, microbatch)
+        local_chunk, microbatch = passes[number]
+        return forward(local_chunk * ranks + rank, microbatch)
 
     def backward_of(number: int) -> Action:
-        local, microbatch = passes[number]
-        return backward((chunks - 1 - local) * ranks + rank, microbatch)
+        local_chunk, microbatch = passes[number]
+        return backward((chunks - 1 - local_chunk) * ranks + rank, microbatch)
 
-    actions = [forward_of(number) for number in range(ahead)]
+    actions = [forward_of(number) for number in range(warmup)]
     for number in range(total):
-        if number + ahead < total:
-            actions.append(forward_of(number + ahead))
+        if number + warmup < total:
+            actions.append(forward_of(number + warmup))
         actions.append(backward_of(number))
     return actions
 
 
-def _place(number: int, ranks: int, chunks: int) -> tuple[int, int]:
+def _chunk_and_microbatch(number: int, ranks: int, chunks: int) -> tuple[int, int]:
     """Return the local chunk and the microbatch of the pass with a number: groups, then chunks, then microbatches."""
     group, within = divmod(number, ranks * chunks)
-    local, place = divmod(within, ranks)
-    return local, group * ranks + place
+    local_chunk, position = divmod(within, ranks)
+    return local_chunk, group * ranks + position
 
 
 # PipeDream schedule
@@ -152,7 +152,7 @@ def _split(rank: int, actions: Actions) -> Actions:
     return found + waiting
 
 
-# Pipeline schedules: plain lists of actions per rank, which the engine executes and a plot shows ----------------------
+# Pipeline schedules: plain lists of actions per rank, which the executor runs and a plot shows ----------------------
 
 
 __all__ = ["SCHEDULES", "Action", "Actions", "ActionKind", "Schedule", "forward_only", "make"]
@@ -194,15 +194,15 @@ class Schedule:
 
     def live(self, rank: int) -> int:
         """Return the largest number of microbatches whose activations a rank holds at once, counted per chunk."""
-        most = now = 0
+        peak = current = 0
         for action in self.actions[rank]:
-            now += CHANGE.get(action.kind, 0)
-            most = max(most, now)
-        return most
+            current += LIVE_CHANGE.get(action.kind, 0)
+            peak = max(peak, current)
+        return peak
 
 
 # Change that an action makes to the number of microbatches whose activations are held.
-CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
+LIVE_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT: -1}
 
 _MOST_PASSES = 2**20  # a schedule lists its passes; more would take minutes and unbounded memory
 

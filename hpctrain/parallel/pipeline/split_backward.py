@@ -1,9 +1,15 @@
 """Split backward pass of linear layers: input gradients at once, weight gradients on request.
 
-``torch.autograd.backward`` with gradients imports ``torch.fx.experimental.symbolic_shapes``, and
-with it sympy, to compare shapes. This costs 34 MB and seconds of CPU time on every rank (torch
-2.13). From a scalar it imports nothing. The tensors are therefore made the inputs of one scalar,
-whose backward pass returns the given gradients.
+After Qi et al., "Zero Bubble Pipeline Parallelism", 2023: a stage's neighbour waits only for the
+gradient of the stage's input. Gradients of weights can fill the time in which the stage itself
+would wait.
+
+Note: within ``deferring``, ``torch.nn.functional.linear`` computes with detached weights, so
+autograd computes the gradient of the input only. The result passes an autograd node that stores its
+incoming gradient. ``flush`` then multiplies as autograd would (same products, same order, same
+bits). It accumulates the result in the parameter through autograd, so that the parameter's hooks
+run. Norms, embeddings, convolutions and all other functions are not deferred. Neither are layers
+inside a ``torch.utils.checkpoint`` of the user's code.
 """
 
 from __future__ import annotations
@@ -23,19 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.parallel.backward_from import backward_from
 
-# Split backward pass of linear layers: input gradients at once, weight gradients on request ---------------------------
-#
-# After Qi et al., "Zero Bubble Pipeline Parallelism", 2023: a stage's neighbour waits only for the
-# gradient of the stage's input. Gradients of weights can fill the time in which the stage itself
-# would wait.
-#
-# Note: within ``putting_off``, ``torch.nn.functional.linear`` computes with detached weights, so
-# autograd computes the gradient of the input only. The result passes an autograd node that stores its
-# incoming gradient. ``flush`` then multiplies as autograd would (same products, same order, same
-# bits). It accumulates the result in the parameter through autograd, so that the parameter's hooks
-# run. Norms, embeddings, convolutions and all other functions are not deferred. Neither are layers
-# inside a ``torch.utils.checkpoint`` of the user's code.
-
 
 @dataclass(frozen=True, eq=False)
 class _Call:
@@ -50,7 +43,7 @@ class _Call:
 
 
 @dataclass(frozen=True, eq=False)
-class _Due:
+class _Operands:
     """Operands from which the weight gradients of one call are computed."""
 
     call: _Call
@@ -61,22 +54,22 @@ class _Due:
 class WeightGradStore:
     """Store of deferred weight gradients, by a key: one key per microbatch of each chunk.
 
-    It corresponds to the ``WeightGradStore`` of Zero Bubble. Parameters in ``whole`` are not
+    It corresponds to the ``WeightGradStore`` of Zero Bubble. Parameters in ``undeferred`` are not
     deferred. These are parameters that other functions than a linear layer also use. Their
     gradients would not add up in autograd's order.
     """
 
-    def __init__(self, whole: Iterable[Tensor] = ()) -> None:
-        self._whole = {id(parameter) for parameter in whole}
-        self._due: dict[Hashable, list[_Due]] = {}
+    def __init__(self, undeferred: Iterable[Tensor] = ()) -> None:
+        self._undeferred = {id(parameter) for parameter in undeferred}
+        self._deferred: dict[Hashable, list[_Operands]] = {}
 
     @contextmanager
-    def putting_off(self, key: Hashable) -> Iterator[None]:
+    def deferring(self, key: Hashable) -> Iterator[None]:
         """Defer the weight gradients of linear layers that this thread calls in the ``with`` block.
 
         The operands are stored when the backward pass reaches the layer.
         """
-        mode = _Mode(self, key)
+        mode = _DeferringMode(self, key)
         _ACTIVE.modes.append(mode)
         try:
             with mode:
@@ -86,11 +79,11 @@ class WeightGradStore:
 
     def flush(self, key: Hashable) -> None:
         """Compute the deferred weight gradients of a key, add them to the parameters' own, and free the operands."""
-        due = deque(self._due.pop(key, ()))
-        uses = Counter(parameter for one in due for parameter in _parameters(one.call))
+        deferred = deque(self._deferred.pop(key, ()))
+        uses = Counter(parameter for one in deferred for parameter in _parameters(one.call))
         sums: dict[Tensor, Tensor] = {}
-        while due:
-            for parameter, gradient in _gradients(due.popleft()):
+        while deferred:
+            for parameter, gradient in _gradients(deferred.popleft()):
                 sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
                 uses[parameter] -= 1
                 if not uses[parameter]:
@@ -98,34 +91,34 @@ class WeightGradStore:
 
     def drop(self) -> None:
         """Drop all deferred gradients."""
-        self._due.clear()
+        self._deferred.clear()
 
     @property
     def keys(self) -> Collection[Hashable]:
         """Return the keys with deferred gradients."""
-        return tuple(self._due)
+        return tuple(self._deferred)
 
     def defers(self, weight: Any, bias: Any) -> bool:
         """Return whether the gradients of a weight and a bias can be deferred."""
         wanted = [one for one in (weight, bias) if one is not None and one.requires_grad]
-        return bool(wanted) and all(one.is_leaf and id(one) not in self._whole for one in wanted)
+        return bool(wanted) and all(one.is_leaf and id(one) not in self._undeferred for one in wanted)
 
-    def put(self, due: _Due) -> None:
+    def put(self, operands: _Operands) -> None:
         """Store the operands of a call."""
-        self._due.setdefault(due.call.key, []).append(due)
+        self._deferred.setdefault(operands.call.key, []).append(operands)
 
 
 class _Active(threading.local):
     """Active modes of the thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.modes: list[_Mode] = []
+        self.modes: list[_DeferringMode] = []
 
 
 _ACTIVE = _Active()
 
 
-def again() -> Callable[[], AbstractContextManager[None]]:
+def recompute_context() -> Callable[[], AbstractContextManager[None]]:
     """Return a context factory for layers that run twice, perhaps in another thread, so that both runs defer as here.
 
     Each of the two runs must be inside such a context; otherwise none of their gradients is
@@ -134,10 +127,10 @@ def again() -> Callable[[], AbstractContextManager[None]]:
     if not _ACTIVE.modes:
         return nullcontext
     mode = _ACTIVE.modes[-1]
-    return lambda: mode.store.putting_off(mode.key)
+    return lambda: mode.store.deferring(mode.key)
 
 
-class _Mode(TorchFunctionMode):
+class _DeferringMode(TorchFunctionMode):
     """Torch function mode that replaces calls of linear layers."""
 
     def __init__(self, store: WeightGradStore, key: Hashable) -> None:
@@ -147,11 +140,11 @@ class _Mode(TorchFunctionMode):
         self._hooks = _hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and torch.is_grad_enabled() and not self._runs_elsewhere():
+        if func is F.linear and torch.is_grad_enabled() and not self._in_checkpoint():
             return self._linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _runs_elsewhere(self) -> bool:
+    def _in_checkpoint(self) -> bool:
         """Return whether the current call will be recomputed outside this mode, and must therefore not be deferred."""
         hooks = _hooks()
         return hooks is not None and hooks != self._hooks and hooks[0].__module__ == checkpoint.__module__
@@ -159,8 +152,8 @@ class _Mode(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if input.ndim < 2 or not self.store.defers(weight, bias):
             return F.linear(input, weight, bias)
-        x, narrow, narrow_bias = (_cast(one, input.device.type) for one in (input, weight, bias))
-        assert x is not None and narrow is not None
+        x, cast_weight, cast_bias = (_cast(one, input.device.type) for one in (input, weight, bias))
+        assert x is not None and cast_weight is not None
         # For a matrix, and for a tensor that can be viewed as one, torch adds the bias while it multiplies.
         rows = x.ndim == 2 or x.is_contiguous()
         x = x if rows else x.reshape(-1, x.shape[-1])  # as torch does for a weight that requires a gradient
@@ -169,14 +162,14 @@ class _Mode(TorchFunctionMode):
             self.key,
             weight if weight.requires_grad else None,
             bias if bias is not None and bias.requires_grad else None,
-            _by_columns(narrow.t()),
+            _is_column_major(cast_weight.t()),
             rows,
         )
-        added = narrow_bias.detach() if narrow_bias is not None else None
+        added = cast_bias.detach() if cast_bias is not None else None
         if rows:
-            y = F.linear(x, narrow.detach(), added)
+            y = F.linear(x, cast_weight.detach(), added)
         else:
-            y = F.linear(x, narrow.detach()).view(*input.shape[:-1], -1)
+            y = F.linear(x, cast_weight.detach()).view(*input.shape[:-1], -1)
             y = y if added is None else y + added
         result: Tensor = _Tap.apply(y, self._anchor, x.detach(), call)  # type: ignore[no-untyped-call]
         return result
@@ -195,7 +188,7 @@ def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
     return tensor.to(torch.get_autocast_dtype(device)) if tensor.is_floating_point() else tensor
 
 
-def _by_columns(matrix: Tensor) -> bool:
+def _is_column_major(matrix: Tensor) -> bool:
     return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
 
 
@@ -213,7 +206,7 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """Store the incoming gradient and pass it on."""
         (x,) = ctx.saved_tensors
-        ctx.call.store.put(_Due(ctx.call, x, gradients[0]))
+        ctx.call.store.put(_Operands(ctx.call, x, gradients[0]))
         return gradients[0], None, None, None
 
 
@@ -222,14 +215,14 @@ def _parameters(call: _Call) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _gradients(due: _Due) -> Iterator[tuple[Tensor, Tensor]]:
+def _gradients(operands: _Operands) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the parameters of a call with their gradients."""
-    call = due.call
-    rows = due.gradient.reshape(-1, due.gradient.shape[-1])
+    call = operands.call
+    rows = operands.gradient.reshape(-1, operands.gradient.shape[-1])
     if call.weight is not None:
-        x = due.x.reshape(-1, due.x.shape[-1])
+        x = operands.x.reshape(-1, operands.x.shape[-1])
         product = rows.t().mm(x) if call.columns else x.t().mm(rows).t()
         yield call.weight, product.to(call.weight.dtype)
     if call.bias is not None:
-        whole = rows if call.rows else due.gradient
-        yield call.bias, whole.sum(tuple(range(whole.ndim - 1))).to(call.bias.dtype)
+        gradient = rows if call.rows else operands.gradient
+        yield call.bias, gradient.sum(tuple(range(gradient.ndim - 1))).to(call.bias.dtype)

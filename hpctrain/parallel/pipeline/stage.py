@@ -20,23 +20,23 @@ from torch.autograd.function import FunctionCtx
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.backward_from import backward_from
-from hpctrain.parallel.inputs import ONE_TENSOR, named_leaves, put_together, take_apart
+from hpctrain.parallel.inputs import ONE_TENSOR, flatten, named_leaves, unflatten
 from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
-from hpctrain.parallel.rng import generator_of, mixed
+from hpctrain.parallel.rng import generator_of, hash32
 from hpctrain.parallel.skip import carried, carrying
 
 
 class PassGenerators:
-    """Generators of the host and of ``device`` for passes; ``place`` is the pipeline stage and the data rank."""
+    """Generators of the host and of ``device`` for passes; ``coordinates`` is the pipeline stage and the data rank."""
 
-    def __init__(self, device: torch.device, place: tuple[int, int]) -> None:
+    def __init__(self, device: torch.device, coordinates: tuple[int, int]) -> None:
         self._devices = {torch.device("cpu"), device}
-        self._place = place
+        self._coordinates = coordinates
         self._passes, self._last = 0, 0
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def own_stream(self) -> Iterator[None]:
         """Draw from this stage's stream in the ``with`` block, from a new one each time."""
         generators = [generator_of(device) for device in self._devices]
         states = [generator.get_state() for generator in generators]
@@ -46,14 +46,14 @@ class PassGenerators:
         self._last = number
         try:
             for generator in generators:
-                generator.manual_seed(mixed(number, self._passes, *self._place))
+                generator.manual_seed(hash32(number, self._passes, *self._coordinates))
             yield
         finally:
             for generator, state in zip(generators, states):
                 generator.set_state(state)
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """Restore the generators after the ``with`` block."""
         generators = [generator_of(device) for device in self._devices]
         states = [generator.get_state() for generator in generators]
@@ -104,21 +104,21 @@ class Chunk:
         ``structure`` is the skeleton of the previous chunk's result. ``call`` holds the arguments
         of the model. A chunk without inputs starts from ``call``.
         """
-        own = len(inputs) - len(self.carried_in)
-        entered = tuple(enter(one) for one in inputs)
-        kept = dict(zip(self.carried_in, entered[own:]))
-        with carrying(kept):
-            x = _run(self.layers, entered[:own], structure, call)
-        if sorted(kept) != sorted(self.carried_out):
+        count = len(inputs) - len(self.carried_in)
+        entered = tuple(as_non_leaf(one) for one in inputs)
+        stored = dict(zip(self.carried_in, entered[count:]))
+        with carrying(stored):
+            x = _run(self.layers, entered[:count], structure, call)
+        if sorted(stored) != sorted(self.carried_out):
             raise UsageError(
-                f"layers {self._span} have kept {sorted(kept)}, expected {sorted(self.carried_out)}: every Keep and "
+                f"layers {self._span} have kept {sorted(stored)}, expected {sorted(self.carried_out)}: every Keep and "
                 "Join of a layer must run in each pass"
             )
-        skeleton, tensors = take_apart(x)
+        skeleton, tensors = flatten(x)
         self._check(x, tensors)
-        outputs = (*tensors, *(kept[name] for name in self.carried_out))
+        outputs = (*tensors, *(stored[name] for name in self.carried_out))
         if self.after is not None:
-            self.after(inputs, outputs, lambda layers, other: _run(layers, other[:own], structure, call))
+            self.after(inputs, outputs, lambda layers, other: _run(layers, other[:count], structure, call))
         return Outputs(outputs, skeleton)
 
     __call__ = forward
@@ -144,9 +144,9 @@ class Chunk:
 def _run(layers: Sequence[Layer], inputs: Tensors, structure: Any, call: MicrobatchCall | None) -> Any:
     """Return the result of layers for the tensors of the previous chunk, or for the arguments of the model."""
     if call is not None and not inputs:
-        x, rest = call.first(layers[0]), layers[1:]
+        x, rest = call.call_first(layers[0]), layers[1:]
     else:
-        x, rest = put_together(structure, inputs), layers
+        x, rest = unflatten(structure, inputs), layers
     for layer in rest:
         x = call_layer(layer, x, {} if call is None else call.named)
     return x
@@ -180,7 +180,7 @@ def backward(
     return tuple(found)
 
 
-class _Enter(torch.autograd.Function):
+class _NonLeaf(torch.autograd.Function):
     """Autograd node behind a leaf, so that layers may write in place."""
 
     @staticmethod
@@ -194,9 +194,9 @@ class _Enter(torch.autograd.Function):
         return gradients[0]
 
 
-def enter(x: Tensor) -> Tensor:
+def as_non_leaf(x: Tensor) -> Tensor:
     """Return a tensor that a layer may change in place, like the result of a previous layer."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    entered: Tensor = _Enter.apply(x)  # type: ignore[no-untyped-call]
+    entered: Tensor = _NonLeaf.apply(x)  # type: ignore[no-untyped-call]
     return entered

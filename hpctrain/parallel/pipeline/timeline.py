@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.actions import Action, ActionKind
-from hpctrain.parallel.pipeline.order import Done, gives, needs, playable
-from hpctrain.parallel.pipeline.schedules import CHANGE, Schedule
+from hpctrain.parallel.pipeline.order import Dependency, execution_order, needs, satisfies
+from hpctrain.parallel.pipeline.schedules import LIVE_CHANGE, Schedule
 
 WORK = (*(kind.word for kind in ActionKind), "loss", "optimizer")
 WAITS = ("send", "receive", "reduce", "wait")  # idle time, even inside work
-_LIVE = {kind.word: change for kind, change in CHANGE.items()}
+_LIVE = {kind.word: change for kind, change in LIVE_CHANGE.items()}
 
 Interval = tuple[float, float]
 
@@ -48,7 +48,7 @@ class Timeline:
         """Return the time that a rank worked, without waits inside its work."""
         work = _merged((span.start, span.end) for span in self.rows[rank] if span.name in WORK)
         waits = _merged((span.start, span.end) for span in self.rows[rank] if span.name in WAITS)
-        return _length(work) - _length(_common(work, waits))
+        return _length(work) - _length(_intersection(work, waits))
 
     def idle(self, rank: int) -> float:
         """Return the time that a rank was idle."""
@@ -57,8 +57,8 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Return the idle fraction of the time of all ranks."""
-        whole = self.makespan * len(self.rows)
-        return sum(map(self.idle, range(len(self.rows)))) / whole if whole else 0.0
+        total = self.makespan * len(self.rows)
+        return sum(map(self.idle, range(len(self.rows)))) / total if total else 0.0
 
     def live(self, rank: int) -> list[tuple[float, int]]:
         """Return the times at which a rank's number of microbatches with held activations changes, and the new numbers.
@@ -127,13 +127,13 @@ def _halves(backward: float, input: float | None, weight: float | None) -> tuple
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Return the timeline in which every rank executes each action as soon as possible.
 
-    A message has a latency and does not keep any rank from working. Raises ``UsageError`` if the
+    A message has a latency and does not stop any rank from working. Raises ``UsageError`` if the
     ranks deadlock.
     """
-    order = playable(schedule)
-    if order.stuck:
+    order = execution_order(schedule)
+    if order.blocked:
         raise UsageError(f"the schedule {schedule.name} cannot be executed: ranks wait for each other", everywhere=True)
-    ready: dict[Done | None, tuple[float, int]] = {}  # time and rank at which it is ready
+    ready: dict[Dependency | None, tuple[float, int]] = {}  # time and rank at which it is ready
     free = [0.0] * schedule.ranks
     rows: list[list[TimelineSpan]] = [[] for _ in range(schedule.ranks)]
     for rank, action in order.actions:
@@ -142,7 +142,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             when, where = ready[need]
             start = max(start, when if where == rank else when + costs.send)
         free[rank] = start + costs.of(action)
-        ready[gives(action)] = (free[rank], rank)
+        ready[satisfies(action)] = (free[rank], rank)
         rows[rank].append(TimelineSpan(action.kind.word, start, free[rank], action.chunk, action.microbatch))
     return Timeline(tuple(map(tuple, rows)))
 
@@ -158,7 +158,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
     return found
 
 
-def _common(one: Sequence[Interval], two: Sequence[Interval]) -> Iterator[Interval]:
+def _intersection(one: Sequence[Interval], two: Sequence[Interval]) -> Iterator[Interval]:
     """Yield the intersection of two lists of ordered intervals."""
     first = second = 0
     while first < len(one) and second < len(two):

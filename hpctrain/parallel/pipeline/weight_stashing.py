@@ -1,4 +1,4 @@
-"""Weight stashing: the weights of a forward pass are kept until its backward pass (PipeDream).
+"""Weight stashing: the weights of a forward pass are stored until its backward pass (PipeDream).
 
 See Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018, and
 Narayanan et al., SOSP 2019. A version is a copy of this stage's parameters. It lives as long as a
@@ -20,13 +20,13 @@ Update = Callable[[torch.optim.Optimizer, float], None]
 
 
 class StashedWeights:
-    """Weight versions of one stage (``engine.Versions``); ``live`` is the number of microbatches in flight."""
+    """Weight versions of one stage (``executor.WeightVersions``); ``live`` is the number of microbatches in flight."""
 
     def __init__(self, model: nn.Module, live: int) -> None:
         self._model, self._copies = model, live > 1
-        self._homes: list[tuple[nn.Module, str, nn.Parameter]] | None = None
-        self._current: _Version | None = None
-        self._used: dict[int, _Version] = {}  # by microbatch
+        self._owners: list[tuple[nn.Module, str, nn.Parameter]] | None = None
+        self._current: _WeightVersion | None = None
+        self._stashed: dict[int, _WeightVersion] = {}  # by microbatch
         self._max_norm = float("inf")
         self.optimizer: torch.optim.Optimizer | None = None
         self.make_update: Update = lambda optimizer, max_norm: optimizer.step()
@@ -39,28 +39,28 @@ class StashedWeights:
                 "job.strategy(model).check_optimizer(optimizer)",
                 everywhere=True,
             )
-        self._max_norm, self._current, self._used = objective.max_norm, None, {}
+        self._max_norm, self._current, self._stashed = objective.max_norm, None, {}
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
-        """Compute forward with the newest weights, and keep them for the backward pass."""
+        """Compute forward with the newest weights, and store them for the backward pass."""
         if not self._copies:
             yield
             return
         if self._current is None:
-            self._current = _Version(self._found())
-        self._used[microbatch] = self._current
-        with self._current.shown():
+            self._current = _WeightVersion(self._parameter_owners())
+        self._stashed[microbatch] = self._current
+        with self._current.installed():
             yield
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
         """Compute backward with the weights of the forward pass, and add their gradients to the parameters."""
-        version = self._used.pop(microbatch, None)
-        with version.shown() if version is not None else nullcontext():
+        version = self._stashed.pop(microbatch, None)
+        with version.installed() if version is not None else nullcontext():
             yield
         if version is not None:
-            version.hand_over()
+            version.add_gradients()
 
     def update(self) -> None:
         """Make an update with the gradients of one microbatch."""
@@ -68,39 +68,39 @@ class StashedWeights:
         self.make_update(self.optimizer, self._max_norm)
         self._current = None
 
-    def _found(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        if self._homes is None:
-            self._homes = [
+    def _parameter_owners(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        if self._owners is None:
+            self._owners = [
                 (module, name, parameter)
                 for module in self._model.modules()
                 for name, parameter in module._parameters.items()
                 if parameter is not None
             ]
-        return self._homes
+        return self._owners
 
 
-class _Version:
+class _WeightVersion:
     """Copy of the parameters that can replace them in their modules."""
 
-    def __init__(self, homes: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-        self._homes = homes
+    def __init__(self, owners: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        self._owners = owners
         self._copies = {
             parameter: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-            for _, _, parameter in homes
+            for _, _, parameter in owners
         }
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Put the copies into the modules for the ``with`` block."""
-        for module, name, parameter in self._homes:
+        for module, name, parameter in self._owners:
             module._parameters[name] = self._copies[parameter]
         try:
             yield
         finally:
-            for module, name, parameter in self._homes:
+            for module, name, parameter in self._owners:
                 module._parameters[name] = parameter
 
-    def hand_over(self) -> None:
+    def add_gradients(self) -> None:
         """Add the gradients of the copies to the parameters."""
         for parameter, copy in self._copies.items():
             if copy.grad is None:

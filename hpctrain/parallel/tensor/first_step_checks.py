@@ -18,7 +18,7 @@ from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.hooks import ModuleHook, UpdateHooks
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import Run, Tensors
-from hpctrain.parallel.rng import can_drop
+from hpctrain.parallel.rng import has_dropout
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.tensor.first_pass import Trail, unwatch, watch
 from hpctrain.parallel.tensor.kinds import Change
@@ -109,7 +109,7 @@ def whole_copy(
     model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device
 ) -> nn.Module | None:
     """Return a copy of the whole model for the comparison, made before it is split; None to skip it. Collective."""
-    if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and can_drop(model):
+    if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and has_dropout(model):
         return None
     if not fits(model, comm, device):
         logger.debug("tensor parallelism: no comparison with the whole model, as there is not enough memory")

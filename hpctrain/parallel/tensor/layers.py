@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
-from hpctrain.parallel.rng import Region
+from hpctrain.parallel.rng import RngRegion
 from hpctrain.parallel.tensor import functional
 from hpctrain.parallel.tensor.functional import bounds, degrees, into_parts, out_of, take, total_part, whole_sequence
 
@@ -197,7 +197,7 @@ class _ParallelLinear(Parallel, nn.Linear):
     plain = nn.Linear
     overlaps = True  # whether one function overlaps communication and computation; else a backward pass can be split
     sequence = False  # whether activations outside split regions are split along the sequence
-    region: Region | None = None  # in which dropout draws per rank, if the model has dropout
+    region: RngRegion | None = None  # in which dropout draws per rank, if the model has dropout
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.meta_init import check_initialisable, materialise
 from hpctrain.parallel.model_agreement import check_same_model
-from hpctrain.parallel.rng import Region, agree, can_drop
+from hpctrain.parallel.rng import RngRegion, synchronize_generators, has_dropout
 from hpctrain.parallel.tensor import sequence as sequences
 from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.kinds import KINDS, Change
@@ -79,8 +79,8 @@ def apply(
     check_initialisable(model)
     check_same_model(model, comm)
     # Dropout, and modules that are still to be initialised, must draw alike on all ranks.
-    agree(comm, *dict.fromkeys((torch.device("cpu"), device)))
-    region = Region(comm.rank) if can_drop(model) else None
+    synchronize_generators(comm, *dict.fromkeys((torch.device("cpu"), device)))
+    region = RngRegion(comm.rank) if has_dropout(model) else None
     places = _places(changes, model, comm)
     _cut(model, changes, comm, device)
     split: dict[str, Parallel] = {}
@@ -220,7 +220,7 @@ def _cut(model: nn.Module, changes: Sequence[Change], comm: Communicator, device
     materialise(model, device, cuts)
 
 
-def _set_up(change: Change, sequence: bool, region: Region | None) -> None:
+def _set_up(change: Change, sequence: bool, region: RngRegion | None) -> None:
     module = change.module
     if change.kind != "embedding":
         module.sequence = sequence  # type: ignore[assignment]
@@ -235,7 +235,7 @@ def _split_sequences(
     comm: Communicator,
     chosen: Sequence[Change],
     split: list[Parallel],
-    region: Region | None,
+    region: RngRegion | None,
     layers: Sequence[nn.Module],
 ) -> None:
     extent = sequences.SequenceRegion(model, layers, {change.module: change.kind for change in chosen})

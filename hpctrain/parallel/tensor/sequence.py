@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.rng import Region
+from hpctrain.parallel.rng import RngRegion
 from hpctrain.parallel.tensor import functional
 
 _BEGINS = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split after the module
@@ -127,7 +127,7 @@ def sum_gradients(module: nn.Module, comm: Communicator, extent: SequenceRegion 
     module.register_forward_hook(give_back, always_call=True)
 
 
-def draw_apart(module: nn.Module, region: Region) -> None:
+def draw_apart(module: nn.Module, region: RngRegion) -> None:
     """Make a dropout module draw per rank, for each rank's own part."""
     entered: list[torch.device] = []
 
@@ -149,7 +149,7 @@ def prepare(
     comm: Communicator,
     split: Collection[nn.Module],
     whole: Collection[nn.Module],
-    region: Region | None,
+    region: RngRegion | None,
     extent: SequenceRegion,
 ) -> None:
     """Prepare all modules that see a part of the sequence: modules neither split nor in ``whole``."""

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.log import logger
-from hpctrain.parallel.inputs import CallArguments, take_apart
+from hpctrain.parallel.inputs import CallArguments, flatten
 from hpctrain.parallel.pipeline.layers import Layer
-from hpctrain.parallel.rng import can_drop, generator_of
+from hpctrain.parallel.rng import has_dropout, generator_of
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
@@ -111,7 +111,7 @@ class WholeModel:
         self._rows: tuple[Trace, Trace] = ([], [])  # inputs of layers of kind row
         self._kinds = {change.name: change.kind for change in chosen}
         self._handles: list[Any] = []
-        self._drops = can_drop(model)
+        self._drops = has_dropout(model)
         self.done = False
 
     # The pass ---------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class WholeModel:
                     for layer in layers
                 ]
                 try:
-                    found = take_apart(run(whole))[1]
+                    found = flatten(run(whole))[1]
                     self._expected = None if drew() else _floating(found)
                 except Exception as error:
                     logger.debug("tensor parallelism: no comparison of a stage with the whole model: %s", error)

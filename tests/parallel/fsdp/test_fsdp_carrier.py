@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.streams import LateStreams
+from support.streams import LazyStreams
 from torch import Tensor
 
 from hpctrain.comm.device.streams import HostStreams
@@ -18,12 +18,12 @@ from hpctrain.parallel.fsdp.param_group import CommStream
 
 
 @pytest.fixture
-def streams() -> LateStreams:
-    return LateStreams(torch.device("cuda"))
+def streams() -> LazyStreams:
+    return LazyStreams(torch.device("cuda"))
 
 
 @pytest.fixture
-def stream(streams: LateStreams) -> CommStream:
+def stream(streams: LazyStreams) -> CommStream:
     return CommStream(streams)
 
 
@@ -41,25 +41,25 @@ class Counting:
         self.waits += 1
 
 
-def copying(streams: LateStreams, target: Tensor, source: Tensor) -> Callable[[], Work | None]:
+def copying(streams: LazyStreams, target: Tensor, source: Tensor) -> Callable[[], Work | None]:
     """Return a collective that enqueues a copy on the stream that is current when it is called."""
 
     def collective() -> None:
-        streams.give(streams.current(), lambda: target.copy_(source))
+        streams.enqueue(streams.current(), lambda: target.copy_(source))
 
     return collective
 
 
-def compute(streams: LateStreams, action: Callable[[], object]) -> None:
-    streams.give(streams.caller, action)
+def compute(streams: LazyStreams, action: Callable[[], object]) -> None:
+    streams.enqueue(streams.caller, action)
 
 
 def test_collectives_overlap_on_a_device_and_not_on_the_host(stream: CommStream) -> None:
     assert stream.asynchronous
-    assert not CommStream(LateStreams(torch.device("cpu"))).asynchronous and not CommStream(HostStreams()).asynchronous
+    assert not CommStream(LazyStreams(torch.device("cpu"))).asynchronous and not CommStream(HostStreams()).asynchronous
 
 
-def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LateStreams, stream: CommStream) -> None:
+def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LazyStreams, stream: CommStream) -> None:
     first, second, third = (torch.zeros(3) for _ in range(3))
     compute(streams, lambda: first.fill_(1))
     handle = stream.run(copying(streams, second, first))
@@ -70,7 +70,7 @@ def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: L
     assert bool((third == 1).all())
 
 
-def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, stream: CommStream) -> None:
+def test_the_result_is_not_visible_without_a_wait(streams: LazyStreams, stream: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     handle = stream.run(copying(streams, target, source))
     streams.finish()
@@ -80,7 +80,7 @@ def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, stream: 
     assert bool((target == 1).all())
 
 
-def test_later_computation_does_not_delay_a_collective(streams: LateStreams, stream: CommStream) -> None:
+def test_later_computation_does_not_delay_a_collective(streams: LazyStreams, stream: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     handle = stream.run(copying(streams, target, source))
     compute(streams, lambda: source.fill_(2))  # as if the memory were reused without a wait
@@ -95,11 +95,11 @@ def test_later_computation_does_not_delay_a_collective(streams: LateStreams, str
     assert bool((target == 1).all())
 
 
-def test_collectives_keep_their_order(streams: LateStreams, stream: CommStream) -> None:
+def test_collectives_keep_their_order(streams: LazyStreams, stream: CommStream) -> None:
     done: list[int] = []
     handles = []
     for number in range(5):
-        handles.append(stream.run(lambda number=number: streams.give(streams.current(), lambda: done.append(number))))
+        handles.append(stream.run(lambda number=number: streams.enqueue(streams.current(), lambda: done.append(number))))
     handles[3].wait()
     streams.finish()
     assert done == [0, 1, 2, 3]
@@ -108,7 +108,7 @@ def test_collectives_keep_their_order(streams: LateStreams, stream: CommStream) 
     assert done == [0, 1, 2, 3]
 
 
-def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateStreams, stream: CommStream) -> None:
+def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LazyStreams, stream: CommStream) -> None:
     seen = []
     for _ in range(3):
         stream.run(lambda: seen.append(streams.current()))
@@ -116,7 +116,7 @@ def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateS
     assert streams.current() is streams.caller
 
 
-def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStreams, stream: CommStream) -> None:
+def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LazyStreams, stream: CommStream) -> None:
     def broken() -> None:
         raise ValueError("broken")
 
@@ -125,7 +125,7 @@ def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStre
     assert streams.current().name == "caller"
 
 
-def test_the_host_never_waits(streams: LateStreams, stream: CommStream) -> None:
+def test_the_host_never_waits(streams: LazyStreams, stream: CommStream) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     for _ in range(3):
         handle = stream.run(copying(streams, target, source))
@@ -134,8 +134,8 @@ def test_the_host_never_waits(streams: LateStreams, stream: CommStream) -> None:
     assert not any("host waits" in line for line in streams.log)
 
 
-@pytest.mark.parametrize("streams", [LateStreams(), HostStreams()], ids=["late", "host"])
-def test_completed_work_is_not_polled_or_waited_for_again(streams: LateStreams) -> None:
+@pytest.mark.parametrize("streams", [LazyStreams(), HostStreams()], ids=["late", "host"])
+def test_completed_work_is_not_polled_or_waited_for_again(streams: LazyStreams) -> None:
     work = Counting(2)
     handle = CommStream(streams).run(lambda: work)
     assert [handle.done() for _ in range(3)] == [False, False, True]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import in_pairs, placed
+from support.nodes import in_pairs, on_nodes
 from support.replicas import backward, make_gpt, make_mlp, part
 from support.shards import FORMS, communicator, shard, whole_weights
 from torch import nn
@@ -89,7 +89,7 @@ def test_a_model_without_trainable_parameters_is_refused(job: Job, data: str) ->
 
 @pytest.mark.ranks(3)
 def test_replicas_on_unequal_nodes_are_refused(comm: Any) -> None:
-    own = placed(comm, in_pairs)
+    own = on_nodes(comm, in_pairs)
     message = refused(own, lambda: shard(make_mlp(), own, FORMS["hybrid"]))
     assert message == (
         "parallel.shard_within = 'node' needs the same number of ranks on every node: start as many on each, or shard "

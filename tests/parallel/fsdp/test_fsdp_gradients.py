@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import alone as lonely
+from support.nodes import one_per_node
 from support.replicas import (
     WIDTH,
     Branches,
@@ -64,7 +64,7 @@ def test_the_order_may_differ_from_the_first_step(some_place: Any) -> None:
     strategy = shard(model, comm, form, **SMALL)
     backward(model, part(comm, comm.rank), 1, *"abc")
     model.zero_grad()
-    if form.placing is lonely:
+    if form.node_of_rank is one_per_node:
         with pytest.raises(UsageError, match="unit [ab] runs more often, or in another order, than in the first step"):
             backward(model, part(comm, comm.rank), 1, *"cba")
         return
@@ -136,7 +136,7 @@ def test_a_first_step_without_samples_is_refused_if_units_are_gathered(comm: Any
     comm, form = some_place
     model = make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
-    if form.placing is not lonely:
+    if form.node_of_rank is not one_per_node:
         strategy.join_empty()
     else:
         with pytest.raises(UsageError, match=f"rank {comm.rank} has no sample, but the first step needs some"):
@@ -161,7 +161,7 @@ def test_evaluation_is_possible_between_steps(some_place: Any) -> None:
                 strategy.join_empty(backward=False)
         # Ranks end it at different times: none may update while another still reads.
         with torch.no_grad():
-            for _ in range(1 if form.placing is lonely else 1 + 3 * comm.rank):
+            for _ in range(1 if form.node_of_rank is one_per_node else 1 + 3 * comm.rank):
                 torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
         for each in (model, alone):
             each.train()

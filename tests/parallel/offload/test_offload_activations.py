@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hpctrain.parallel.offload.activations import Activations, Buffers
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.offload.weights import Transfer
-from hpctrain.parallel.recompute import keep_inputs, recompute
+from hpctrain.parallel.recompute import recompute, set_save_context
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def offloading(model: Model, device: LateDevice) -> Buffers:
     recompute(list(model.blocks))
     activations = Activations(Transfer(device), buffers, CPU)
     for block in model.blocks:
-        keep_inputs(block, activations.save_context)
+        set_save_context(block, activations.save_context)
     return buffers
 
 
@@ -96,7 +96,7 @@ def test_the_device_keeps_no_inputs_of_units() -> None:
         recompute(list(model))
         activations = Activations(Transfer(LateDevice()), Buffers(allocate), CPU)
         for unit in model if offloaded else ():
-            keep_inputs(unit, activations.save_context)
+            set_save_context(unit, activations.save_context)
         loss = model(torch.ones(2, 20)).sum()
         gc.collect()
         found = sum(reference() is not None for reference in seen)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import alone, placed
+from support.nodes import on_nodes, one_per_node
 from support.offloading import HOST, Loop, attached
 
 from hpctrain.parallel.offload.config import OffloadSettings
@@ -90,7 +90,7 @@ def test_ranks_of_a_node_give_the_same_bits(own: Any, data: str, kind: str) -> N
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
 def test_ranks_of_several_nodes_give_the_same_bits(comm: Any, data: str, precision: str) -> None:
-    spread = placed(comm, alone)
+    spread = on_nodes(comm, one_per_node)
     loop, how = Loop(clip=0.05, steps=FEW), {"data": data, "mixed_precision": precision}
     plain = loop.run(attached(spread, **how))
     loop.run(attached(spread, HOST, **how)).check_same(plain)
@@ -102,7 +102,7 @@ def test_ranks_of_several_nodes_give_the_same_bits(comm: Any, data: str, precisi
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
 def test_replicas_on_nodes_give_the_same_bits(comm: Any, data: str) -> None:
-    spread = placed(comm, alone)
+    spread = on_nodes(comm, one_per_node)
     loop, how = Loop(clip=0.05, accumulate=2, synced=True, steps=FEW), {"data": data, "shard_within": "node"}
     loop.run(attached(spread, HOST, **how)).check_same(loop.run(attached(spread, **how)))
     spread.free()
