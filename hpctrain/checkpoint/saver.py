@@ -281,7 +281,7 @@ def _writer(comm: Communicator, storage: Storage, background: bool) -> ShareWrit
 def _mpi_io_writer(comm: Communicator, storage: Storage, background: bool) -> ShareWriter:
     if background:
         raise UsageError(
-            "io = 'mpiio' writes by calls of all ranks, which a process beside each cannot make: "
+            "io = 'mpiio' writes by calls of all ranks, which a separate process per rank cannot make: "
             "write in the foreground, or by io = 'posix'",
             everywhere=True,
         )

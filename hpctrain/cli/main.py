@@ -13,8 +13,8 @@ from typing import NoReturn
 from hpctrain._version import __version__
 from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
 from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
-from hpctrain.train.control import told_and_code
-from hpctrain.train.exit import end_job, end_unstarted, in_world, say_once
+from hpctrain.train.control import interrupt_message
+from hpctrain.train.exit import end_job, end_unstarted, in_world, print_once
 from hpctrain.util.text import LINE, fitted, printable, printable_lines, shorten
 
 VERBS = {
@@ -108,7 +108,7 @@ def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
         first, colon, table = first.partition(":\n")
         first += colon.strip()
     told = fitted(first, values(arguments), LINE - len("hpctrain: error: "))
-    say_once("\n".join([told, *([printable_lines(table)] if table else [])]), first_guess_of_rank())
+    print_once("\n".join([told, *([printable_lines(table)] if table else [])]), first_guess_of_rank())
     end_unstarted(error.exit_code)
     return error.exit_code
 
@@ -117,7 +117,7 @@ def interrupted(error: KeyboardInterrupt) -> int:
     """Print the interruption and return the exit code; a rank ends its job."""
     if in_world():
         raise error
-    why, code = told_and_code(type(error))
+    why, code = interrupt_message(type(error))
     where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
     said = printable(f"hpctrain: {where}{why}")
     print(said, file=sys.stderr, flush=True)

@@ -91,9 +91,9 @@ def take_gradients(strategies: list[Strategy]) -> dict[nn.Parameter, Tensor]:
 
 
 @as_parts
-def add_gradients(aside: dict[nn.Parameter, Tensor]) -> None:
+def add_gradients(earlier: dict[nn.Parameter, Tensor]) -> None:
     with torch.no_grad():
-        for parameter, gradient in aside.items():
+        for parameter, gradient in earlier.items():
             if parameter.grad is None:
                 parameter.grad = gradient
             else:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 VARIABLE = "HPCTRAIN_MALLOC"
 UPDATES = 2  # updates after which all permanent tensors have been allocated
 LOW, HIGH = 2**17, 2**25  # bytes: the threshold at first and later; glibc allows at most 32 MiB
-KEPT = 2**30  # free bytes at the top of the heap that are kept before memory is returned
+TRIM_THRESHOLD = 2**30  # free bytes at the top of the heap that are kept before memory is returned
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TUNED_BY_USERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
@@ -54,7 +54,7 @@ class Allocator:
 
     def _set(self, threshold: int) -> None:
         self._libc.mallopt(_M_MMAP_THRESHOLD, threshold)
-        self._libc.mallopt(_M_TRIM_THRESHOLD, KEPT)
+        self._libc.mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
 
 
 def library(environ: Mapping[str, str] = os.environ) -> Any:

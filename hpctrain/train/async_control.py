@@ -26,7 +26,7 @@ from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiti
 from hpctrain.errors import DeadlineError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.train.exchange import LOGGED, Standing, StepExchange, Wishes, different_calls
+from hpctrain.train.exchange import LOGGED, StepExchange, StepRequests, StepState, different_calls
 
 PART = 0.1  # fraction of HPCTRAIN_TIMEOUT that a rank may take for a step
 STEPS = 10  # steps that this rank must have made in that time
@@ -114,7 +114,7 @@ class StragglerDetector:
 # wait, too.
 
 
-_CLOCK, _WISH_STOP, _WISH_SAVE, _WISH_FINAL, _HOLD, _DECISION, _WORDS = range(7)
+_CLOCK, _REQUEST_STOP, _REQUEST_SAVE, _REQUEST_FINAL, _HOLD, _DECISION, _WORDS = range(7)
 _STOP, _SAVE, _FINAL, _FLAGS = 1, 2, 4, 8  # flags of a decision, in the bits below its step and its number
 _NUMBER = 1 << 40
 
@@ -130,23 +130,23 @@ def exchange_for(comm: Communicator, strategy: Strategy) -> AsyncExchange | Step
     return StepExchange(comm.twin())
 
 
-def meet(comm: Communicator, strategies: Iterable[Strategy], place: str) -> None:
-    """Wait until all ranks have reached the same place, and serve their requests meanwhile. Collective.
+def synchronize(comm: Communicator, strategies: Iterable[Strategy], point: str) -> None:
+    """Wait until all ranks have reached the same point, and serve their requests meanwhile. Collective.
 
     Asynchronous ranks call this before any other collective. A rank that waits in MPI does not
     serve requests for its memory, and a rank on another node may need an answer to reach this
-    place. Raises ``UsageError`` on all ranks if they have reached different places.
+    point. Raises ``UsageError`` on all ranks if they have reached different points.
     """
     try:
         for strategy in strategies:
             if strategy.asynchronous:
                 strategy.drain()
     except DeadlineError as error:
-        raise DeadlineError(f"{place}: {error}") from error
-    places = comm.all_gather_object(place)
-    rank = next((rank for rank, other in enumerate(places) if other != places[0]), 0)
+        raise DeadlineError(f"{point}: {error}") from error
+    points = comm.all_gather_object(point)
+    rank = next((rank for rank, other in enumerate(points) if other != points[0]), 0)
     if rank:
-        text = different_calls(places[0], rank, places[rank])
+        text = different_calls(points[0], rank, points[rank])
         raise UsageError(f"{text}, and give every rank as many batches", everywhere=True)
 
 
@@ -160,9 +160,9 @@ def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) 
         return
     with waiting(call):
         if any(strategy.asynchronous for strategy in strategies):
-            meet(comm, strategies, call)
+            synchronize(comm, strategies, call)
         else:
-            StepExchange(comm.twin())({}, Wishes(), 0, Standing(updated=False, call=call))
+            StepExchange(comm.twin())({}, StepRequests(), 0, StepState(updated=False, call=call))
 
 
 class AsyncExchange:
@@ -174,114 +174,116 @@ class AsyncExchange:
     def __init__(self, comm: Communicator, *, computes: bool = True, sync_count: Callable[[], int] = lambda: 0) -> None:
         self._comm = comm
         self._computes = computes  # values logged by a rank that computes nothing are ignored
-        self._board = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
+        self._memory = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
         self._decided = 0  # number of pauses that this rank has seen
         self._until, self._flags = 0, 0  # of the decision that has not been carried out
-        self._told: set[int] = set()
+        self._notified: set[int] = set()
         self._written = [0] * comm.size  # on rank 0: the last decision written to each rank
-        near = [rank for rank in range(comm.size) if self._board.view(rank) is not None]
-        self._stalls = StragglerDetector(comm.rank, near, lambda rank: self._board.fetch_add(rank, _CLOCK), sync_count)
+        local_ranks = [rank for rank in range(comm.size) if self._memory.view(rank) is not None]
+        step_of = lambda rank: self._memory.fetch_add(rank, _CLOCK)
+        self._stragglers = StragglerDetector(comm.rank, local_ranks, step_of, sync_count)
 
     def start(self, step: int) -> None:
         """Publish the first step that this rank is about to make. Collective."""
         self._set_clock(step)
-        self._board.barrier()
+        self._memory.barrier()
 
     def __call__(
-        self, logged: Mapping[str, float], wishes: Wishes, step: int, standing: Standing = Standing()
-    ) -> tuple[dict[str, float], Wishes]:
+        self, logged: Mapping[str, float], requests: StepRequests, step: int, step_state: StepState = StepState()
+    ) -> tuple[dict[str, float], StepRequests]:
         """Return averages by name, and the action after this step; no rank waits for another rank's loop."""
-        self._board.progress()
+        self._memory.progress()
         averages = self._averages(logged)
-        self._tell(wishes)
+        self._notify_rank_0(requests)
         if self._comm.rank == 0:
-            self._conduct(step)
+            self._decide(step)
         self._set_clock(step + 1)
-        self._look()
+        self._wait_if_paused()
         if self._computes:  # a rank that computes nothing is ahead of all others and waits
-            self._stalls.look(step + 1)
+            self._stragglers.look(step + 1)
         due = bool(self._flags) and step >= self._until
         asked = [due and bool(self._flags & flag) for flag in (_STOP, _SAVE, _FINAL)]
-        found = Wishes(asked[0], asked[1], busy=True, final=asked[2])
+        found = StepRequests(asked[0], asked[1], busy=True, final=asked[2])
         if due:
             self._flags = 0
         return averages, found
 
     def close(self) -> None:
         """Free the shared memory. Collective."""
-        self._board.free()
+        self._memory.free()
 
     # Logged values ----------------------------------------------------------------------------------------------------
 
     def _averages(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Return the means over the ranks of this node that have logged the same names."""
         names = sorted(logged)
-        row = torch.tensor([_mark(names) * self._computes, *(logged[name] for name in names)], dtype=torch.float64)
-        self._board.put(self._comm.rank, row)
-        views = [self._board.view(rank) for rank in range(self._comm.size)]
+        row = torch.tensor([_checksum(names) * self._computes, *(logged[name] for name in names)], dtype=torch.float64)
+        self._memory.put(self._comm.rank, row)
+        views = [self._memory.view(rank) for rank in range(self._comm.size)]
         rows = [one[: row.numel()].clone() for one in views if one is not None]
         alike = torch.stack([one for one in rows if one[0] == row[0]])
         return dict(zip(names, alike.mean(dim=0)[1:].tolist()))
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def _tell(self, wishes: Wishes) -> None:
+    def _notify_rank_0(self, requests: StepRequests) -> None:
         """Notify rank 0 once of each request."""
-        for word, wished in ((_WISH_STOP, wishes.stop), (_WISH_SAVE, wishes.save), (_WISH_FINAL, wishes.final)):
-            if wished and word not in self._told:
-                self._told.add(word)
-                self._board.fetch_add(0, word, 1)
+        words = ((_REQUEST_STOP, requests.stop), (_REQUEST_SAVE, requests.save), (_REQUEST_FINAL, requests.final))
+        for word, requested in words:
+            if requested and word not in self._notified:
+                self._notified.add(word)
+                self._memory.fetch_add(0, word, 1)
 
-    def _conduct(self, step: int) -> None:
+    def _decide(self, step: int) -> None:
         """Decide on rank 0 if a request exists and no decision is pending."""
         if self._flags:
             return  # after the pending decision
         flags = 0
-        for word, flag in ((_WISH_STOP, _STOP), (_WISH_SAVE, _SAVE), (_WISH_FINAL, _FINAL)):
-            count = self._board.fetch_add(0, word)
+        for word, flag in ((_REQUEST_STOP, _STOP), (_REQUEST_SAVE, _SAVE), (_REQUEST_FINAL, _FINAL)):
+            count = self._memory.fetch_add(0, word)
             if count:
-                self._board.fetch_add(0, word, -count)
+                self._memory.fetch_add(0, word, -count)
                 flags |= flag
         if not flags:
             return
         latest = step
         for rank in range(1, self._comm.size):
-            self._board.fetch_add(rank, _HOLD, 1)
-            latest = max(latest, self._board.fetch_add(rank, _CLOCK))
+            self._memory.fetch_add(rank, _HOLD, 1)
+            latest = max(latest, self._memory.fetch_add(rank, _CLOCK))
         self._decided += 1
         decision = self._decided * _NUMBER + _FLAGS * latest + flags
         for rank in range(1, self._comm.size):
-            self._board.fetch_add(rank, _DECISION, decision - self._written[rank])
+            self._memory.fetch_add(rank, _DECISION, decision - self._written[rank])
             self._written[rank] = decision
-        self._take(decision)
+        self._apply(decision)
 
-    def _look(self) -> None:
+    def _wait_if_paused(self) -> None:
         """Check whether rank 0 has paused this rank; if so, wait for its decision."""
         rank = self._comm.rank
-        if rank == 0 or self._board.fetch_add(rank, _HOLD) == self._decided:
+        if rank == 0 or self._memory.fetch_add(rank, _HOLD) == self._decided:
             return
         self._decided += 1
         operation = "rank 0's answer to a request to stop or save"
         with waiting(operation):
-            until(self._has_decided, operation, lambda: _late(operation), SPINS, period=1)
-        self._take(self._board.fetch_add(rank, _DECISION))
+            until(self._has_decided, operation, lambda: _timeout_message(operation), SPINS, period=1)
+        self._apply(self._memory.fetch_add(rank, _DECISION))
 
     def _has_decided(self) -> bool:
-        self._board.progress()
-        return self._board.fetch_add(self._comm.rank, _DECISION) >= self._decided * _NUMBER
+        self._memory.progress()
+        return self._memory.fetch_add(self._comm.rank, _DECISION) >= self._decided * _NUMBER
 
-    def _take(self, decision: int) -> None:
+    def _apply(self, decision: int) -> None:
         self._until, self._flags = decision % _NUMBER // _FLAGS, decision % _FLAGS
-        self._told.clear()
+        self._notified.clear()
 
     def _set_clock(self, step: int) -> None:
         rank = self._comm.rank
-        self._board.fetch_add(rank, _CLOCK, step - self._board.fetch_add(rank, _CLOCK))
+        self._memory.fetch_add(rank, _CLOCK, step - self._memory.fetch_add(rank, _CLOCK))
 
 
-def _late(operation: str) -> str:
+def _timeout_message(operation: str) -> str:
     return f"{operation}: nothing within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
 
-def _mark(names: list[str]) -> float:
+def _checksum(names: list[str]) -> float:
     return float(zlib.crc32(",".join(names).encode()))

@@ -83,7 +83,7 @@ class SumBackward:
         self._counts = weight > 0  # false for a placeholder
 
     def __call__(self, parts: list[BatchPart], first: Any) -> Tensor:
-        data, aside = self._strategies[0].data, take_gradients(self._strategies) if len(parts) > 1 else {}
+        data, earlier = self._strategies[0].data, take_gradients(self._strategies) if len(parts) > 1 else {}
         total, count = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         divisor = 0.0
         for number, part in enumerate(parts):
@@ -108,7 +108,7 @@ class SumBackward:
                     scaled.backward()  # type: ignore[no-untyped-call]
             if counts:
                 total = total + loss.detach().double().cpu()
-        add_gradients(aside)
+        add_gradients(earlier)
         mean = total / divisor if divisor else total * float("nan")
         return data_average(self._strategies[0], mean.to(torch.promote_types(loss.dtype, torch.float32)))
 

@@ -22,10 +22,10 @@ from hpctrain.train.calibration import (
     NodeType,
     find,
     folder,
-    keep,
     mpi_name,
-    place,
+    path_of,
     read,
+    store,
     this_machine,
 )
 from hpctrain.train.job import Job
@@ -67,21 +67,21 @@ def calibrate(
     earlier, path = on_first_rank(comm, lambda: _prepare(output))
     load = load_now()
     measured = measure(comm, sizes, seconds, job.device, progress)
-    verdict, said = on_first_rank(comm, lambda: _canary(earlier.machine) if try_canary else _NO_CANARY)
+    verdict, description = on_first_rank(comm, lambda: _canary(earlier.machine) if try_canary else _NO_CANARY)
     measurement = _measurement(measured, load) if measured.times else None
     found = _joined(earlier, measurement, verdict)
-    keeps = found is not earlier
-    if keeps:
-        on_first_rank(comm, lambda: keep(found, path))
+    stores = found is not earlier
+    if stores:
+        on_first_rank(comm, lambda: store(found, path))
     return CalibrationReport(
-        found.machine, measured, measurement, verdict or earlier.verdict, said, path if keeps else None
+        found.machine, measured, measurement, verdict or earlier.verdict, description, path if stores else None
     )
 
 
 def _prepare(output: Path | None) -> tuple[Calibration, Path]:
     """Return the stored calibration to extend, and the file to write."""
     machine = this_machine(mpi_name())
-    path = output or place(machine)
+    path = output or path_of(machine)
     if path is None:
         raise UsageError("there is no home folder to store a calibration in: give a file with --output")
     if path.is_dir():

@@ -182,7 +182,7 @@ def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(cache, "hpctrain", "calibration") if cache else None
 
 
-def place(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Path | None:
+def path_of(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the calibration file of a machine; None if there is no home directory."""
     named = environ.get(VARIABLE, "")
     if named and _names_file(Path(named)):
@@ -222,7 +222,7 @@ def read(path: Path) -> Calibration:
         raise DataError(f"{path} is damaged: it is not JSON") from error
 
 
-def keep(calibration: Calibration, path: Path) -> None:
+def store(calibration: Calibration, path: Path) -> None:
     """Write a calibration atomically: a concurrent reader finds either the old file or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def keep(calibration: Calibration, path: Path) -> None:
 
 def find(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Calibration | None:
     """Return the calibration of a machine, or None. Logs a warning if a file exists but cannot be used."""
-    path = place(machine, environ)
+    path = path_of(machine, environ)
     if path is None or not path.exists() and folder(environ) is not None:
         return None
     try:

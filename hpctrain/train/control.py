@@ -74,7 +74,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM before a run has begun: no state can be saved yet, and the start may take minutes."""
 
 
-def told_and_code(kind: type[BaseException]) -> tuple[str, int]:
+def interrupt_message(kind: type[BaseException]) -> tuple[str, int]:
     """Return the message for a ``KeyboardInterrupt`` that ends a rank, and the exit code."""
     if issubclass(kind, Terminated):
         return "terminated before the run has begun, nothing to save", EXIT_TERMINATED
@@ -99,22 +99,22 @@ class StopRequest:
         self._raised: type[KeyboardInterrupt] | None = None
         self._pipe: int | None = None
         self._terminated: float | None = None
-        self._asked = False
+        self._has_sigusr1 = False
 
     @property
     def name(self) -> str | None:
         """Return the signal's name, None if no signal has arrived."""
         return signal.Signals(self.signal).name if self.signal else None
 
-    def alone(self) -> float:
+    def since_lone_sigterm(self) -> float:
         """Return the seconds since SIGTERM arrived without SIGUSR1; 0.0 if none arrived or SIGUSR1 is not passed on."""
         if self._pipe is None:
             return 0.0
         for number in self._arrived(self._pipe):
-            self._asked |= number == signal.SIGUSR1
+            self._has_sigusr1 |= number == signal.SIGUSR1
             if number == signal.SIGTERM and self._terminated is None:
                 self._terminated = time.monotonic()
-        return 0.0 if self._asked or self._terminated is None else time.monotonic() - self._terminated
+        return 0.0 if self._has_sigusr1 or self._terminated is None else time.monotonic() - self._terminated
 
     def listen(self) -> None:
         """Write arriving signals to a pipe, unless the program already uses a wakeup descriptor."""
@@ -216,9 +216,9 @@ class StopSaveFlags:
         self._folder, self._request, self._first = folder, request, first
         self._walltime, self._margin = walltime, margin
         self._started = time.time()
-        self._looked = -_PAUSE
+        self._polled_at = -_PAUSE
         self._found = {STOP: False, SAVE: False}
-        self.governor = WalltimeGuard(None)
+        self.walltime_guard = WalltimeGuard(None)
 
     def open(self, saves: Sequence[float], begun: float | None = None) -> None:
         """Read the deadline, and set the durations ``saves`` of saves in earlier attempts.
@@ -229,9 +229,9 @@ class StopSaveFlags:
         if not self._first:
             return
         found = deadlines.find(os.environ, self._walltime, started=self._started)
-        self.governor = WalltimeGuard(found, self._margin)
+        self.walltime_guard = WalltimeGuard(found, self._margin)
         for seconds in saves:
-            self.governor.save(seconds)
+            self.walltime_guard.save(seconds)
         self._forget_stop(self._started if begun is None else begun)
         if found is not None:
             logger.info("the job ends at %s, according to %s", _clock(found), found.source)
@@ -243,12 +243,12 @@ class StopSaveFlags:
             if retries.call(os.stat, path).st_mtime < begun:
                 retries.call(os.unlink, path)
 
-    def look(self) -> tuple[bool, bool]:
+    def poll(self) -> tuple[bool, bool]:
         """Return whether this rank knows of a reason to save and exit, and of one to save."""
-        if self._first and time.monotonic() - self._looked >= _PAUSE:
-            self._looked = time.monotonic()
+        if self._first and time.monotonic() - self._polled_at >= _PAUSE:
+            self._polled_at = time.monotonic()
             self._found = {name: self._is_there(self._folder / name) for name in (STOP, SAVE)}
-        stop = self._request.signal is not None or self._found[STOP] or self.governor.is_due
+        stop = self._request.signal is not None or self._found[STOP] or self.walltime_guard.is_due
         return stop, self._found[SAVE]
 
     @staticmethod
@@ -269,10 +269,10 @@ class StopSaveFlags:
             return self._request.name
         if self._found[STOP]:
             return f"the file {self._folder / STOP}"
-        governor = self.governor
-        if governor.deadline is not None and governor.is_due:
-            ends = _clock(governor.deadline)
-            return f"the job ends at {ends}, and saving and exiting may take {governor.margin:.0f} s"
+        walltime_guard = self.walltime_guard
+        if walltime_guard.deadline is not None and walltime_guard.is_due:
+            ends = _clock(walltime_guard.deadline)
+            return f"the job ends at {ends}, and saving and exiting may take {walltime_guard.margin:.0f} s"
         return "a signal to another rank"
 
     def saved(self) -> None:

@@ -22,7 +22,7 @@ EVERY_RANK = "every rank must make the call, after the same step; do not write i
 
 
 @dataclass(frozen=True)
-class Wishes:
+class StepRequests:
     """Requests of a rank: ``stop`` or ``save``; ``busy`` if a checkpoint is being written."""
 
     stop: bool = False
@@ -32,7 +32,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StepState:
     """State that must be equal on all ranks at the end of an iteration, and the weight of this rank's averages.
 
     ``weight`` is this rank's share of the batch, 1 if all ranks have the same number of samples.
@@ -100,17 +100,17 @@ class StepExchange:
         """Do nothing: there are no resources to release."""
 
     def __call__(
-        self, logged: Mapping[str, float], wishes: Wishes, step: int, standing: Standing = Standing()
-    ) -> tuple[dict[str, float], Wishes]:
+        self, logged: Mapping[str, float], requests: StepRequests, step: int, state: StepState = StepState()
+    ) -> tuple[dict[str, float], StepRequests]:
         """Return the averages by name, and the requests of any rank. Collective.
 
         Raises ``UsageError`` on all ranks if they logged different names, or if their loops,
         loaders or orders of samples differ.
         """
         names = sorted(logged)
-        mark = _mark(names, standing)
-        flags = [wishes.stop, wishes.save, wishes.busy, wishes.final, standing.left, standing.ended, standing.updated]
-        weight = standing.weight
+        mark = _checksum(names, state)
+        flags = [requests.stop, requests.save, requests.busy, requests.final, state.left, state.ended, state.updated]
+        weight = state.weight
         self._numbers.zero_()
         self._numbers[: _FLAGS + len(names)] = torch.tensor(
             [*map(float, flags), mark, mark * mark, *(logged[name] * weight if weight else 0.0 for name in names)],
@@ -121,50 +121,50 @@ class StepExchange:
         # The marks are equal if their variance is only rounding error.
         differ = abs(square - mean * mean) > 1e-9 * square
         if differ or not all(share in (0.0, 1.0) for share in (left, ended, updated)):
-            self._refuse(names, standing, step)
-        return dict(zip(names, values)), Wishes(bool(stop), bool(save), bool(busy), bool(final))
+            self._refuse(names, state, step)
+        return dict(zip(names, values)), StepRequests(bool(stop), bool(save), bool(busy), bool(final))
 
-    def _refuse(self, names: list[str], standing: Standing, step: int) -> None:
-        place = standing.call or f"the end of step {step}"
-        everyone = self._comm.all_gather_object((names, replace(standing, call=place), step))
+    def _refuse(self, names: list[str], state: StepState, step: int) -> None:
+        call = state.call or f"the end of step {step}"
+        everyone = self._comm.all_gather_object((names, replace(state, call=call), step))
         step = max(step for *_, step in everyone)  # a public call does not count steps
         raise UsageError(_difference([one[:2] for one in everyone], step), everywhere=True)
 
 
-def _difference(everyone: Sequence[tuple[list[str], Standing]], step: int) -> str:
+def _difference(everyone: Sequence[tuple[list[str], StepState]], step: int) -> str:
     """Return the message about the difference between the ranks at the end of an iteration."""
-    standings = [standing for _, standing in everyone]
-    if rank := _other(one.call for one in standings):
-        return different_calls(standings[0].call, rank, standings[rank].call)
-    if rank := _other(one.saves for one in standings):
-        saves, other = (rank, 0) if standings[rank].saves else (0, rank)
+    states = [state for _, state in everyone]
+    if rank := _first_different(one.call for one in states):
+        return different_calls(states[0].call, rank, states[rank].call)
+    if rank := _first_different(one.saves for one in states):
+        saves, other = (rank, 0) if states[rank].saves else (0, rank)
         return f"rank {saves} called run.save in step {step}, rank {other} did not; {EVERY_RANK}"
-    if rank := _other(one.left for one in standings):
-        left, stays = (rank, 0) if standings[rank].left else (0, rank)
+    if rank := _first_different(one.left for one in states):
+        left, stays = (rank, 0) if states[rank].left else (0, rank)
         return (
             f"rank {left} left the loop by break in step {step}, rank {stays} did not; leave it on all ranks, or call "
             'run.stop("reason"), which the ranks agree on'
         )
-    if rank := _other(one.ended for one in standings):
-        ended, more = (rank, 0) if standings[rank].ended else (0, rank)
+    if rank := _first_different(one.ended for one in states):
+        ended, more = (rank, 0) if states[rank].ended else (0, rank)
         return (
             f"rank {ended}'s loader ended after the batch of step {step}, rank {more}'s has more; give every rank as "
             "many batches, or pass a DataLoader that job.run splits"
         )
-    if rank := _other(one.updated for one in standings):
-        stepped, other = (rank, 0) if standings[rank].updated else (0, rank)
+    if rank := _first_different(one.updated for one in states):
+        stepped, other = (rank, 0) if states[rank].updated else (0, rank)
         return (
             f"an optimizer stepped on rank {stepped} in step {step}, none on rank {other}; step on all ranks or on none"
         )
-    if rank := _other(one.mark for one in standings):
+    if rank := _first_different(one.mark for one in states):
         return (
             f"the ranks draw the samples of step {step} in different orders (rank 0 and rank {rank}); seed the "
             "sampler's own generator alike on all ranks, or let it draw from torch's, NumPy's or Python's global one"
         )
-    rank = _other(str(names) for names, _ in everyone)
+    rank = _first_different(str(names) for names, _ in everyone)
     return (
-        f"the ranks log different names in step {step}: rank 0 {_tell(everyone[0][0])}, "
-        f"rank {rank} {_tell(everyone[rank][0])}; every rank must log the same"
+        f"the ranks log different names in step {step}: rank 0 {_logged_names(everyone[0][0])}, "
+        f"rank {rank} {_logged_names(everyone[rank][0])}; every rank must log the same"
     )
 
 
@@ -173,15 +173,15 @@ def different_calls(first: str, rank: int, other: str) -> str:
     return f"ranks at different collective calls: rank 0 at {first}, rank {rank} at {other}; {EVERY_RANK}"
 
 
-def _other(values: Iterable[object]) -> int:
+def _first_different(values: Iterable[object]) -> int:
     """Return the first rank whose value differs from that of rank 0; 0 if all are equal."""
     first, *others = values
     return next((rank for rank, value in enumerate(others, 1) if value != first), 0)
 
 
-def _mark(names: Sequence[str], standing: Standing) -> float:
-    told = [*names, *(["", standing.call, str(standing.saves)] if standing.call or standing.saves else [])]
-    return float(zlib.crc32(",".join(told).encode(), standing.mark))
+def _checksum(names: Sequence[str], state: StepState) -> float:
+    parts = [*names, *(["", state.call, str(state.saves)] if state.call or state.saves else [])]
+    return float(zlib.crc32(",".join(parts).encode(), state.mark))
 
 
 def _number(what: str, value: Any) -> float:
@@ -206,5 +206,5 @@ def _entry(what: str, value: Any) -> Any:
     return value if isinstance(value, (bool, int, float)) else _number(what, value)
 
 
-def _tell(names: Sequence[str]) -> str:
+def _logged_names(names: Sequence[str]) -> str:
     return f"logs {', '.join(names)}" if names else "logs nothing"

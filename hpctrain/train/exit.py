@@ -18,13 +18,13 @@ from typing import Any
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
 from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointFaultError, FileSystemError, HpctrainError
-from hpctrain.train.control import stop_request, told_and_code
+from hpctrain.train.control import interrupt_message, stop_request
 from hpctrain.util.text import printable_lines
 
-PASS_ON = 0.2  # seconds in which the launcher may pass on the output
+FORWARD_TIME = 0.2  # seconds in which the launcher may pass on the output
 _PACKAGE = Path(__file__).resolve().parents[1]
-SILENCE = 1.0  # seconds that the other ranks wait for rank 0 to report
-SILENCE_OF_SRUN = 5.0  # srun ends the other ranks, if told to (--kill-on-bad-exit), more slowly than other launchers
+REPORT_WAIT = 1.0  # seconds that the other ranks wait for rank 0 to report
+REPORT_WAIT_SRUN = 5.0  # srun ends the other ranks, if told to (--kill-on-bad-exit), more slowly than other launchers
 
 
 class LeavingTogether(SystemExit):
@@ -36,7 +36,7 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
 
 
-def told(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """Return an error of the program as a traceback of the program's own frames; empty for other errors.
 
     Frames of this package do not help to locate such an error. A fault of the file system is printed
@@ -52,11 +52,11 @@ def told(error: BaseException) -> str:
     return "".join(text.format(chain=False))
 
 
-def leave_with(code: int, farewell: Callable[[], object]) -> None:
+def leave_with(code: int, before_exit: Callable[[], object]) -> None:
     """Exit with ``code`` when this process ends by an exception; Python's own exit code would be 1."""
 
     def leave() -> None:
-        farewell()
+        before_exit()
         sys.stdout.flush()
         sys.stderr.flush()
         finalize()
@@ -66,7 +66,7 @@ def leave_with(code: int, farewell: Callable[[], object]) -> None:
         atexit.register(leave)
 
 
-def say_once(error: object, rank: int | None) -> None:
+def print_once(error: object, rank: int | None) -> None:
     """Print an error that may occur on every process: rank 0 at once, others only if rank 0 does not have it.
 
     Before MPI_Init, ranks cannot communicate. Rank 0 ends all ranks after it has printed its error.
@@ -75,21 +75,21 @@ def say_once(error: object, rank: int | None) -> None:
     """
     stop_request.starting = False  # this rank is exiting: record a SIGTERM of the launcher, and do not raise
     if not rank:
-        said = printable_lines(f"hpctrain: error: {error}")
-        print(said, file=sys.stderr, flush=True)
+        reason = printable_lines(f"hpctrain: error: {error}")
+        print(reason, file=sys.stderr, flush=True)
         return
-    deadline = time.monotonic() + (SILENCE_OF_SRUN if "SLURM_STEP_ID" in os.environ else SILENCE)
+    deadline = time.monotonic() + (REPORT_WAIT_SRUN if "SLURM_STEP_ID" in os.environ else REPORT_WAIT)
     while time.monotonic() < deadline and stop_request.signal is None:
         time.sleep(0.05)
     if not _has_started() and stop_request.signal is None:
-        said = printable_lines(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}")
-        print(said, file=sys.stderr, flush=True)
+        reason = printable_lines(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}")
+        print(reason, file=sys.stderr, flush=True)
 
 
 def end_unstarted(code: int) -> None:
     """End the other ranks of the job, too, if this process exits with an error before MPI is initialized."""
     if not _has_started() and is_launched():
-        let_be_read()
+        wait_until_read()
         end_ranks(code)
 
 
@@ -114,7 +114,7 @@ def in_world() -> bool:
 def end_job(code: int) -> None:
     """End all ranks of the job from a rank that failed while joining it."""
     sys.stdout.flush()
-    let_be_read()
+    wait_until_read()
     if module := _mpi():
         module.COMM_WORLD.Abort(code)
     end_ranks(code)
@@ -123,7 +123,7 @@ def end_job(code: int) -> None:
     os._exit(code)
 
 
-def let_be_read(descriptor: int = 2, seconds: float = 1.0) -> None:
+def wait_until_read(descriptor: int = 2, seconds: float = 1.0) -> None:
     """Wait until the launcher has read the output, plus a moment in which it can pass the output on.
 
     A launcher that aborts kills its helpers. Output that they have not passed on by then is lost.
@@ -131,7 +131,7 @@ def let_be_read(descriptor: int = 2, seconds: float = 1.0) -> None:
     deadline = time.monotonic() + seconds
     while _unread(descriptor) and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(PASS_ON)
+    time.sleep(FORWARD_TIME)
 
 
 def _unread(descriptor: int) -> int:
@@ -166,7 +166,7 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
             return
         stop_request.starting = False
         if isinstance(error, HpctrainError) and not in_world():
-            say_once(error, rank)
+            print_once(error, rank)
             leave_with(error.exit_code, lambda: None)
             end_unstarted(error.exit_code)
             return
@@ -176,10 +176,10 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
         interrupted = issubclass(kind, KeyboardInterrupt)
         if not interrupted:
             before(kind, raised, trace)
-        why, code = told_and_code(kind) if interrupted else (f"{kind.__name__}: {error}", EXIT_FAILURE)
+        why, code = interrupt_message(kind) if interrupted else (f"{kind.__name__}: {error}", EXIT_FAILURE)
         where = f"rank {rank or 0} on {socket.gethostname()}"
-        said = printable_lines(f"hpctrain: {where} ends the job before it has started: {why}")
-        print(said, file=sys.stderr, flush=True)
+        reason = printable_lines(f"hpctrain: {where} ends the job before it has started: {why}")
+        print(reason, file=sys.stderr, flush=True)
         end_job(code)
 
     sys.excepthook = hook

@@ -46,18 +46,18 @@ class Feed:
         self.total = 0  # batches of all passes
         self._source: Iterator[Any] | None = None
         self._at_begin: Rng | None = None  # the generator states at the beginning of this pass
-        self._old: tuple[Rng, Rng] | None = None  # from an older file, which does not record where passes begin
+        self._legacy: tuple[Rng, Rng] | None = None  # from an older file, which does not record where passes begin
 
     # Pass -------------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """Start the loader after the batches that the loop has already consumed."""
         set_epoch(self.loader, self.epoch)
-        old, self._old = self._old, None
+        old, self._legacy = self._legacy, None
         if old is not None:
             rng.restore_rng(old[0])
-        self._agree()
-        self._remember()
+        self._sync_generators()
+        self._record_generators()
         self._source = self._start(self.batches)
         if old is not None:
             rng.restore_rng(old[1])
@@ -71,7 +71,7 @@ class Feed:
         except StopIteration:
             return None
 
-    def took(self) -> None:
+    def consumed(self) -> None:
         """Count a batch that the loop has consumed."""
         self.batches += 1
         self.total += 1
@@ -120,10 +120,10 @@ class Feed:
     def _share(self) -> BatchShare | None:
         return None
 
-    def _agree(self) -> None:
+    def _sync_generators(self) -> None:
         """Synchronize the generators of all ranks; not needed if every rank loads by itself."""
 
-    def _remember(self) -> None:
+    def _record_generators(self) -> None:
         self._at_begin = rng.capture_rng()
 
     # Position ---------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class Feed:
         self.epoch, self.batches, self.total = 0, batches, batches
         self._source = self._at_begin = None
         if batches and saved is not None:
-            self._old = fresh, saved
+            self._legacy = fresh, saved
 
 
 class StatefulFeed(Feed):
@@ -165,20 +165,20 @@ class StatefulFeed(Feed):
         self.looks_ahead = not isinstance(loader, Loader)  # a Loader ends at the same batch on all ranks
         self._before: tuple[Mapping[str, Any], Rng] | None = None  # the states before the last fetched batch
         self._fetched = 0  # fetched batches; total counts the consumed ones
-        self._had = True  # whether the loop has consumed all of them
+        self._all_consumed = True  # whether the loop has consumed all of them
 
     def fetch(self) -> Item | None:
         """Return the next batch; keep the state before it, to be saved until the loop consumes the batch."""
         if self.looks_ahead:
-            self._before, self._had = (dict(self.loader.state_dict()), rng.capture_rng()), False
+            self._before, self._all_consumed = (dict(self.loader.state_dict()), rng.capture_rng()), False
         item = super().fetch()
         self._fetched += item is not None
         return item
 
-    def took(self) -> None:
+    def consumed(self) -> None:
         """Count a batch that the loop has consumed; it is the last fetched one unless another was fetched since."""
-        super().took()
-        self._had = self._fetched == self.total
+        super().consumed()
+        self._all_consumed = self._fetched == self.total
 
     @property
     def is_endless(self) -> bool:
@@ -188,18 +188,18 @@ class StatefulFeed(Feed):
     def _start(self, skip: int) -> Iterator[Any]:
         return iter(self.loader)
 
-    def _remember(self) -> None:
+    def _record_generators(self) -> None:
         """Store no state: the loader keeps its own."""
 
     @property
     def generators(self) -> Rng:
         """Generator states to save."""
-        return rng.capture_rng() if self._before is None or self._had else self._before[1]
+        return rng.capture_rng() if self._before is None or self._all_consumed else self._before[1]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the loader's state after the batches that the loop has consumed."""
         state: Mapping[str, Any] = (
-            self.loader.state_dict() if self._before is None or self._had else self._before[0]
+            self.loader.state_dict() if self._before is None or self._all_consumed else self._before[0]
         )
         return state
 
@@ -214,7 +214,7 @@ class StatefulFeed(Feed):
         super().begin_pass()
 
 
-class FeedPart:
+class FeedPosition:
     """Position of a feed as an item of a checkpoint."""
 
     def __init__(self, feed: Feed) -> None:

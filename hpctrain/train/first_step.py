@@ -48,12 +48,12 @@ LOSSES = (
     "triplet_margin_loss",
 )
 BY_CLASS = ("cross_entropy", "nll_loss")  # the mean of these is over the targets, weighted by the class weights
-NAMED = 4  # parameters that a message lists
-WRITE = "write loss = run.backward(batch, compute) with compute(batch) returning"
+MOST_NAMED = 4  # parameters that a message lists
+ADVICE = "write loss = run.backward(batch, compute) with compute(batch) returning"
 
 
 @dataclass
-class _Notes:
+class _FirstStepRecord:
     """Record of one rank's first step."""
 
     inputs: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by model: digest, data rank, data ranks
@@ -84,7 +84,7 @@ class FirstStepChecks:
     ) -> None:
         self._comm, self._models, self._strategies, self._optimizers = comm, models, strategies, optimizers
         self._splits, self._loader = splits_loader, loader
-        self._notes = _Notes()
+        self._record_of_step = _FirstStepRecord()
         self._handles: list[RemovableHandle] = []
         self._plain: dict[str, Callable[..., Any]] = {}
         self._weighted = 0
@@ -154,23 +154,23 @@ class FirstStepChecks:
         strategy = self._strategies[key]
         # A rank without samples computes on a placeholder of weight 0, possibly that of another rank.
         counts = strategy.sample_weight > 0 and bool(self._handles)  # else a compiled graph calls a removed hook
-        if key in self._notes.inputs or not (model.training and torch.is_grad_enabled() and counts):
+        if key in self._record_of_step.inputs or not (model.training and torch.is_grad_enabled() and counts):
             return
         tensors = [each for each in _tensors((args, kwargs), set()) if each.numel()]
         if tensors:
             data = strategy.data
-            self._notes.inputs[key] = (_digest(tensors), data.rank, data.size)
+            self._record_of_step.inputs[key] = (_digest(tensors), data.rank, data.size)
 
     def _watching(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(plain)
 
         @functools.wraps(plain)
-        def watching(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and not self._weighted and not torch.compiler.is_compiling():
                 self._look(name, signature, args, kwargs)
             return plain(*args, **kwargs)
 
-        return watching
+        return recording
 
     def _look(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
         try:
@@ -180,9 +180,9 @@ class FirstStepChecks:
         bound.apply_defaults()
         given = bound.arguments
         if given.get("reduction") == "sum":
-            self._notes.sums.append(name)
+            self._record_of_step.sums.append(name)
         if uneven := _not_over_samples(name, given):
-            self._notes.uneven.append(uneven)
+            self._record_of_step.uneven.append(uneven)
 
     # Around the first update ------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class FirstStepChecks:
         self.close()
         if not self._compares:
             return
-        everyone: list[_Notes] = self._comm.all_gather_object(self._notes)
+        everyone: list[_FirstStepRecord] = self._comm.all_gather_object(self._record_of_step)
         for key in self._models:
             seen = {rank: notes.inputs[key] for rank, notes in enumerate(everyone) if key in notes.inputs}
             self._compare_inputs(key, seen)
@@ -206,14 +206,14 @@ class FirstStepChecks:
                 "sum divided by the number of ranks; %s (sum of the losses, number of samples), or divide by the "
                 "number of samples",
                 ", ".join(sums),
-                WRITE,
+                ADVICE,
             )
         if uneven := _known(notes.uneven for notes in everyone):
             logger.warning(
                 "loss whose mean is not over the samples: %s; the means of the data ranks are averaged, though each is "
                 "over a different number of targets; %s (sum of the losses, number or weight of the targets)",
                 ", ".join(uneven),
-                WRITE,
+                ADVICE,
             )
 
     def _compare_inputs(self, key: str, found: Mapping[int, tuple[int, int, int]]) -> None:
@@ -257,7 +257,7 @@ def watching_means(found: list[str]) -> Iterator[None]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
-        def watching(*args: Any, **kwargs: Any) -> Any:
+        def recording(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if not torch.compiler.is_compiling():
                 bound = signature.bind(*args, **kwargs)
@@ -266,7 +266,7 @@ def watching_means(found: list[str]) -> Iterator[None]:
                     found.append(uneven)
             return result
 
-        return watching
+        return recording
 
     for name, original in plain.items():
         setattr(functional, name, watched(name, original))
@@ -340,5 +340,5 @@ def _known(lists: Iterable[list[str]]) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -28,7 +28,7 @@ def check_loss(settings: Settings, model: nn.Module, dataset: FileDataset) -> No
         _check_dtype(name, targets, dataset.path)
     compare = loss_named(name)
     named = settings.model.factory is None and name in LOSSES
-    outputs = None if named or _is_apart(model) else _outputs(model, inputs)
+    outputs = None if named or _lacks_values(model) else _outputs(model, inputs)
     if outputs is None:
         return
     try:
@@ -38,8 +38,8 @@ def check_loss(settings: Settings, model: nn.Module, dataset: FileDataset) -> No
         raise
     except Exception as error:
         raise SettingsError(
-            f"train.loss = {name!r} cannot compare the model's output, {_looks(outputs)}, with the targets, "
-            f"{_looks(targets)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            f"train.loss = {name!r} cannot compare the model's output, {_described(outputs)}, with the targets, "
+            f"{_described(targets)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
@@ -57,7 +57,7 @@ def _check_dtype(name: str, targets: Tensor, path: str) -> None:
         )
 
 
-def _is_apart(model: nn.Module) -> bool:
+def _lacks_values(model: nn.Module) -> bool:
     """Return whether a model has parameters or buffers without values: meta tensors or lazy parameters."""
     held: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
     return any(each.is_meta or is_lazy(each) for each in held)
@@ -76,5 +76,5 @@ def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
     return outputs if isinstance(outputs, Tensor) else None
 
 
-def _looks(tensor: Tensor) -> str:
+def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

@@ -23,7 +23,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import DeviceError, MismatchError
 
 
-def pick(wanted: str, local_rank: int) -> torch.device:
+def select_device(wanted: str, local_rank: int) -> torch.device:
     """Return the device of a rank: ``auto`` is a GPU if one is visible, otherwise the CPU.
 
     GPUs are assigned by local rank among the visible ones. The result is therefore the same whether
@@ -87,7 +87,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def introduce(comm: Communicator, device: torch.device, settings: Mapping[str, Any]) -> list[Handshake]:
+def exchange_handshakes(comm: Communicator, device: torch.device, settings: Mapping[str, Any]) -> list[Handshake]:
     """Return the descriptions of all ranks, by rank. Collective.
 
     Raises ``MismatchError`` on all ranks if versions or settings differ.
@@ -104,14 +104,15 @@ def introduce(comm: Communicator, device: torch.device, settings: Mapping[str, A
         versions=versions(),
         settings=digest,
     )
-    hellos: list[Handshake] = comm.all_gather_object(own)
-    for rank, hello in enumerate(hellos):
-        check_versions(hellos[0], hello, rank)
-    differing = next((rank for rank, hello in enumerate(hellos) if hello.settings != hellos[0].settings), None)
+    handshakes: list[Handshake] = comm.all_gather_object(own)
+    for rank, handshake in enumerate(handshakes):
+        check_versions(handshakes[0], handshake, rank)
+    first = handshakes[0].settings
+    differing = next((rank for rank, handshake in enumerate(handshakes) if handshake.settings != first), None)
     if differing is not None:
         everyone = comm.all_gather_object(flat)
-        refuse_settings(everyone[0], everyone[differing], differing, hellos[differing].host)
-    return hellos
+        refuse_settings(everyone[0], everyone[differing], differing, handshakes[differing].host)
+    return handshakes
 
 
 def check_versions(first: Handshake, other: Handshake, rank: int) -> None:
@@ -149,25 +150,26 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def threads(hellos: list[Handshake], rank: int) -> int:
+def threads(handshakes: list[Handshake], rank: int) -> int:
     """Return the number of threads for a rank; a valid ``OMP_NUM_THREADS`` takes precedence."""
-    wished = os.environ.get("OMP_NUM_THREADS", "")
-    if wished.isdigit() and int(wished) > 0:
-        return int(wished)
-    neighbours = [hello.cpus for hello in hellos if hello.node == hellos[rank].node]
-    return threads_for(hellos[rank].cpus, neighbours)
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    if requested.isdigit() and int(requested) > 0:
+        return int(requested)
+    neighbours = [handshake.cpus for handshake in handshakes if handshake.node == handshakes[rank].node]
+    return threads_for(handshakes[rank].cpus, neighbours)
 
 
-def resources(hellos: list[Handshake]) -> dict[str, int]:
+def resources(handshakes: list[Handshake]) -> dict[str, int]:
     """Return the number of logical CPUs available to the ranks over all nodes, and of GPUs if there are any."""
-    cpus = {(hello.host, cpu) for hello in hellos for cpu in hello.cpus}
-    gpus = {(hello.host, hello.device_identity) for hello in hellos if hello.device.startswith("cuda")}
+    cpus = {(handshake.host, cpu) for handshake in handshakes for cpu in handshake.cpus}
+    on_gpus = [handshake for handshake in handshakes if handshake.device.startswith("cuda")]
+    gpus = {(handshake.host, handshake.device_identity) for handshake in on_gpus}
     return {"cpus": len(cpus)} | ({"gpus": len(gpus)} if gpus else {})
 
 
-def table(hellos: list[Handshake]) -> str:
+def table(handshakes: list[Handshake]) -> str:
     """Return the binding table: host, CPUs and device of each rank."""
     return binding_table(
-        Binding(hello.host, rank, hello.local_rank, hello.cpus, threads(hellos, rank), hello.device)
-        for rank, hello in enumerate(hellos)
+        Binding(handshake.host, rank, handshake.local_rank, handshake.cpus, threads(handshakes, rank), handshake.device)
+        for rank, handshake in enumerate(handshakes)
     )

@@ -54,35 +54,35 @@ def defer_compiler() -> None:
     if NAME not in sys.modules:
         import torch
 
-        standin = _Standin(NAME)
-        sys.modules[NAME] = standin
-        setattr(torch, "_dynamo", standin)
+        placeholder = _LazyDynamo(NAME)
+        sys.modules[NAME] = placeholder
+        setattr(torch, "_dynamo", placeholder)
 
 
-class _Flags:
+class _LazyConfig:
     """Flags of ``torch._dynamo.config`` that activation checkpoints read outside of a trace."""
 
     error_on_nested_fx_trace = True
 
-    def __init__(self, standin: _Standin) -> None:
-        self.__dict__["_standin"] = standin
+    def __init__(self, placeholder: _LazyDynamo) -> None:
+        self.__dict__["_placeholder"] = placeholder
 
     def __getattr__(self, name: str) -> Any:
         """Read any other flag from the real compiler."""
-        return getattr(self._standin.load().config, name)
+        return getattr(self._placeholder.load().config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a flag of the real compiler."""
-        setattr(self._standin.load().config, name, value)
+        setattr(self._placeholder.load().config, name, value)
 
 
-class _Standin(ModuleType):
+class _LazyDynamo(ModuleType):
     """Stub for ``torch._dynamo`` for callers that only exclude themselves from tracing."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__dict__["_passed"] = weakref.WeakSet()  # checkpoints create new functions in each pass
-        self.__dict__["config"] = _Flags(self)
+        self.__dict__["config"] = _LazyConfig(self)
 
     def graph_break(self, msg: str = "") -> None:
         """Do nothing: there is no graph."""
@@ -154,7 +154,7 @@ def init(
         from hpctrain.parallel.config import parallel_settings
         from hpctrain.parallel.offload.config import offload_settings
         from hpctrain.train import handshake
-        from hpctrain.train.handshake import check_unshared, pick
+        from hpctrain.train.handshake import check_unshared, select_device
         from hpctrain.train.job import Job
         from hpctrain.train.watchdog import Watchdog
 
@@ -170,18 +170,18 @@ def init(
         end_if_uncaught(error, first_guess_of_rank(), launched=is_launched())
         raise
     world = Communicator(transport)
-    own = agreed(world, lambda: pick(device, world.local_rank))
+    own = agreed(world, lambda: select_device(device, world.local_rank))
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    hellos = handshake.introduce(world, own, settings or {})
+    handshakes = handshake.exchange_handshakes(world, own, settings or {})
     if not oversubscribe:
-        check_unshared([(one.host, one.device_identity) for one in hellos], handshake.table(hellos))
-    torch.set_num_threads(handshake.threads(hellos, world.rank))
+        check_unshared([(one.host, one.device_identity) for one in handshakes], handshake.table(handshakes))
+    torch.set_num_threads(handshake.threads(handshakes, world.rank))
     _equip(world, own)
     draw_alike(world)  # otherwise a program without a seed would split its data differently on every rank
     if verbose and world.rank == 0:
-        log.logger.info("%s", handshake.table(hellos))
-    return Job(world, own, launch, guard, *shape, resources=handshake.resources(hellos))
+        log.logger.info("%s", handshake.table(handshakes))
+    return Job(world, own, launch, guard, *shape, resources=handshake.resources(handshakes))
 
 
 def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Around:
+class LoopCallbacks:
     """Callbacks with which the loop reports its progress and asks whether to save or stop."""
 
     record: Callable[[dict[str, Any]], None]  # write a row of metrics
@@ -36,12 +36,12 @@ class Around:
     save_due: Callable[[], object]  # write a periodic checkpoint that is due
     advance: Callable[[], object]  # advance a checkpoint that is being written
     saved: Callable[[], object]  # a save request has been fulfilled
-    look: Callable[[], tuple[bool, bool]]  # whether this rank has a reason to stop, and one to save
+    poll: Callable[[], tuple[bool, bool]]  # whether this rank has a reason to stop, and one to save
     reason: Callable[[], str]  # why the run stops
     busy: Callable[[], bool]  # whether this rank's checkpoint writer is active
     timed: Callable[[float], None]  # report the seconds of a step
-    go_back: Callable[[], None]  # roll back to the last checkpoint
-    meet: Callable[[str], None]  # synchronize asynchronous ranks before a collective
+    roll_back: Callable[[], None]  # roll back to the last checkpoint
+    synchronize: Callable[[str], None]  # synchronize asynchronous ranks before a collective
     begin_step: Callable[[int], None]
     end_step: Callable[[], None]
 

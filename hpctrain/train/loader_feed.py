@@ -30,8 +30,8 @@ class LoaderFeed(Feed):
     ) -> None:
         super().__init__(loader, streams)
         self.splits, self._comm, self._parts = splits, comm, data.size
-        rank, parts, place = (data.rank, data.size, 0) if splits else (0, 1, data.rank)
-        self._twin = split_loader(loader, rank, parts, streams, place)
+        rank, parts, position = (data.rank, data.size, 0) if splits else (0, 1, data.rank)
+        self._twin = split_loader(loader, rank, parts, streams, position)
         self._shares: deque[BatchShare] = shares_of(self._twin)
         self._generators = generators_of(loader)
         self._generators_at_begin: list[Tensor] = []
@@ -47,9 +47,9 @@ class LoaderFeed(Feed):
         """Return the position of the run as plain values."""
         now = [one.get_state() for one in self._generators] if self._at_begin is None else self._generators_at_begin
         states = [state.numpy().tobytes().hex() for state in now]
-        mine = {"parts": self._parts, "batch": self.loader.batch_size or 0, "generators": states}
-        mine["samples"] = self._samples()
-        return {**super().position(), **mine}
+        position = {"parts": self._parts, "batch": self.loader.batch_size or 0, "generators": states}
+        position["samples"] = self._samples()
+        return {**super().position(), **position}
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Continue at a position; on another number of ranks, after the same samples."""
@@ -66,8 +66,8 @@ class LoaderFeed(Feed):
                 self.epoch,
             )
         parts, batch = int(position.get("parts", self._parts)), int(position.get("batch", 0))
-        mine = self.loader.batch_size or 0
-        before, now = (batch, mine) if self.splits else (parts * batch, self._parts * mine)
+        own = self.loader.batch_size or 0
+        before, now = (batch, own) if self.splits else (parts * batch, self._parts * own)
         if not before or not now or before == now:
             return
         samples = self.batches * before
@@ -123,18 +123,18 @@ class LoaderFeed(Feed):
         share = self._shares.popleft() if self._shares else None
         return share if self.splits else None
 
-    def _agree(self) -> None:
+    def _sync_generators(self) -> None:
         if not self.splits or self._comm.size == 1:
             return
-        mine = OuterState.capture(), [one.get_state() for one in self._generators]
-        outer, states = self._comm.broadcast_object(mine)
+        own = OuterState.capture(), [one.get_state() for one in self._generators]
+        outer, states = self._comm.broadcast_object(own)
         if self._comm.rank:
             outer.restore()
             for generator, state in zip(self._generators, states):
                 generator.set_state(state)
 
-    def _remember(self) -> None:
-        super()._remember()
+    def _record_generators(self) -> None:
+        super()._record_generators()
         self._generators_at_begin = [one.get_state() for one in self._generators]
 
 
@@ -145,7 +145,7 @@ def feed_for(
     data: Communicator,
     split: bool | None,
     *,
-    tells: bool = True,
+    logs: bool = True,
 ) -> Feed:
     """Return the feed for a loader; with ``split=False``, every rank reads all batches.
 
@@ -155,8 +155,8 @@ def feed_for(
     if isinstance(loader, DataLoader):
         itself = splits_itself(loader)
         splits = split is not False and itself is None
-        if tells and splits and data.size > 1 and comm.rank == 0:
-            _tell(loader, data.size)
+        if logs and splits and data.size > 1 and comm.rank == 0:
+            _log_split(loader, data.size)
         if not splits and (loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)):
             return Feed(loader, streams)
         return LoaderFeed(loader, streams, comm, data, splits=splits)
@@ -177,7 +177,7 @@ def feed_for(
     return Feed(loader, streams)
 
 
-def _tell(loader: DataLoader[Any], parts: int) -> None:
+def _log_split(loader: DataLoader[Any], parts: int) -> None:
     if isinstance(loader.dataset, IterableDataset):
         logger.info("every one of %d ranks reads all samples of the IterableDataset and keeps its share", parts)
     elif loader.batch_size is None:

@@ -249,15 +249,15 @@ class FolderLock:
             return None
         return found if isinstance(found, dict) else None
 
-    def _clear_stale(self, late: bool) -> None:
+    def _clear_stale(self, timed_out: bool) -> None:
         """Remove a lock whose holder is dead. Raises ``LockError`` if the holder may be alive.
 
         An unreadable lock may still be in the middle of being written. It is an error only if
-        ``late``.
+        ``timed_out``.
         """
         holder = self._read()
         if holder is None:
-            if late and os.path.lexists(self.path):  # true for a dangling symbolic link, too
+            if timed_out and os.path.lexists(self.path):  # true for a dangling symbolic link, too
                 raise LockError(f"cannot read {self.path}: if no job works in this folder, delete that file")
             time.sleep(PAUSE)
             return
@@ -268,10 +268,10 @@ class FolderLock:
                 f"since {holder.get('since')}) works in {self.path.parent}: give this run its own folder, "
                 f"or delete {self.path} if that job is gone"
             )
-        if self._remove(holder, late):
+        if self._remove(holder, timed_out):
             logger.warning("took over the lock on %s: %s", self.path.parent, over)
 
-    def _remove(self, holder: dict[str, Any], late: bool) -> bool:
+    def _remove(self, holder: dict[str, Any], timed_out: bool) -> bool:
         """Remove the lock of this holder only; return whether this process removed it.
 
         If several processes find the same dead holder, exactly one may remove its lock. The others
@@ -284,7 +284,7 @@ class FolderLock:
         try:
             os.close(atomic.create(mark, 0o644))
         except FileExistsError:
-            if late:
+            if timed_out:
                 raise LockError(f"a job died while taking over {self.path}: delete that file and {mark}") from None
             time.sleep(PAUSE)
             return False

@@ -173,8 +173,8 @@ class Curves:
 
 def _add_up(total: list[float], counts: Sequence[float]) -> None:
     total.extend([0.0] * (len(counts) - len(total)))
-    for place, count in enumerate(counts):
-        total[place] += count
+    for index, count in enumerate(counts):
+        total[index] += count
 
 
 # Progress display of a run, on rank 0 only: a bar on a terminal, otherwise a log line every few seconds ---------------
@@ -198,8 +198,8 @@ class Progress:
         self._first, self._last, self._tokens = first, last, tokens
         self._shown = shown
         self._bar: Any = None
-        self._kept: dict[str, str] = {}
-        self._begun = self._spoken = time.monotonic()
+        self._facts: dict[str, str] = {}
+        self._begun = self._last_line = time.monotonic()
         if shown and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -211,11 +211,11 @@ class Progress:
         ``tokens`` counts from the beginning of the run, as does the fact ``samples``. Either is
         displayed as a rate.
         """
-        self._kept.update(facts)
+        self._facts.update(facts)
         if not self._shown:
             return
         now = time.monotonic()
-        shown = dict(self._kept)
+        shown = dict(self._facts)
         if tokens > self._tokens:
             shown["tokens/s"] = f"{(tokens - self._tokens) / (now - self._begun):,.0f}"
         if SAMPLES in shown:
@@ -224,8 +224,8 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif now - self._spoken >= LINE_EVERY or step == self._last:
-            self._spoken = now
+        elif now - self._last_line >= LINE_EVERY or step == self._last:
+            self._last_line = now
             logger.info("%s", self._line(step, now, shown))
 
     def expect(self, last: int) -> None:

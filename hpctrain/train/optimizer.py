@@ -26,9 +26,9 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 _NOT_FUSED = ("fused", "foreach", "differentiable")
 
 _PROBE = 64  # rows and columns of the test matrix
-_KEPT: dict[str, float] = {}
+_CACHE: dict[str, float] = {}
 
-Maker = Callable[..., torch.optim.Optimizer]
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
 def classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -38,14 +38,14 @@ def classes() -> dict[str, type[torch.optim.Optimizer]]:
     return {name.lower(): kind for name, kind in known.items() if kind is not torch.optim.Optimizer}
 
 
-def resolve(settings: OptimizerSettings) -> Maker:
+def resolve(settings: OptimizerSettings) -> OptimizerFactory:
     """Return the optimizer class or factory of the settings after checking its options; needs no model.
 
     Raises ``SettingsError`` for an unknown name, an option that the optimizer does not have, or a
     missing factory.
     """
     if settings.factory is not None:
-        what, maker = f"optimizer.factory {settings.factory}", function_named(settings.factory, "optimizer.factory")
+        what, factory = f"optimizer.factory {settings.factory}", function_named(settings.factory, "optimizer.factory")
     else:
         known = classes()
         kind = known.get(settings.name.lower())
@@ -53,9 +53,9 @@ def resolve(settings: OptimizerSettings) -> Maker:
             raise SettingsError(unknown(f"optimizer.name {settings.name!r}", settings.name.lower(), list(known)))
         if kind.__name__ in _REFUSED:
             raise SettingsError(f"setting optimizer.name = {settings.name!r}: {_REFUSED[kind.__name__]}")
-        what, maker = f"optimizer {kind.__name__}", kind
-    _check_arguments(what, maker, settings)
-    return maker
+        what, factory = f"optimizer {kind.__name__}", kind
+    _check_arguments(what, factory, settings)
+    return factory
 
 
 def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
@@ -64,42 +64,42 @@ def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer
     Raises ``SettingsError`` for values that the optimizer refuses, or a factory that returns
     another type.
     """
-    maker = resolve(settings)
-    given = arguments(maker, settings)
-    groups = _groups(model, maker, given)
+    factory = resolve(settings)
+    given = arguments(factory, settings)
+    groups = _groups(model, factory, given)
     if settings.factory is not None:
-        made: Any = call_named("optimizer.factory", settings.factory, maker, groups, **given)
+        made: Any = call_named("optimizer.factory", settings.factory, factory, groups, **given)
         if not isinstance(made, torch.optim.Optimizer):
             raise SettingsError(
                 f"optimizer.factory {settings.factory} returned {type(made).__name__}, expected a torch.optim.Optimizer"
             )
         return made
     try:
-        return maker(groups, **given)
+        return factory(groups, **given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise SettingsError(f"optimizer.name = {settings.name!r} with {_told(given)}: {error}") from error
+        raise SettingsError(f"optimizer.name = {settings.name!r} with {_listed(given)}: {error}") from error
 
 
-def kept_per_element(settings: OptimizerSettings) -> float:
+def state_per_element(settings: OptimizerSettings) -> float:
     """Return the state elements per parameter element of a matrix, measured by one update: 2 for AdamW."""
-    kept = _KEPT.get(repr(settings))
+    kept = _CACHE.get(repr(settings))
     if kept is None:
         matrix = nn.Linear(_PROBE, _PROBE, bias=False, device="meta").to_empty(device="cpu")  # draws no random numbers
         optimizer = make(matrix, settings)
         matrix.weight.grad = torch.ones_like(matrix.weight)
         optimizer.step()
         tensors = [each for each in optimizer.state[matrix.weight].values() if isinstance(each, torch.Tensor)]
-        kept = _KEPT[repr(settings)] = sum(each.numel() for each in tensors if each.dim()) / matrix.weight.numel()
+        kept = _CACHE[repr(settings)] = sum(each.numel() for each in tensors if each.dim()) / matrix.weight.numel()
     return kept
 
 
-def arguments(maker: Maker, settings: OptimizerSettings) -> dict[str, Any]:
+def arguments(factory: OptimizerFactory, settings: OptimizerSettings) -> dict[str, Any]:
     """Return the keyword arguments for the class or factory."""
-    takes = _parameters(maker)
+    takes = _parameters(factory)
     given = _set(settings)
-    if maker is torch.optim.AdamW:
+    if factory is torch.optim.AdamW:
         given = {**_DEFAULTS, **given}
-    if maker in _FUSED and not any(name in settings.options for name in _NOT_FUSED):
+    if factory in _FUSED and not any(name in settings.options for name in _NOT_FUSED):
         given["fused"] = True
     if takes is None or "lr" in takes:
         given["lr"] = settings.learning_rate
@@ -107,10 +107,10 @@ def arguments(maker: Maker, settings: OptimizerSettings) -> dict[str, Any]:
     return {**given, **options}
 
 
-def _groups(model: nn.Module, maker: Maker, given: dict[str, Any]) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, factory: OptimizerFactory, given: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the parameter groups with and without weight decay; one group if the optimizer has no weight decay."""
     parameters = [parameter for _, parameter in trainable(model)]
-    takes = _parameters(maker)
+    takes = _parameters(factory)
     if takes is not None and "weight_decay" not in takes:
         return [{"params": parameters}]
     default = takes["weight_decay"].default if takes else 0.0
@@ -122,8 +122,8 @@ def _groups(model: nn.Module, maker: Maker, given: dict[str, Any]) -> list[dict[
     return [group for group in groups if group["params"]]
 
 
-def _check_arguments(what: str, maker: Maker, settings: OptimizerSettings) -> None:
-    takes = _parameters(maker)
+def _check_arguments(what: str, factory: OptimizerFactory, settings: OptimizerSettings) -> None:
+    takes = _parameters(factory)
     if takes is None:
         return  # it accepts any keyword: errors appear in the call
     known = [name for name in takes if name not in ("params", "lr")]
@@ -141,10 +141,10 @@ def _set(settings: OptimizerSettings) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _parameters(maker: Maker) -> Mapping[str, inspect.Parameter] | None:
+def _parameters(factory: OptimizerFactory) -> Mapping[str, inspect.Parameter] | None:
     """Return the keyword arguments after the parameters; None for a function with ``**kwargs``."""
     try:
-        found = list(inspect.signature(maker).parameters.values())
+        found = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
         return None
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found):
@@ -152,7 +152,7 @@ def _parameters(maker: Maker) -> Mapping[str, inspect.Parameter] | None:
     return {each.name: each for each in found[1:]}
 
 
-def _told(given: Mapping[str, Any]) -> str:
+def _listed(given: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in given.items())
 
 

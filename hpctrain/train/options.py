@@ -65,13 +65,13 @@ def check_owned(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping
     lost = list(_without_owner(optimizers, models.values()))
     if not lost:
         return
-    told = [f"{where}, {_origin(parameter)}, shape {tuple(parameter.shape)}" for where, parameter in lost[:_SHOWN]]
+    lines = [f"{where}, {_origin(parameter)}, shape {tuple(parameter.shape)}" for where, parameter in lost[:_SHOWN]]
     more = f"; and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
     modules = ", ".join(f'"{key or SINGLE}": ...' for key in models)
     count = len(lost)
     subject = f"{count} parameters of the optimizer belong" if count > 1 else "1 parameter of the optimizer belongs"
     raise UsageError(
-        f"{subject} to no model of the run: {'; '.join(told)}{more}; "
+        f"{subject} to no model of the run: {'; '.join(lines)}{more}; "
         "a checkpoint stores parameters by their names in a model; "
         "wrap the module that has them (job.wrap(criterion); a loose parameter goes into a module first) and pass it: "
         f'job.run({{{modules}, "criterion": criterion}}, ...)',
@@ -216,7 +216,7 @@ class RunOptions:
         return self.trace_steps if self.trace else None
 
     @property
-    def kept(self) -> RetentionPolicy:
+    def retention(self) -> RetentionPolicy:
         """Return the retention rule for checkpoints."""
         return RetentionPolicy(self.keep, self.keep_every, self.keep_best, self.best)
 

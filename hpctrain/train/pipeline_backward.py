@@ -60,7 +60,7 @@ class PipelineBackward:
         if weight != 1.0 or any(abs(part.share * len(parts) - 1.0) > ROUNDING for part in parts):
             differ = weight != 1.0 or not all(part.share for part in parts)
             self._check_uneven([arguments for arguments, _ in calls], differ)
-        aside = take_gradients([strategy])  # the scaling of sums must not include earlier gradients
+        earlier = take_gradients([strategy])  # the scaling of sums must not include earlier gradients
         total = torch.zeros(())
         for number, (part, (arguments, dtype)) in enumerate(zip(parts, calls)):
             rows = torch.arange(samples_in(part.samples), device=arguments.device)
@@ -70,7 +70,7 @@ class PipelineBackward:
                 loss = strategy.forward_backward(arguments, rows, objective, weight=share)
             total = total + loss.detach().cpu()
         found = self._as_sums() if self._any_sums() else data_average(strategy, total)
-        add_gradients(aside)
+        add_gradients(earlier)
         return found
 
     def _check_uneven(self, calls: list[CallArguments], differ: bool) -> None:

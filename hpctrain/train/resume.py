@@ -68,7 +68,7 @@ def start_from(
     for one in strategies.values():
         one.refresh()
     if comm.rank == 0:
-        _tell(path, loaded.step, by_key(model, "model"), skip)
+        _log_start(path, loaded.step, by_key(model, "model"), skip)
     facts: dict[str, Any] = {"start_from": str(Path(path).resolve()), "start_step": loaded.step}
     return {**facts, "start_skip": list(skip)} if skip else facts
 
@@ -90,7 +90,7 @@ def _newest(path: Path) -> Path:
     return found
 
 
-def _tell(path: str | Path, step: int, models: Mapping[str, nn.Module], skip: Sequence[str]) -> None:
+def _log_start(path: str | Path, step: int, models: Mapping[str, nn.Module], skip: Sequence[str]) -> None:
     several = len(models) > 1
     logger.info("starting from the model%s of %s, written after step %d", "s" if several else "", path, step)
     names = [f"{key}/{name}" if key else name for key, model in models.items() for name in model.state_dict()]
@@ -106,10 +106,10 @@ class Opening:
     """Opening of a run; the methods are defined in the order in which they must be called."""
 
     def __init__(
-        self, job: Job, folder: Path, options: RunOptions, state: TrainState, feed: Feed, books: RunFolder
+        self, job: Job, folder: Path, options: RunOptions, state: TrainState, feed: Feed, run_folder: RunFolder
     ) -> None:
         self._job, self._folder, self._options = job, folder, options
-        self._state, self._feed, self._books = state, feed, books
+        self._state, self._feed, self._run_folder = state, feed, run_folder
         self._fresh = rng.capture_rng()
 
     def agree_on_seed(self) -> None:
@@ -142,7 +142,7 @@ class Opening:
             if error.errno in PASSING:
                 raise cannot_write(folder, error) from error
             raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}") from error
-        self._books.lock()
+        self._run_folder.lock()
 
     def resume(self, config: str | None, provenance: dict[str, Any]) -> dict[str, Any]:
         """Restore the newest valid checkpoint if there is one; return the run's provenance. Collective."""
@@ -168,11 +168,11 @@ class Opening:
                 logger.info("changed since: %s", line)
         return carried(loaded.provenance, provenance)
 
-    def open_books(self, stops: StopSaveFlags, config: str | None, facts: Mapping[str, Any]) -> None:
+    def open_records(self, stops: StopSaveFlags, config: str | None, facts: Mapping[str, Any]) -> None:
         """Begin an attempt in the run's records on rank 0."""
         files.remove_leftovers(self._state.folder)
         warn_if_unwatched(self._folder, os.environ.get(FOLDER))
-        saves = [number(attempt, "last_save_seconds") for attempt in self._books.attempts]
-        stops.open(saves, time.time() - self._books.elapsed)
+        saves = [number(attempt, "last_save_seconds") for attempt in self._run_folder.attempts]
+        stops.open(saves, time.time() - self._run_folder.elapsed)
         known = {**facts, **self._job.circumstances(), "tokens_before": self._state.tokens}
-        self._books.open(self._state.step, config, known)
+        self._run_folder.open(self._state.step, config, known)

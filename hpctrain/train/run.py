@@ -29,15 +29,15 @@ from hpctrain.log import logger
 from hpctrain.parallel.hooks import plain_module
 from hpctrain.plain_tensors import as_parts
 from hpctrain.train.accumulate import Compute
-from hpctrain.train.async_control import check_call, exchange_for, meet
+from hpctrain.train.async_control import check_call, exchange_for, synchronize
 from hpctrain.train.backward import Backward
 from hpctrain.train.checkpointing import RunCheckpoints
 from hpctrain.train.control import StopSaveFlags, install, starting
 from hpctrain.train.evaluation import Evaluation, Measure
-from hpctrain.train.feed import FeedPart, StatefulFeed
+from hpctrain.train.feed import FeedPosition, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
 from hpctrain.train.handshake import versions
-from hpctrain.train.iteration import Around
+from hpctrain.train.iteration import LoopCallbacks
 from hpctrain.train.loader_feed import feed_for
 from hpctrain.train.loop import Loop
 from hpctrain.train.metrics import Progress, shown
@@ -91,12 +91,13 @@ class Run:
         self.asynchronous = any(each.asynchronous for each in self.strategies.values())
         self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
         self.feed = feed_for(loader, self.streams, job.comm, strategy.data, options.split)
-        self._feed_part = FeedPart(self.feed)
-        parts: dict[str, Stateful] = {**(states or {}), FEED: self._feed_part}
+        self._feed_position = FeedPosition(self.feed)
+        parts: dict[str, Stateful] = {**(states or {}), FEED: self._feed_position}
         if isinstance(self.feed, StatefulFeed):
             parts[LOADER] = self.feed
+        folder = self.folder / "checkpoints"
         self.state = TrainState(
-            self.models, self.optimizers, parts, job.comm, self.folder / "checkpoints", options.kept, self.strategies
+            self.models, self.optimizers, parts, job.comm, folder, options.retention, self.strategies
         )
         self.state.capture = lambda: self.feed.generators
         if self.asynchronous and options.background:
@@ -106,12 +107,12 @@ class Run:
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
         )
         self._progress: Progress | None = None
-        self._books = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
-        self._opening = Opening(job, self.folder, options, self.state, self.feed, self._books)
+        self._run_folder = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
+        self._opening = Opening(job, self.folder, options, self.state, self.feed, self._run_folder)
         self._checkpoints = RunCheckpoints(
-            self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds)
+            self.state, options, self._run_folder, lambda seconds: self._stops.walltime_guard.save(seconds)
         )
-        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, self._meet)
+        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, self._synchronize)
         self._has_saved = False
         self.checks = self._updates.checks = FirstStepChecks(
             job.comm,
@@ -129,19 +130,19 @@ class Run:
 
     def _make_loop(self) -> Loop:
         strategy = next(iter(self.strategies.values()))
-        around = Around(
+        callbacks = LoopCallbacks(
             record=self._record,
-            metrics=self._figures,
+            metrics=self._strategy_metrics,
             save=self._save,
             save_due=self._save_due,
             advance=self._checkpoints.advance,
             saved=self._stops.saved,
-            look=self._stops.look,
+            poll=self._stops.poll,
             reason=lambda: self._stops.reason,
             busy=lambda: self._checkpoints.busy,
-            timed=lambda seconds: self._stops.governor.step(seconds),
-            go_back=self._go_back,
-            meet=self._meet,
+            timed=lambda seconds: self._stops.walltime_guard.step(seconds),
+            roll_back=self._roll_back,
+            synchronize=self._synchronize,
             begin_step=self._begin_step,
             end_step=self._tracing.end_step,
         )
@@ -153,7 +154,7 @@ class Run:
             self.strategies,
             self._updates.healths,
             exchange_for(self.job.comm, strategy),
-            around,
+            callbacks,
             steps=self.options.steps,
             every=self.options.every,
         )
@@ -273,7 +274,7 @@ class Run:
         """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
         self._check_call("run.evaluate")
         result = self._evaluation(what, compute)
-        self._loop.log.note({}, self._figures())
+        self._loop.log.note({}, self._strategy_metrics())
         return result
 
     def save(self, best: float | Tensor | None = None) -> Path:
@@ -292,7 +293,7 @@ class Run:
             self._check_call("run.save")
             self._loop.close()
             return self._save()
-        self._loop.want_save()
+        self._loop.request_save()
         return self.state.path(self.step + self._loop.inside)
 
     def stop(self, reason: str) -> None:
@@ -326,7 +327,7 @@ class Run:
         try:
             self.provenance = opening.resume(self.config, self.provenance)
             self.state.config, self.state.provenance = self.config, self.provenance
-            on_first_rank(comm, lambda: opening.open_books(self._stops, self.config, self.provenance))
+            on_first_rank(comm, lambda: opening.open_records(self._stops, self.config, self.provenance))
             self._checkpoints.committed = self.step
             agreed(comm, self._checkpoints.open)
             self.stop_request.raise_lost_interrupt()
@@ -334,14 +335,14 @@ class Run:
             try:
                 self._checkpoints.close()
             finally:
-                self._books.close("failed", self.step, None)
+                self._run_folder.close("failed", self.step, None)
             raise
         if not self.options.checks or self.finished:
             self._updates.checks = None
             for strategy in self.strategies.values():
                 strategy.skip_checks()
         self._updates.attach(self._loop.begin_update, self._loop.note_update)
-        self.job.guard.last_words = FailureRecord(self.folder, self.job.rank)
+        self.job.guard.failure_record = FailureRecord(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
 
@@ -352,29 +353,29 @@ class Run:
         self.job.guard.step = step
 
     def _record(self, row: dict[str, Any]) -> None:
-        self._books.record(row)
+        self._run_folder.record(row)
         if self._progress is not None:
             self._progress.update(row["step"], self.state.tokens, shown(row))
 
-    def _meet(self, place: str) -> None:
-        """Wait at a named place until all asynchronous ranks have reached it. Collective."""
+    def _synchronize(self, point: str) -> None:
+        """Wait at a named point until all asynchronous ranks have reached it. Collective."""
         if self.asynchronous:
-            meet(self.job.comm, self.strategies.values(), place)
+            synchronize(self.job.comm, self.strategies.values(), point)
 
     def _check_call(self, call: str) -> None:
         at = f"in step {self.step + 1}" if self._loop.inside else f"after step {self.step}"
         check_call(self.job.comm, self.strategies.values(), f"{call} {at}")
 
-    def _figures(self) -> dict[str, Any]:
+    def _strategy_metrics(self) -> dict[str, Any]:
         """Return the strategies' metrics since the last call, such as the staleness of updates. Collective."""
         found: dict[str, Any] = {}
         for key, strategy in self.strategies.items():
-            figures = dict(strategy.metrics())
-            if figures.get("staleness_histogram") == []:  # no update since the last call
-                figures = {name: value for name, value in figures.items() if not name.startswith("staleness")}
-            if figures.get("communication") == 0.0:  # no step since the last call
-                del figures["communication"]
-            found |= {f"{name}.{key}" if key else name: value for name, value in figures.items()}
+            values = dict(strategy.metrics())
+            if values.get("staleness_histogram") == []:  # no update since the last call
+                values = {name: value for name, value in values.items() if not name.startswith("staleness")}
+            if values.get("communication") == 0.0:  # no step since the last call
+                del values["communication"]
+            found |= {f"{name}.{key}" if key else name: value for name, value in values.items()}
         return found
 
     def _save(self) -> Path:
@@ -392,7 +393,7 @@ class Run:
             self.state.find_schedulers()
 
     @as_parts
-    def _go_back(self) -> None:
+    def _roll_back(self) -> None:
         """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
         for health in self._updates.healths.values():
             health.wants_rollback = False
@@ -402,7 +403,7 @@ class Run:
             raise NonFiniteError("there is no checkpoint to roll back to yet", everywhere=True)
         self.state.restore(found, rewind_data=False)
         self._checkpoints.committed = self.step
-        self._books.rewind(self.step)
+        self._run_folder.rewind(self.step)
 
     # Leaving ----------------------------------------------------------------------------------------------------------
 
@@ -417,7 +418,7 @@ class Run:
                 self._loop.close()
                 for strategy in self.strategies.values():
                     strategy.drain()
-                moved = self._loop.in_epochs and self._feed_part.has_moved
+                moved = self._loop.in_epochs and self._feed_position.has_moved
                 self._find_late_schedulers()
                 self._checkpoints.finish(moved=moved)
                 for strategy in self.strategies.values():
@@ -439,9 +440,9 @@ class Run:
                 self._loop.abandon()
             self._checkpoints.close()
         finally:
-            self._give_back(error)
+            self._release(error)
 
-    def _give_back(self, error: BaseException | None) -> None:
+    def _release(self, error: BaseException | None) -> None:
         self.feed.close()
         self._tracing.abandon()
         self.checks.close()
@@ -449,11 +450,11 @@ class Run:
         if self._progress is not None:
             self._progress.close()
         if error is None or self.job.rank == 0:
-            self.job.guard.last_words = None  # the receipt has the reason, or another failed rank will report it
+            self.job.guard.failure_record = None  # the receipt has the reason, or another failed rank will report it
         if error is not None:
             alone = None if getattr(error, "everywhere", False) else self.job.rank
-            self._books.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
+            self._run_folder.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
         else:
-            self._books.close(
+            self._run_folder.close(
                 "stopped" if self.stopped_by else "finished", self.step, self.stopped_by or self.state.stopped
             )

@@ -12,7 +12,7 @@ from hpctrain.log import logger
 from hpctrain.train import metrics as rows
 from hpctrain.train.lock import FolderLock
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.receipt.write import NAME, Receipt, TimeAccounting, first_line, history
+from hpctrain.train.receipt.write import NAME, Receipt, TimeAccounting, earlier_attempts, first_line
 from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 from hpctrain.util.reading import reason as why
@@ -40,7 +40,7 @@ class RunFolder:
         self._lock = FolderLock(folder, job_id)
         self._metrics: Metrics | None = None
         self._receipt: Receipt | None = None
-        self._tally = TimeAccounting()
+        self._accounting = TimeAccounting()
         self._checked = 0.0  # last time the lock was found to be this run's, in monotonic seconds
         self._lost = False
 
@@ -56,18 +56,18 @@ class RunFolder:
     @property
     def elapsed(self) -> float:
         """Return the seconds since this attempt, and its process, began."""
-        return self._tally.elapsed
+        return self._accounting.elapsed
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
         """Return the records of the earlier attempts."""
-        return history(self.folder)
+        return earlier_attempts(self.folder)
 
     def open(self, last_step: int, config: str | None, facts: Mapping[str, Any]) -> None:
         """Begin an attempt that continues after ``last_step``."""
         atomic.remove_leftovers(self.folder, _RECORDS)
         # The receipt first: it accounts for the steps after last_step, which are then removed from the metrics.
-        begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._tally.facts()}
+        begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._accounting.facts()}
         before, started = self._rows(), time.time() - self.elapsed
         with writing(self.folder / NAME):
             self._receipt = Receipt(self.folder, begun, rows=before, started=started)
@@ -81,18 +81,18 @@ class RunFolder:
         """Record the metrics of a step."""
         if self._metrics is None or self._receipt is None:
             return
-        metrics, receipt, is_first = self._metrics, self._receipt, self._tally.is_starting
-        self._tally.step(row)
+        metrics, receipt, is_first = self._metrics, self._receipt, self._accounting.is_starting
+        self._accounting.step(row)
         timed = {**row, "unix_time": round(time.time(), 3)}
         self._note(metrics.path, lambda: metrics.write(timed), age=self._check_every)
         if is_first:
-            self._note(receipt.path, lambda: receipt.update(**self._tally.facts()))
+            self._note(receipt.path, lambda: receipt.update(**self._accounting.facts()))
 
     def rewind(self, last_step: int) -> None:
         """Remove the steps after ``last_step``."""
         if self._metrics is not None and self._receipt is not None:
             before = self._rows()
-            self._tally.rewind(last_step)
+            self._accounting.rewind(last_step)
             with writing(self._receipt.path):
                 self._receipt.rewind(before, last_step)
             with writing(self._metrics.path):
@@ -115,13 +115,13 @@ class RunFolder:
 
     def waited(self, seconds: float) -> None:
         """Add the seconds of a wait for a checkpoint."""
-        self._tally.waited(seconds)
+        self._accounting.waited(seconds)
 
     def saved(self, step: int, seconds: float) -> None:
         """Record a checkpoint and its duration; the receipt is written, so it survives a kill."""
         if self._receipt is not None:
             receipt = self._receipt
-            facts = {"saved_step": step, "last_save_seconds": round(seconds, 3), **self._tally.facts()}
+            facts = {"saved_step": step, "last_save_seconds": round(seconds, 3), **self._accounting.facts()}
             self._note(receipt.path, lambda: receipt.update(**facts))
 
     def failed_save(self, step: int, reason: str, count: int) -> None:
@@ -134,21 +134,21 @@ class RunFolder:
         """Record how the attempt ended and release the folder; after a failure, write errors do not raise."""
         failed = status == "failed"
         try:
-            if failed and not self._is_ours():
+            if failed and not self._owns_folder():
                 if self._metrics is not None:
                     self._metrics.close()
                 return  # the receipt belongs to another start now
             if self._metrics is not None:
                 self._note(self._metrics.path, self._metrics.close, lenient=failed)
             if self._receipt is not None:
-                told = {"reason": reason and first_line(reason), "failed_rank": failed_rank}
-                more = {name: value for name, value in told.items() if value is not None}
-                receipt, facts = self._receipt, {**self._tally.facts(), "step": step, **more}
+                facts = {"reason": reason and first_line(reason), "failed_rank": failed_rank}
+                more = {name: value for name, value in facts.items() if value is not None}
+                receipt, facts = self._receipt, {**self._accounting.facts(), "step": step, **more}
                 self._note(receipt.path, lambda: receipt.end(status, **facts), lenient=failed)
         finally:
             self._lock.release()
 
-    def _is_ours(self) -> bool:
+    def _owns_folder(self) -> bool:
         try:
             self._lock.check()
         except LockError:
@@ -161,7 +161,7 @@ class RunFolder:
         """Raise ``LockError`` if another start has taken over the folder; reopen metrics whose file has moved.
 
         The other start replaces the metrics, too, after it has the lock. The lock is therefore read
-        after the file's place and before the file at this place is opened.
+        after the file's identity and before the file at its path is opened.
         """
         moved = self._metrics is not None and self._metrics.has_moved()
         self._lock.check()

@@ -205,11 +205,11 @@ class TrainState:
         for name, part in self.parts.items():
             if parts.is_plain(part):
                 raise UsageError(
-                    f"{_place(name)} is {part!r}, which a resume cannot restore in place; "
+                    f"{_described_state(name)} is {part!r}, which a resume cannot restore in place; "
                     f'allowed are mutable objects; put it into a dict: states={{"{name}": {{"value": ...}}}}',
                     everywhere=True,
                 )
-        tensors = agreed(self.comm, lambda: pack_states(self._states(), _place)[1].tensors)
+        tensors = agreed(self.comm, lambda: pack_states(self._states(), _described_state)[1].tensors)
         everyone = self.comm.all_gather_object({path: _fingerprint(leaf) for path, leaf in tensors.items()})
         for rank, found in enumerate(everyone):
             differing = [path for path in {**everyone[0], **found} if everyone[0].get(path) != found.get(path)]
@@ -319,7 +319,7 @@ class TrainState:
             raise CheckpointError(f"{path} holds no state of {', '.join(missing)}", everywhere=True)
         for name, part in self.parts.items():
             if name in states and (rewind_data or name not in (LOADER, FEED)):
-                agreed(self.comm, partial(parts.restore, part, states[name], _place(name)))
+                agreed(self.comm, partial(parts.restore, part, states[name], _described_state(name)))
         if rewind_data:
             self.batches = batches
         if loaded.rng is not None:
@@ -362,7 +362,7 @@ def _names_and_groups(path: Path) -> tuple[list[str], dict[str, Any]]:
             return list(dict(reader.values(layout.TRAIN).get("states", {}))), groups
 
 
-def _place(name: str) -> str:
+def _described_state(name: str) -> str:
     return "the loader's state" if name == LOADER else f'states["{name}"]'
 
 

@@ -42,8 +42,8 @@ def _program() -> str:
     """Return how to call the command from this folder: its name if it is in PATH, otherwise its path."""
     if shutil.which("hpctrain"):
         return "hpctrain"
-    beside = Path(sys.executable).with_name("hpctrain")
-    return os.path.relpath(beside) if beside.exists() else f"{sys.executable} -m hpctrain"
+    script = Path(sys.executable).with_name("hpctrain")
+    return os.path.relpath(script) if script.exists() else f"{sys.executable} -m hpctrain"
 
 
 def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
@@ -72,8 +72,8 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
     best = run.state.retention.best()
     if best is not None:
         print(printable_lines(f"best checkpoint  {best} (by {run.options.keep_best})"))
-    took = render.summary(run.folder)
-    if took is not None:
-        print(printable_lines(f"efficiency       {took}"))
+    consumed = render.summary(run.folder)
+    if consumed is not None:
+        print(printable_lines(f"efficiency       {consumed}"))
     print(printable_lines(f"inspect          {_program()} checkpoint show {run.state.path(run.step)}"))
     sys.stdout.flush()

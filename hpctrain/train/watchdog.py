@@ -20,8 +20,8 @@ from hpctrain.comm.transport.base import Transport
 from hpctrain.comm.transport.waiting import timeout_seconds, waiting
 from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError, LockError
 from hpctrain.log import logger
-from hpctrain.train.control import ASKED_BY, stop_request, told_and_code
-from hpctrain.train.exit import exit_code, leave_with, let_be_read, told
+from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
+from hpctrain.train.exit import exit_code, leave_with, user_traceback, wait_until_read
 from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.util.text import printable_lines
 
@@ -54,10 +54,10 @@ def print_stacks(whose: str) -> None:
 
 LOOK_EVERY = 0.5  # seconds between two checks of the watchdog
 PATIENCE = 2.0  # seconds of waiting after which a rank checks whether another rank has left
-ALONE = 3.0  # seconds after SIGTERM within which SIGUSR1 would have arrived, too
-CLAIM = 0.2  # seconds to wait for earlier claims of the failure report by other ranks
+SIGTERM_WAIT = 3.0  # seconds after SIGTERM within which SIGUSR1 would have arrived, too
+CLAIM_WAIT = 0.2  # seconds to wait for earlier claims of the failure report by other ranks
 MOST = 4  # maximum number of other ranks that an error message lists
-SILENCE = 5.0  # seconds that a rank waits for the first failed rank to end the job, before it does so itself
+ABORT_WAIT = 5.0  # seconds that a rank waits for the first failed rank to end the job, before it does so itself
 
 
 class Watchdog:
@@ -65,16 +65,16 @@ class Watchdog:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._farewell: ExitNotifier | None = None
-        self._vitals: Heartbeat | None = None
+        self._exit_notifier: ExitNotifier | None = None
+        self._heartbeat: Heartbeat | None = None
         self._closed = threading.Event()
         self._ending = threading.Lock()
         self._stacks_printed = threading.Lock()
         self.step: int | None = None
-        self.last_words: FailureRecord | None = None  # failure record of the current run
+        self.failure_record: FailureRecord | None = None  # failure record of the current run
         self._hooks = (sys.excepthook, threading.excepthook)
         if transport.size > 1:
-            self._farewell, self._vitals = _instruments(transport)
+            self._exit_notifier, self._heartbeat = _monitors(transport)
             sys.excepthook = self._on_exception
             threading.excepthook = self._on_thread_exception
             atexit.register(self._on_exit)
@@ -100,11 +100,11 @@ class Watchdog:
             leave_with(error.exit_code, self._on_exit)
             return
         if issubclass(kind, KeyboardInterrupt):
-            why, code = told_and_code(kind)
+            why, code = interrupt_message(kind)
             self._end(why, "", code)
         if isinstance(error, LockError):
-            self.last_words = None  # another start has taken over the folder
-        text = told(error) or "".join(traceback.format_exception(kind, error, trace))
+            self.failure_record = None  # another start has taken over the folder
+        text = user_traceback(error) or "".join(traceback.format_exception(kind, error, trace))
         late = issubclass(kind, DeadlineError)
         elsewhere = self._elsewhere(str(error)) if late else ""
         self._end(f"{kind.__name__}: {error}{elsewhere}", text, exit_code(error), stacks=late)
@@ -116,7 +116,7 @@ class Watchdog:
             leave_with(error.exit_code, lambda: None)
 
     def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if text := told(error):
+        if text := user_traceback(error):
             print(printable_lines(text), end="", file=sys.stderr, flush=True)
         else:
             self._hooks[0](kind, error, trace)
@@ -135,22 +135,22 @@ class Watchdog:
         code: int,
         *,
         stacks: bool = False,
-        silence: float = SILENCE,
+        silence: float = ABORT_WAIT,
         leave: Callable[[int], object] | None = None,
     ) -> None:
         """Print once why the job ends, with the stacks of all ranks of the node if requested, and end it."""
         # If another thread of this rank is already ending the job, that thread reports it.
-        alone = self._ending.acquire(blocking=False)
-        if alone and (self._vitals is None or self._vitals.claim(CLAIM)):
+        since_lone_sigterm = self._ending.acquire(blocking=False)
+        if since_lone_sigterm and (self._heartbeat is None or self._heartbeat.claim(CLAIM_WAIT)):
             if stacks:
                 self._collect_stacks()
             at = "" if self.step is None else f" in step {self.step}"
             where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
-            told_of = printable_lines(f"{text}hpctrain: {where} ends the job: {why}")
-            print(told_of, file=sys.stderr, flush=True)
-            if self.last_words is not None:
-                self.last_words.say(why, self.step)
-            let_be_read()
+            text = printable_lines(f"{text}hpctrain: {where} ends the job: {why}")
+            print(text, file=sys.stderr, flush=True)
+            if self.failure_record is not None:
+                self.failure_record.say(why, self.step)
+            wait_until_read()
         else:
             time.sleep(silence)
         (leave or self._transport.abort)(code)
@@ -159,8 +159,8 @@ class Watchdog:
 
     def _on_exit(self) -> None:
         """Wait until all ranks leave; notify ranks that may wait for this one."""
-        if self._farewell is not None:
-            self._farewell.leave()
+        if self._exit_notifier is not None:
+            self._exit_notifier.leave()
             _release_windows(self._transport)
         self._closed.set()
 
@@ -169,20 +169,20 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY):
             seconds, operation, number = waiting.seconds, waiting.operation, waiting.count
-            alone = stop_request.alone()
-            if self._vitals is not None:
-                self._vitals.beat(operation, seconds)
-                if self._vitals.stacks_requested():
+            since_lone_sigterm = stop_request.since_lone_sigterm()
+            if self._heartbeat is not None:
+                self._heartbeat.beat(operation, seconds)
+                if self._heartbeat.stacks_requested():
                     self._print_stacks()
             if seconds < PATIENCE:
                 continue
-            left = self._farewell.ranks_that_left() if self._farewell is not None else []
+            left = self._exit_notifier.ranks_that_left() if self._exit_notifier is not None else []
             if waiting.count != number or not waiting.operation:
                 continue
-            if alone > ALONE:
+            if since_lone_sigterm > SIGTERM_WAIT:
                 why = f"a rank has died (SIGTERM without SIGUSR1, {ASKED_BY}), this one waits in {operation}"
                 # srun is already ending the job; MPI_Abort would wait for it.
-                self._end(why, "", EXIT_FAILURE, silence=CLAIM, leave=os._exit)
+                self._end(why, "", EXIT_FAILURE, silence=CLAIM_WAIT, leave=os._exit)
             if left:
                 ranks = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
                 self._end(f"{ranks} left, this one waits in {operation}", "", EXIT_FAILURE, stacks=True)
@@ -192,19 +192,19 @@ class Watchdog:
 
     def _others(self) -> str:
         """Describe the late ranks, or all ranks if all wait: they may be in different collectives."""
-        vitals = self._vitals.read_all() if self._vitals is not None else []
-        return "".join(f"; {vital}" for vital in ([vital for vital in vitals if vital.late] or vitals))
+        statuses = self._heartbeat.read_all() if self._heartbeat is not None else []
+        return "".join(f"; {status}" for status in ([status for status in statuses if status.late] or statuses))
 
     def _elsewhere(self, own: str) -> str:
         """Describe what other ranks of the node wait in, unless this rank's error names the same operation."""
-        vitals = self._vitals.read_all() if self._vitals is not None else []
-        others = [one for one in vitals if one.rank != self._transport.rank and one.operation]
+        statuses = self._heartbeat.read_all() if self._heartbeat is not None else []
+        others = [one for one in statuses if one.rank != self._transport.rank and one.operation]
         found = [one for one in others if not own.startswith(one.operation)]
-        return "".join(f"; {vital}" for vital in found[:MOST])
+        return "".join(f"; {status}" for status in found[:MOST])
 
     def _collect_stacks(self) -> None:
-        if self._vitals is not None:
-            self._vitals.request_stacks()
+        if self._heartbeat is not None:
+            self._heartbeat.request_stacks()
         self._print_stacks()
         time.sleep(2 * LOOK_EVERY)  # the watchdogs of the other ranks check within this time
 
@@ -226,7 +226,7 @@ def _release_windows(transport: Transport) -> None:
     release(transport.comm)
 
 
-def _instruments(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | None]:
+def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | None]:
     """Return the exit notifier (None unless MPI allows a second thread to use it) and the heartbeat."""
     from mpi4py import MPI
 
@@ -235,12 +235,12 @@ def _instruments(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat |
     from hpctrain.comm.transport.window import NoSpaceError
 
     assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
-    vitals = None
+    statuses = None
     try:
-        vitals = Heartbeat(transport.comm)
+        statuses = Heartbeat(transport.comm)
     except NoSpaceError as error:
         logger.warning("ranks of this node cannot report what other ranks wait for: %s", error)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is detected only at the timeout")
-        return None, vitals
-    return ExitNotifier(transport.comm), vitals
+        return None, statuses
+    return ExitNotifier(transport.comm), statuses

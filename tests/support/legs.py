@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.corpus import make_project, plain_losses
 from support.life import metrics_of
-from support.nodes import alone, in_pairs
+from support.nodes import in_pairs, one_per_node
 from support.shards import Form, communicator
 
 from hpctrain.cluster.launcher import detect
@@ -26,8 +26,8 @@ FORMS = {
     "zero1": Form("zero1"),
     "zero2": Form("zero2"),
     "fsdp": Form("fsdp"),
-    "zero2_alone": Form("zero2", alone),
-    "fsdp_alone": Form("fsdp", alone),
+    "zero2_alone": Form("zero2", one_per_node),
+    "fsdp_alone": Form("fsdp", one_per_node),
     "hybrid": Form("fsdp", in_pairs, "node"),
 }
 SPLIT = ("zero1", "zero2", "fsdp", "fsdp_alone")

@@ -20,18 +20,18 @@ from hpctrain.util.retry import VARIABLE
 
 
 def test_an_attempt_writes_records_from_lock_to_release(tmp_path: Path) -> None:
-    books = RunFolder(tmp_path, "42")
-    books.lock()
+    run_folder = RunFolder(tmp_path, "42")
+    run_folder.lock()
     assert json.loads((tmp_path / "lock.json").read_text())["job_id"] == "42"
-    books.open(3, "x = 1\n", {"size": 2})
-    books.record({"step": 4, "step_seconds": 0.5})
-    books.record({"step": 5, "step_seconds": 0.25})
-    books.rewind(4)
-    books.waited(0.125)
-    books.saved(4, 0.12345)
+    run_folder.open(3, "x = 1\n", {"size": 2})
+    run_folder.record({"step": 4, "step_seconds": 0.5})
+    run_folder.record({"step": 5, "step_seconds": 0.25})
+    run_folder.rewind(4)
+    run_folder.waited(0.125)
+    run_folder.saved(4, 0.12345)
     with pytest.raises(LockError):
         RunFolder(tmp_path, "43").lock()
-    books.close("stopped", 4, "SIGUSR1")
+    run_folder.close("stopped", 4, "SIGUSR1")
     (row,) = metrics_of(tmp_path)
     assert row["step"] == 4 and abs(row["unix_time"] - time.time()) < 60
     assert (tmp_path / "config.toml").read_text() == "x = 1\n"
@@ -43,22 +43,22 @@ def test_an_attempt_writes_records_from_lock_to_release(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_no_records(tmp_path: Path) -> None:
-    books = RunFolder(tmp_path, None)
-    books.record({"step": 1})
-    books.rewind(0)
-    books.saved(1, 1.0)
-    books.close("finished", 1, None)
+    run_folder = RunFolder(tmp_path, None)
+    run_folder.record({"step": 1})
+    run_folder.rewind(0)
+    run_folder.saved(1, 1.0)
+    run_folder.close("finished", 1, None)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failing_receipt_still_releases_the_folder(tmp_path: Path) -> None:
-    books = RunFolder(tmp_path, None)
-    books.lock()
-    books.open(0, None, {})
+    run_folder = RunFolder(tmp_path, None)
+    run_folder.lock()
+    run_folder.open(0, None, {})
     (tmp_path / "run.json").unlink()
     (tmp_path / "run.json").mkdir()
     with pytest.raises(UsageError, match="run.json: is a directory"):
-        books.close("finished", 1, None)
+        run_folder.close("finished", 1, None)
     assert not (tmp_path / "lock.json").exists()
 
 
@@ -70,18 +70,22 @@ def _refuse(*_: object, **__: object) -> None:
 def test_failed_writes_of_records_stop_or_are_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lenient: bool
 ) -> None:
-    books = RunFolder(tmp_path, None, lenient=lenient)
-    books.lock()
-    books.open(0, None, {})
+    run_folder = RunFolder(tmp_path, None, lenient=lenient)
+    run_folder.lock()
+    run_folder.open(0, None, {})
     monkeypatch.setattr("hpctrain.train.metrics.Metrics.write", _refuse)
     monkeypatch.setattr("hpctrain.train.receipt.write.Receipt.update", _refuse)
-    for note in (lambda: books.record({"step": 1}), lambda: books.saved(1, 0.1), lambda: books.failed_save(1, "x", 1)):
+    for note in (
+        lambda: run_folder.record({"step": 1}),
+        lambda: run_folder.saved(1, 0.1),
+        lambda: run_folder.failed_save(1, "x", 1),
+    ):
         if lenient:
             note()
         else:
             with pytest.raises(OSError, match="no space left"):
                 note()
-    books.close("finished", 1, None)
+    run_folder.close("finished", 1, None)
     said = f"cannot write into {tmp_path}: No space left on device; continuing without"
     assert [record.getMessage() for record in caplog.records] == [said] * lenient
 
@@ -90,84 +94,84 @@ def test_failed_writes_of_records_stop_or_are_warned_about(
 def test_a_failure_is_not_hidden_by_records_that_cannot_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
 ) -> None:
-    books = RunFolder(tmp_path, None, lenient=lenient)
-    books.lock()
-    books.open(0, None, {})
+    run_folder = RunFolder(tmp_path, None, lenient=lenient)
+    run_folder.lock()
+    run_folder.open(0, None, {})
     close = Metrics.close
     monkeypatch.setattr(Metrics, "close", lambda metrics: (close(metrics), _refuse()))
     monkeypatch.setattr("hpctrain.train.receipt.write.Receipt.end", _refuse)
-    books.close("failed", 1, "CheckpointError: disk full")
+    run_folder.close("failed", 1, "CheckpointError: disk full")
     assert not (tmp_path / "lock.json").exists()
 
 
 def _opened(folder: Path, last_step: int = 0, **options: Any) -> RunFolder:
-    books = RunFolder(folder, None, **options)
-    books.lock()
-    books.open(last_step, None, {})
-    return books
+    run_folder = RunFolder(folder, None, **options)
+    run_folder.lock()
+    run_folder.open(last_step, None, {})
+    return run_folder
 
 
 @pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
 def test_metrics_that_are_moved_during_a_run_continue_in_a_new_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    books, path = _opened(tmp_path, check_every=0.0), tmp_path / "metrics.jsonl"
-    books.record({"step": 1})
+    run_folder, path = _opened(tmp_path, check_every=0.0), tmp_path / "metrics.jsonl"
+    run_folder.record({"step": 1})
     if how == "deleted":
         path.unlink()
     else:
         path.rename(tmp_path / "old.jsonl")
     if how == "replaced":
         path.write_text('{"step": 0}\n')
-    books.record({"step": 2})
-    books.record({"step": 3})
+    run_folder.record({"step": 2})
+    run_folder.record({"step": 3})
     assert [row["step"] for row in metrics_of(tmp_path)] == ([0, 2, 3] if how == "replaced" else [2, 3])
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"{path} was deleted, renamed or replaced") and "\n" not in said
-    books.close("finished", 3, None)
+    run_folder.close("finished", 3, None)
 
 
 def test_the_place_of_the_metrics_is_checked_once_per_second(tmp_path: Path) -> None:
-    books, began = _opened(tmp_path, check_every=1.0), time.monotonic()
-    books.record({"step": 1})
+    run_folder, began = _opened(tmp_path, check_every=1.0), time.monotonic()
+    run_folder.record({"step": 1})
     (tmp_path / "metrics.jsonl").unlink()
     for step in range(2, 50):
-        books.record({"step": step})
+        run_folder.record({"step": step})
     assert time.monotonic() - began > 0.9 or not (tmp_path / "metrics.jsonl").exists()
     time.sleep(1.0)
-    books.record({"step": 100})
+    run_folder.record({"step": 100})
     assert [row["step"] for row in metrics_of(tmp_path)][-1] == 100
-    books.close("finished", 100, None)
+    run_folder.close("finished", 100, None)
 
 
 @pytest.mark.parametrize("lenient", [False, True])
 def test_a_link_in_place_of_the_metrics_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, lenient: bool
 ) -> None:
-    books, other = _opened(tmp_path, lenient=lenient, check_every=0.0), tmp_path / "other"
+    run_folder, other = _opened(tmp_path, lenient=lenient, check_every=0.0), tmp_path / "other"
     other.write_text("keep me\n")
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to(other)
     if lenient:
-        books.record({"step": 1})
-        books.record({"step": 2})
+        run_folder.record({"step": 1})
+        run_folder.record({"step": 2})
         assert len(caplog.records) == 1 and "it is a link; continuing without" in caplog.text
     else:
         with pytest.raises(UsageError, match="cannot write .*metrics.jsonl: it is a link"):
-            books.record({"step": 1})
+            run_folder.record({"step": 1})
     assert other.read_text() == "keep me\n"
-    books.close("failed", 1, "x")
+    run_folder.close("failed", 1, "x")
 
 
 def test_rows_do_not_reach_the_metrics_of_a_start_that_took_the_folder_over(tmp_path: Path) -> None:
-    books, lock = _opened(tmp_path, check_every=0.0), tmp_path / "lock.json"
-    books.record({"step": 1})
+    run_folder, lock = _opened(tmp_path, check_every=0.0), tmp_path / "lock.json"
+    run_folder.record({"step": 1})
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "token": "another"}))
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(LockError, match="is now that of job"):
-        books.record({"step": 2})
+        run_folder.record({"step": 2})
     assert not (tmp_path / "metrics.jsonl").exists()
-    books.close("failed", 2, "LockError")
+    run_folder.close("failed", 2, "LockError")
 
 
 @pytest.mark.parametrize("damaged, said", [(1, "1 damaged row is left out"), (3, "3 damaged rows are left out")])
@@ -188,11 +192,11 @@ def test_a_folder_or_a_pipe_in_place_of_a_record_is_bad_input(tmp_path: Path, na
     if kind == "pipe" and name == "failure.json":
         pytest.skip("it is removed")
     os.mkdir(path) if kind == "folder" else os.mkfifo(path)
-    books = RunFolder(tmp_path, None)
-    books.lock()
+    run_folder = RunFolder(tmp_path, None)
+    run_folder.lock()
     with pytest.raises(UsageError, match=f"(?i){path}: {'is a dir' if kind == 'folder' else 'it is not a regular'}"):
-        books.open(0, "x = 1\n", {})
-    books.close("failed", 0, None)
+        run_folder.open(0, "x = 1\n", {})
+    run_folder.close("failed", 0, None)
 
 
 @pytest.mark.parametrize(
@@ -207,23 +211,23 @@ def test_a_full_disk_at_the_start_names_the_file_and_the_free_bytes(
         if rows:
             (disk.folder / "metrics.jsonl").write_text('{"step": 1}\n')
         disk.leave(pages * os.sysconf("SC_PAGE_SIZE"))
-        books = RunFolder(disk.folder, None)
+        run_folder = RunFolder(disk.folder, None)
         said = f"cannot write {disk.folder / name}: no space left on device, [0-9]+ bytes are free in {disk.folder};"
         with pytest.raises(FileSystemError, match=said):
-            books.lock()
-            books.open(1, "x = 1\n", {})
-        books.close("failed", 1, None)
+            run_folder.lock()
+            run_folder.open(1, "x = 1\n", {})
+        run_folder.close("failed", 1, None)
 
 
 def test_failed_saves_are_counted(tmp_path: Path) -> None:
-    books = RunFolder(tmp_path, None)
-    books.lock()
-    books.open(0, None, {})
-    books.failed_save(4, "disk full", 1)
-    books.failed_save(6, "quota", 2)
+    run_folder = RunFolder(tmp_path, None)
+    run_folder.lock()
+    run_folder.open(0, None, {})
+    run_folder.failed_save(4, "disk full", 1)
+    run_folder.failed_save(6, "quota", 2)
     (attempt,) = receipt_of(tmp_path)["attempts"]
     assert attempt["failed_saves"] == 2 and attempt["last_failed_save"] == {"step": 6, "reason": "quota"}
-    books.close("finished", 8, None)
+    run_folder.close("finished", 8, None)
 
 
 def test_the_receipt_is_written_at_intervals(
@@ -232,39 +236,39 @@ def test_the_receipt_is_written_at_intervals(
     writes: list[int] = []
     update = Receipt.update
     monkeypatch.setattr(Receipt, "update", lambda receipt, **facts: (writes.append(1), update(receipt, **facts)))
-    books = RunFolder(tmp_path, None)
-    books.lock()
-    books.open(0, None, {})
+    run_folder = RunFolder(tmp_path, None)
+    run_folder.lock()
+    run_folder.open(0, None, {})
     for step in range(1, 50):
-        books.record({"step": step, "step_seconds": 1.0})
+        run_folder.record({"step": step, "step_seconds": 1.0})
         written = receipt_of(tmp_path)["attempts"][0]["steps"]
         assert (written, len(writes)) == ((1, 1) if step <= 20 else (20, 2))
         if step == 20:
-            books.saved(20, 0.1)
+            run_folder.saved(20, 0.1)
             assert len(writes) == 2 and receipt_of(tmp_path)["attempts"][0]["step"] == 20
-    books.close("failed", 49, "KeyError: 'a'\nmore", 0)
+    run_folder.close("failed", 49, "KeyError: 'a'\nmore", 0)
     (attempt,) = receipt_of(tmp_path)["attempts"]
     assert (attempt["reason"], attempt["failed_rank"], attempt["steps"]) == ("KeyError: 'a'", 0, 49)
 
 
-def _kill(books: RunFolder) -> None:
+def _kill(run_folder: RunFolder) -> None:
     """Simulate a kill: leave all files of the records as they are."""
-    assert books._metrics is not None
-    books._metrics.close()
-    (books.folder / "lock.json").unlink()
+    assert run_folder._metrics is not None
+    run_folder._metrics.close()
+    (run_folder.folder / "lock.json").unlink()
 
 
 def test_a_kill_between_receipt_and_metrics_loses_no_count(tmp_path: Path) -> None:
     """The next attempt counts the steps that it will repeat, and dies before it removes them from the metrics."""
-    books = RunFolder(tmp_path, None)
-    books.lock()
-    books.open(0, None, {})
+    run_folder = RunFolder(tmp_path, None)
+    run_folder.lock()
+    run_folder.open(0, None, {})
     for step in (1, 2, 3):
-        books.record({"step": step, "step_seconds": 1.0})
+        run_folder.record({"step": step, "step_seconds": 1.0})
         if step == 2:
-            books.saved(2, 0.1)
+            run_folder.saved(2, 0.1)
     before = (tmp_path / "metrics.jsonl").read_text()
-    _kill(books)
+    _kill(run_folder)
     time.sleep(1.1)  # smaller differences are within the error of clocks
     for _ in range(2):
         again = RunFolder(tmp_path, None)

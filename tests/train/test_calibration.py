@@ -23,10 +23,10 @@ from hpctrain.train.calibration import (
     NodeType,
     find,
     folder,
-    keep,
     mpi_name,
-    place,
+    path_of,
     read,
+    store,
     stored_verdict,
     this_machine,
 )
@@ -56,19 +56,19 @@ def in_folder(path: Path) -> dict[str, str]:
 
 
 def test_a_stored_calibration_is_found(tmp_path: Path) -> None:
-    path = place(MACHINE, in_folder(tmp_path))
+    path = path_of(MACHINE, in_folder(tmp_path))
     assert path is not None and path.parent == tmp_path
     assert find(MACHINE, in_folder(tmp_path)) is None
-    keep(FULL, path)
+    store(FULL, path)
     assert find(MACHINE, in_folder(tmp_path)) == FULL
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_file_holds_several_layouts_and_the_newest_measurement_of_each(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
-    keep(FULL, path)
+    store(FULL, path)
     again = read(path).with_measurement(measurement(RankLayout(2, 1, 2), "ring"))
-    keep(again, path)
+    store(again, path)
     found = read(path).measurements
     assert list(found) == [RankLayout(2, 1, 2), RankLayout(4, 2, 2)]
     assert found[RankLayout(2, 1, 2)].table.best("all_reduce", "window", "carried", 8192) == "ring"
@@ -79,7 +79,7 @@ def test_a_file_holds_several_layouts_and_the_newest_measurement_of_each(tmp_pat
 def test_each_different_machine_has_its_own_file(name: str, tmp_path: Path) -> None:
     value = getattr(MACHINE, name)
     other = replace(MACHINE, **{name: value + 1 if isinstance(value, int) else value + "x"})
-    assert place(other, in_folder(tmp_path)) != place(MACHINE, in_folder(tmp_path))
+    assert path_of(other, in_folder(tmp_path)) != path_of(MACHINE, in_folder(tmp_path))
 
 
 def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +89,11 @@ def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.
     assert folder({"XDG_CACHE_HOME": "relative"}) == folder({})
     assert folder(in_folder(tmp_path / "new")) == tmp_path / "new"
     assert folder(in_folder(tmp_path / "new.json")) is None
-    assert place(MACHINE, in_folder(tmp_path / "new.json")) == tmp_path / "new.json"
+    assert path_of(MACHINE, in_folder(tmp_path / "new.json")) == tmp_path / "new.json"
     (tmp_path / "plain").touch()
-    assert place(MACHINE, in_folder(tmp_path / "plain")) == tmp_path / "plain"
+    assert path_of(MACHINE, in_folder(tmp_path / "plain")) == tmp_path / "plain"
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert folder({}) is None and place(MACHINE, {}) is None and find(MACHINE, {}) is None
+    assert folder({}) is None and path_of(MACHINE, {}) is None and find(MACHINE, {}) is None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_paths_that_are_not_regular_files_are_a_warning(tmp_path: Path, warned: 
 
 def test_a_file_of_another_machine_is_not_used(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     path = tmp_path / "site.json"
-    keep(FULL, path)
+    store(FULL, path)
     assert find(replace(MACHINE, torch="2.14"), in_folder(path)) is None
     said = f"{path} was measured on another machine: torch 2.13 (here 2.14); using the default choice of algorithms"
     assert warned() == [said]
@@ -170,22 +170,22 @@ def test_every_value_of_a_file_is_checked(tree: Any, message: str) -> None:
 
 def test_readers_during_a_write_get_the_old_file(tmp_path: Path) -> None:
     path, held = tmp_path / "site.json", tmp_path / "held.json"
-    keep(FULL, path)
+    store(FULL, path)
     os.link(path, held)  # like an open file, it keeps the old content
-    keep(Calibration(MACHINE), path)
+    store(Calibration(MACHINE), path)
     assert read(held) == FULL and read(path) == Calibration(MACHINE)
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "site.json"
-    keep(FULL, path)
+    store(FULL, path)
 
     def full_disk(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(DataError, match=f"cannot store the calibration in {path}: No space left on device"):
-        keep(Calibration(MACHINE), path)
+        store(Calibration(MACHINE), path)
     assert read(path) == FULL and list(tmp_path.iterdir()) == [path]
 
 
@@ -211,7 +211,7 @@ def test_a_verdict_applies_to_its_mpi_only(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "site.json"))
     here = this_machine(mpi_name())
     for library, expected in ((here.mpi, True), ("Other MPI", None)):
-        keep(Calibration(here).with_verdict(ProbeResult(True, "it did", library)), tmp_path / "site.json")
+        store(Calibration(here).with_verdict(ProbeResult(True, "it did", library)), tmp_path / "site.json")
         verdict = stored_verdict(Broken())
         assert (verdict.cuda_aware if verdict else None) is expected
 
@@ -224,7 +224,7 @@ def test_all_ranks_get_the_calibration_of_rank_0(
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(own))
     layout = RankLayout(comm.size, comm.nodes, comm.local_size)
     names = ("window", "ring", "tree", "direct")
-    keep(Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own)
+    store(Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own)
     table = calibration.stored_table(comm, layout)
     assert table is not None and table.best("all_reduce", "window", "carried", 2**20) == "window"
     assert comm.all_gather_object(table) == [table] * comm.size

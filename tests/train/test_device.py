@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.errors import DeviceError
-from hpctrain.train.handshake import check_unshared, identity, pick
+from hpctrain.train.handshake import check_unshared, identity, select_device
 
 
 @pytest.fixture
@@ -25,28 +25,28 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
 def test_gpus_are_assigned_by_local_rank(gpus: Any, wanted: str) -> None:
     gpus("a", "b")
-    assert [str(pick(wanted, rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
-    assert [identity(pick(wanted, rank)) for rank in range(2)] == ["a", "b"]
+    assert [str(select_device(wanted, rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [identity(select_device(wanted, rank)) for rank in range(2)] == ["a", "b"]
 
 
 def test_a_single_visible_gpu_is_used_by_any_local_rank(gpus: Any) -> None:
     gpus("c")
-    assert str(pick("auto", 3)) == "cuda:0" and identity(pick("auto", 3)) == "c"
+    assert str(select_device("auto", 3)) == "cuda:0" and identity(select_device("auto", 3)) == "c"
 
 
 def test_without_gpus_auto_is_the_cpu_and_cuda_is_an_error(gpus: Any) -> None:
     gpus()
-    assert pick("auto", 1).type == "cpu" and identity(pick("auto", 1)) == "cpu"
+    assert select_device("auto", 1).type == "cpu" and identity(select_device("auto", 1)) == "cpu"
     with pytest.raises(DeviceError, match="no GPU is visible .*CUDA_VISIBLE_DEVICES") as found:
-        pick("cuda", 0)
+        select_device("cuda", 0)
     assert found.value.exit_code == 2
 
 
 def test_the_cpu_can_be_chosen_and_an_unknown_device_is_an_error(gpus: Any) -> None:
     gpus("a")
-    assert pick("cpu", 0).type == "cpu"
+    assert select_device("cpu", 0).type == "cpu"
     with pytest.raises(DeviceError, match="known are auto, cpu, cuda"):
-        pick("tpu", 0)
+        select_device("tpu", 0)
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_the_table() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange, StepLog, Wishes
+from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange, StepLog, StepRequests
 
 
 def test_equal_values_may_be_lists(comm: Any) -> None:
@@ -27,10 +27,10 @@ def test_values_are_averaged_by_name(comm: Any) -> None:
     exchange = StepExchange(comm)
     for step in range(1, 4):
         logged = {"b": float(comm.rank), "a": 10.0 * step, "never seen": math.nan}
-        averages, wishes = exchange(logged, Wishes(), step)
+        averages, wishes = exchange(logged, StepRequests(), step)
         assert averages["a"] == 10.0 * step and averages["b"] == pytest.approx((comm.size - 1) / 2, rel=1e-15)
-        assert math.isnan(averages["never seen"]) and wishes == Wishes()
-    assert exchange({}, Wishes(), 4) == ({}, Wishes())
+        assert math.isnan(averages["never seen"]) and wishes == StepRequests()
+    assert exchange({}, StepRequests(), 4) == ({}, StepRequests())
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -38,8 +38,8 @@ def test_values_are_averaged_by_name(comm: Any) -> None:
 def test_requests_of_one_rank_reach_all_ranks(comm: Any, wish: str) -> None:
     exchange = StepExchange(comm)
     for rank in range(comm.size):
-        assert exchange({"x": 1.0}, Wishes(**{wish: comm.rank == rank}), 1)[1] == Wishes(**{wish: True})
-    assert exchange({"x": 1.0}, Wishes(), 2)[1] == Wishes()
+        assert exchange({"x": 1.0}, StepRequests(**{wish: comm.rank == rank}), 1)[1] == StepRequests(**{wish: True})
+    assert exchange({"x": 1.0}, StepRequests(), 2)[1] == StepRequests()
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -48,7 +48,7 @@ def test_different_names_on_one_rank_are_an_error(comm: Any, names: tuple[str, .
     exchange = StepExchange(comm)
     own = names if comm.rank == comm.size - 1 else ("loss", "rate")
     with pytest.raises(UsageError, match=f"in step 5: rank 0 logs loss, rate, rank {comm.size - 1} logs") as found:
-        exchange(dict.fromkeys(own, 1.0), Wishes(), 5)
+        exchange(dict.fromkeys(own, 1.0), StepRequests(), 5)
     assert found.value.everywhere
 
 
@@ -57,7 +57,7 @@ def test_an_exchange_is_one_message_of_fixed_size(comm: Any) -> None:
     exchange = StepExchange(comm)
     for count in (0, LOGGED):
         with comm.recording() as recorder:
-            exchange({f"v{number}": 1.0 for number in range(count)}, Wishes(), 1)
+            exchange({f"v{number}": 1.0 for number in range(count)}, StepRequests(), 1)
         assert sum(recorder.calls.values()) == 1 and sum(recorder.bytes.values()) <= NUMBERS * 8
 
 

@@ -14,7 +14,7 @@ from support.life import PositionedLoader, Training, checkpoints_of, make_batche
 
 from hpctrain.errors import NonFiniteError
 from hpctrain.log import configure
-from hpctrain.train.updates import ROLLBACKS, SKIPS
+from hpctrain.train.updates import MOST_ROLLBACKS, MOST_SKIPS
 
 NAN = float("nan")
 
@@ -162,13 +162,13 @@ def test_skip_equals_a_run_without_that_update(job: Any, shared_tmp_path: Path) 
 @pytest.mark.ranks(1, 2)
 def test_too_many_skips_in_a_row_are_an_error(job: Any, shared_tmp_path: Path) -> None:
     configure(job.rank)
-    batches = make_batches(3 * SKIPS)
+    batches = make_batches(3 * MOST_SKIPS)
     Training(job, shared_tmp_path / "a", batches, on_nonfinite="skip").go(_poison(job, *range(2, 30, 2)))
     job.comm.barrier()
     training = Training(job, shared_tmp_path / "b", batches, on_nonfinite="skip")
-    with pytest.raises(NonFiniteError, match=f"{SKIPS} updates in a row were skipped"):
+    with pytest.raises(NonFiniteError, match=f"{MOST_SKIPS} updates in a row were skipped"):
         training.go(_poison(job, *range(3, 99)))
-    assert len(training.losses) == 2 + SKIPS
+    assert len(training.losses) == 2 + MOST_SKIPS
 
 
 @pytest.mark.ranks(1, 2)
@@ -236,7 +236,7 @@ def test_rollbacks_without_a_checkpoint_or_too_often_are_an_error(job: Any, shar
     with pytest.raises(NonFiniteError, match="no checkpoint to roll back to"):
         Training(job, shared_tmp_path / "early", make_batches(9), **options).go(_poison(job, 2))
     training = Training(job, shared_tmp_path / "often", make_batches(30), **options)
-    with pytest.raises(NonFiniteError, match=f"rolled back {ROLLBACKS} times already"):
+    with pytest.raises(NonFiniteError, match=f"rolled back {MOST_ROLLBACKS} times already"):
         training.go(_poison(job, *range(6, 99)))
     job.comm.barrier()
     assert _all_finite(shared_tmp_path / "often/checkpoints/step_00000004.h5")

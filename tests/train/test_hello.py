@@ -11,7 +11,7 @@ from support.pace import scaled
 
 from hpctrain.errors import MismatchError
 from hpctrain.train import handshake
-from hpctrain.train.handshake import Handshake, flatten, introduce, resources, table, threads, versions
+from hpctrain.train.handshake import Handshake, exchange_handshakes, flatten, resources, table, threads, versions
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def _odd(comm: Any) -> bool:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_equal_ranks_are_accepted_and_listed(comm: Any) -> None:
-    hellos = introduce(comm, CPU, {"train": {"steps": 3}})
+    hellos = exchange_handshakes(comm, CPU, {"train": {"steps": 3}})
     assert [one.local_rank for one in hellos] == list(range(comm.size)) and len({one.host for one in hellos}) == 1
     lines = table(hellos).splitlines()
     assert len(lines) == comm.size + 1 and all(line.endswith("cpu") for line in lines[1:])
@@ -36,7 +36,7 @@ def test_another_version_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.
     began = time.monotonic()
     said = rf"has torch \d.*, rank {comm.size - 1} on .* has 1\.0: start all"
     with pytest.raises(MismatchError, match=said) as found:
-        introduce(comm, CPU, {})
+        exchange_handshakes(comm, CPU, {})
     assert time.monotonic() - began < scaled(1)
     assert found.value.everywhere and found.value.exit_code == 2
 
@@ -46,7 +46,7 @@ def test_a_package_missing_on_one_rank_is_an_error(comm: Any, monkeypatch: pytes
     own = {name: version for name, version in versions().items() if name != "h5py" or not _odd(comm)}
     monkeypatch.setattr(handshake, "versions", lambda: own)
     with pytest.raises(MismatchError, match="rank 0 on .* has h5py .*, rank 1 on .* has none: start all ranks"):
-        introduce(comm, CPU, {})
+        exchange_handshakes(comm, CPU, {})
 
 
 @pytest.mark.ranks(2, 3)
@@ -57,7 +57,7 @@ def test_different_settings_on_one_rank_are_an_error(comm: Any) -> None:
         settings["extra"] = True
     began = time.monotonic()
     with pytest.raises(MismatchError) as found:
-        introduce(comm, CPU, settings)
+        exchange_handshakes(comm, CPU, settings)
     assert time.monotonic() - began < scaled(1)
     said = str(found.value)
     assert f"rank {comm.size - 1} on" in said and "train.steps is 3 there and 4 here" in said
@@ -70,7 +70,7 @@ def test_settings_are_flattened_to_dotted_names() -> None:
 
 
 def test_threads_follow_omp_num_threads_and_the_cores(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hellos = introduce(comm, CPU, {})
+    hellos = exchange_handshakes(comm, CPU, {})
     for text, expected in (("3", 3), ("999", 999), ("0", len(hellos[0].cpus)), ("many", len(hellos[0].cpus))):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert threads(hellos, 0) == expected

@@ -15,7 +15,7 @@ import pytest
 from support.pace import scaled
 
 from hpctrain.errors import DataError, HpctrainError
-from hpctrain.train.exit import exit_code, let_be_read
+from hpctrain.train.exit import exit_code, wait_until_read
 
 
 def _run(code: str) -> Any:
@@ -146,12 +146,12 @@ def test_the_process_waits_until_a_pipe_is_read() -> None:
 
     thread = threading.Thread(target=read_late)
     thread.start()
-    let_be_read(writer, 10)
+    wait_until_read(writer, 10)
     assert read and time.monotonic() > read[0]
     thread.join()
     os.write(writer, b"nobody reads this")
     began = time.monotonic()
-    let_be_read(writer, 0.2)
+    wait_until_read(writer, 0.2)
     assert time.monotonic() - began < scaled(2)
     os.close(reader)
     os.close(writer)
@@ -160,5 +160,5 @@ def test_the_process_waits_until_a_pipe_is_read() -> None:
 def test_the_process_does_not_wait_for_a_file(tmp_path: Any) -> None:
     with (tmp_path / "log").open("w") as file:
         began = time.monotonic()
-        let_be_read(file.fileno(), 30)
+        wait_until_read(file.fileno(), 30)
         assert time.monotonic() - began < scaled(5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.train.async_control import AsyncExchange
-from hpctrain.train.exchange import Wishes
+from hpctrain.train.exchange import StepRequests
 
 pytestmark = pytest.mark.ranks
 STEPS = 20_000  # of microseconds each: far longer than a message to another node and back
@@ -30,14 +30,14 @@ def own(comm: Any) -> Iterator[Any]:
     own.free()
 
 
-def walk(exchange: Any, rank: int, wishes: dict[int, Wishes], *, first: int = 1) -> tuple[list[int], int]:
+def walk(exchange: Any, rank: int, wishes: dict[int, StepRequests], *, first: int = 1) -> tuple[list[int], int]:
     """Run steps, each rank at another pace, until a stop; return the steps that are saved, and the last one."""
     saved = []
     exchange.start(first)
     for step in range(first, STEPS):
         for _ in range(30 * rank):
             os.sched_yield()
-        _, found = exchange({"loss": float(step)}, wishes.get(step, Wishes()), step)
+        _, found = exchange({"loss": float(step)}, wishes.get(step, StepRequests()), step)
         if found.save:
             saved.append(step)
             exchange._board.barrier()
@@ -49,7 +49,7 @@ def walk(exchange: Any, rank: int, wishes: dict[int, Wishes], *, first: int = 1)
 @pytest.mark.parametrize("who", ["first", "last"])
 def test_all_stop_after_the_same_step(own: Any, exchange: Any, who: str) -> None:
     wisher = 0 if who == "first" else own.size - 1
-    wishes = {7: Wishes(stop=True)} if own.rank == wisher else {}
+    wishes = {7: StepRequests(stop=True)} if own.rank == wisher else {}
     _, last = walk(exchange, own.rank, wishes)
     exchange._board.barrier()
     everyone = own.all_gather_object(last)
@@ -58,7 +58,7 @@ def test_all_stop_after_the_same_step(own: Any, exchange: Any, who: str) -> None
 
 def test_requests_of_several_ranks_are_served_in_turn(own: Any, exchange: Any) -> None:
     """A rank that saves waits for the others, as at a checkpoint."""
-    wishes = {own.rank + 2: Wishes(save=True), 40: Wishes(stop=True)}
+    wishes = {own.rank + 2: StepRequests(save=True), 40: StepRequests(stop=True)}
     saved, last = walk(exchange, own.rank, wishes)
     exchange._board.barrier()
     everyone = own.all_gather_object((saved, last))
@@ -68,12 +68,12 @@ def test_requests_of_several_ranks_are_served_in_turn(own: Any, exchange: Any) -
 
 def test_means_use_the_last_values_of_neighbours(own: Any, exchange: Any) -> None:
     exchange.start(1)
-    exchange({"loss": float(own.rank), "rate": 2.0}, Wishes(), 1)
+    exchange({"loss": float(own.rank), "rate": 2.0}, StepRequests(), 1)
     own.barrier()
-    averages, found = exchange({"loss": float(own.rank), "rate": 2.0}, Wishes(), 2)
+    averages, found = exchange({"loss": float(own.rank), "rate": 2.0}, StepRequests(), 2)
     near = [rank for rank in range(own.size) if exchange._board.view(rank) is not None]
     assert averages == {"loss": pytest.approx(sum(near) / len(near)), "rate": 2.0}
     assert not found.stop and not found.save
     own.barrier()
-    averages, _ = exchange({f"loss of {own.rank}": 5.0}, Wishes(), 3)
+    averages, _ = exchange({f"loss of {own.rank}": 5.0}, StepRequests(), 3)
     assert averages == {f"loss of {own.rank}": 5.0}

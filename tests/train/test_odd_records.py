@@ -68,12 +68,12 @@ def test_odd_fields_of_a_row_are_tolerated(name: str, tmp_path: Path, capsys: py
     for value in FEW + ODD[11:18]:
         tell(tmp_path, [{**SOUND, "status": "running"}], [{**ROW, name: value}, ROW])
         told(tmp_path, capsys)
-        books = RunFolder(tmp_path, None)
-        books.lock()
-        books.open(3, None, {})
-        books.record({"step": 4, "step_seconds": 0.5})
-        books.rewind(3)
-        books.close("finished", 4, None)
+        run_folder = RunFolder(tmp_path, None)
+        run_folder.lock()
+        run_folder.open(3, None, {})
+        run_folder.record({"step": 4, "step_seconds": 0.5})
+        run_folder.rewind(3)
+        run_folder.close("finished", 4, None)
 
 
 @pytest.mark.parametrize("name", ["unix_time", "reason", "rank", "host", "step"])

@@ -12,7 +12,7 @@ from hpctrain.errors import SettingsError
 from hpctrain.parallel.objective import LOSSES
 from hpctrain.train import config as train_settings
 from hpctrain.train.config import OptimizerSettings
-from hpctrain.train.optimizer import classes, kept_per_element, make
+from hpctrain.train.optimizer import classes, make, state_per_element
 
 REFUSED = {"lbfgs", "sparseadam", "muon"}  # the last accepts matrices only
 
@@ -103,4 +103,4 @@ def test_the_settings_list_all_losses() -> None:
     ],
 )
 def test_state_per_element_is_known(settings: dict[str, Any], kept: float) -> None:
-    assert kept_per_element(OptimizerSettings(**settings)) == kept
+    assert state_per_element(OptimizerSettings(**settings)) == kept

@@ -32,13 +32,13 @@ def test_records_are_not_written_through_links(tmp_path: Path, precious: Path, d
     for pid in range(os.getpid() - 3, os.getpid() + 3):
         for name in RECORDS:
             (folder / f".{name}.tmp-{pid}").symlink_to(precious)
-    books = RunFolder(folder, None)
-    books.lock()
-    books.open(0, "x = 1\n", {})
-    books.record({"step": 1})
+    run_folder = RunFolder(folder, None)
+    run_folder.lock()
+    run_folder.open(0, "x = 1\n", {})
+    run_folder.record({"step": 1})
     write.FailureRecord(folder, 0).say("an end", 1)
-    books.rewind(0)
-    books.close("finished", 1, None)
+    run_folder.rewind(0)
+    run_folder.close("finished", 1, None)
     assert precious.read_text() == "keep me\n" and not planted.exists()
     assert (folder / "config.toml").read_text() == "x = 1\n"
     assert not any((folder / name).is_symlink() for name in RECORDS)

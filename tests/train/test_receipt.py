@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.train.receipt import write
-from hpctrain.train.receipt.write import NAME, Receipt, history, read_receipt
+from hpctrain.train.receipt.write import NAME, Receipt, earlier_attempts, read_receipt
 
 
 def test_an_attempt_is_recorded_from_start_to_end(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_damaged_receipt_is_moved_aside_and_named(
 
 
 def test_an_unreadable_receipt_is_an_error(tmp_path: Path) -> None:
-    assert history(tmp_path) == [], "not there is empty"
+    assert earlier_attempts(tmp_path) == [], "not there is empty"
     os.mkfifo(tmp_path / NAME)
     with pytest.raises(UsageError, match="cannot read the history of the run in .*: it is not a regular file"):
         Receipt(tmp_path, {})

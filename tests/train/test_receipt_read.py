@@ -27,21 +27,21 @@ class Life:
     """Simulated run: its rank 0 writes the records, and the test counts the steps that are kept and lost."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.books = folder, RunFolder(folder, None)
+        self.folder, self.run_folder = folder, RunFolder(folder, None)
 
     def start(self, after: int, **facts: Any) -> None:
-        self.books = RunFolder(self.folder, None)
-        self.books.lock()
-        self.books.open(after, None, {"nodes": 1, "size": 2, "batch": 8, "tokens_before": 100 * after, **facts})
+        self.run_folder = RunFolder(self.folder, None)
+        self.run_folder.lock()
+        self.run_folder.open(after, None, {"nodes": 1, "size": 2, "batch": 8, "tokens_before": 100 * after, **facts})
 
     def steps(self, *numbers: int) -> None:
         for number in numbers:
-            self.books.record({"step": number, "step_seconds": SECONDS, "tokens": 100 * number})
+            self.run_folder.record({"step": number, "step_seconds": SECONDS, "tokens": 100 * number})
 
     def kill(self) -> None:
         """Leave the state after a SIGKILL: the lock stays, and its process is gone."""
-        assert self.books._metrics is not None
-        self.books._metrics.close()
+        assert self.run_folder._metrics is not None
+        self.run_folder._metrics.close()
         path = self.folder / lock.NAME
         path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1}))
 
@@ -54,8 +54,8 @@ def life(tmp_path: Path) -> Iterator[Life]:
 def test_three_attempts_are_read(life: Life) -> None:
     life.start(0, cpus=4)
     life.steps(1, 2, 3, 4)
-    life.books.waited(0.5)
-    life.books.saved(4, 0.5)
+    life.run_folder.waited(0.5)
+    life.run_folder.saved(4, 0.5)
     life.steps(5, 6)
     life.kill()
     (killed,) = load([life.folder])[0].attempts
@@ -66,11 +66,11 @@ def test_three_attempts_are_read(life: Life) -> None:
     life.start(4, nodes=3, cpus=12, job_id="7", restart_count=2)
     assert load([life.folder])[0].attempts[0] == killed, "settled by the next start as the reader did"
     life.steps(5, 6, 7)
-    life.books.saved(7, 0.1)
-    life.books.close("stopped", 7, "SIGUSR1")
+    life.run_folder.saved(7, 0.1)
+    life.run_folder.close("stopped", 7, "SIGUSR1")
     life.start(7)
     life.steps(8, 9)
-    life.books.close("finished", 9, None)
+    life.run_folder.close("finished", 9, None)
 
     (receipt,) = load([life.folder])
     one, two, three = receipt.attempts
@@ -92,9 +92,9 @@ def test_three_attempts_are_read(life: Life) -> None:
 def test_a_failed_attempt_loses_steps_after_its_last_checkpoint(life: Life) -> None:
     life.start(0)
     life.steps(1, 2, 3)
-    life.books.saved(2, 0.1)  # written in the background during step 3
+    life.run_folder.saved(2, 0.1)  # written in the background during step 3
     life.steps(4)
-    life.books.close("failed", 4, "KeyError: 'a'", 0)
+    life.run_folder.close("failed", 4, "KeyError: 'a'", 0)
     (one,) = load([life.folder])[0].attempts
     assert (one.steps, one.repeated_steps, one.tokens) == (2, 2, 200)
     assert one.why == "failed on rank 0: KeyError: 'a'"
@@ -141,7 +141,7 @@ def test_a_running_attempt_is_read(life: Life) -> None:
     path.unlink()
     assert load([life.folder])[0].status == "killed"
     path.write_text(json.dumps(own))
-    life.books.close("finished", 3, None)
+    life.run_folder.close("finished", 3, None)
 
 
 def test_end_and_energy_are_queried_from_slurm(life: Life) -> None:
@@ -158,12 +158,12 @@ def test_end_and_energy_are_queried_from_slurm(life: Life) -> None:
         assert receipts[0].status == status and receipts[0].joules == 7.2e6
     assert asked == [{"7"}, {"7"}]
     assert "2 kWh (sacct)" in text(receipts)[-1] and to_json(receipts)["totals"]["joules"] == 7.2e6
-    life.books.close("finished", 1, None)
+    life.run_folder.close("finished", 1, None)
     asked.clear()
     other = Life(life.folder / "other")
     other.folder.mkdir()
     other.start(0, job_id="8", scheduler="slurm")
-    other.books.close("finished", 1, None)
+    other.run_folder.close("finished", 1, None)
     load([life.folder, other.folder], {"slurm": ask})
     assert asked == [{"7", "8"}], "once for all runs"
     assert summary(life.folder) is not None and len(asked) == 1, "no query for a run that has ended"
@@ -186,7 +186,7 @@ def test_the_end_is_queried_from_pbs(life: Life, state: str, status: str) -> Non
     assert load([life.folder], {"pbs": ask, "slurm": lambda jobs: pytest.fail("no job of Slurm's")})[0].status == status
     assert asked == [{"7.server"}]
     assert load([life.folder], {"pbs": lambda jobs: {}})[0].status == "running", "PBS does not answer"
-    life.books.close("finished", 1, None)
+    life.run_folder.close("finished", 1, None)
 
 
 OLD = {

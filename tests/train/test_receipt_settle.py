@@ -58,12 +58,12 @@ def test_an_attempt_killed_during_startup_keeps_its_initial_facts() -> None:
 
 def test_idle_time_counts_up_to_the_failure_record() -> None:
     hung = attempt(0, 1, step=2, steps=2, step_seconds=2.0, elapsed_seconds=4.0)
-    said = {"reason": "all_reduce has not ended", "rank": 0, "host": "n1", "unix_time": ZERO + 40}
-    close_unfinished([hung], rows(0, 1, 2), said)
+    failure = {"reason": "all_reduce has not ended", "rank": 0, "host": "n1", "unix_time": ZERO + 40}
+    close_unfinished([hung], rows(0, 1, 2), failure)
     assert (hung["status"], hung["failed_rank"], hung["failed_host"]) == ("failed", 0, "n1")
     assert hung["elapsed_seconds"] == 40.0 and hung["steps"] == 2
     late = attempt(45, 3)
-    close_unfinished([late], [], said)
+    close_unfinished([late], [], failure)
     assert late["status"] == "killed" and "reason" not in late
 
 

@@ -24,16 +24,16 @@ def _no_deadline_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_margin_covers_measured_steps_and_saves() -> None:
     now = [1000.0]
-    governor = WalltimeGuard(Deadline(1200.0, "a test"), clock=lambda: now[0])
-    assert governor.margin == RESERVE and not governor.is_due
+    walltime_guard = WalltimeGuard(Deadline(1200.0, "a test"), clock=lambda: now[0])
+    assert walltime_guard.margin == RESERVE and not walltime_guard.is_due
     for seconds in (5.0, 10.0, 2.0):
-        governor.step(seconds)
+        walltime_guard.step(seconds)
     for seconds in (20.0, 30.0, 1.0):
-        governor.save(seconds)
-    assert governor.margin == 2 * 30 + 10 + RESERVE
+        walltime_guard.save(seconds)
+    assert walltime_guard.margin == 2 * 30 + 10 + RESERVE
     due = {}
     for now[0] in (1069.9, 1070.0):
-        due[now[0]] = governor.is_due
+        due[now[0]] = walltime_guard.is_due
     assert due == {1069.9: False, 1070.0: True}
     given = WalltimeGuard(Deadline(1200.0, "a test"), 5.0, clock=lambda: now[0])
     given.save(100.0)
@@ -55,7 +55,7 @@ def test_a_run_stops_before_the_deadline_and_the_next_one_finishes(
         options |= {"walltime": "1h", "margin": 3599}  # type: ignore[dict-item]
 
     def pause_in_step_3(step: int, batch: Any) -> None:
-        while step == 3 and first.run._stops.governor.left > 3598.9 and job.rank == 0:
+        while step == 3 and first.run._stops.walltime_guard.left > 3598.9 and job.rank == 0:
             time.sleep(0.01)
 
     first = Training(job, folder, make_batches(6), **options)
@@ -102,8 +102,8 @@ def test_save_times_of_earlier_attempts_count(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv(VARIABLE, str(time.time() + 1000.0))
     found = control.StopSaveFlags(tmp_path, StopRequest(), first=True)
     found.open([3.0, 200.0])
-    assert found.governor.margin == 400.0 + RESERVE and not found.look()[0]
-    found.governor.save(500.0)
+    assert found.walltime_guard.margin == 400.0 + RESERVE and not found.look()[0]
+    found.walltime_guard.save(500.0)
     assert found.look() == (True, False) and "may take 1060 s" in found.reason
     assert not control.StopSaveFlags(tmp_path, StopRequest(), first=False).look()[0]
 

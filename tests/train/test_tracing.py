@@ -171,7 +171,8 @@ def test_all_ranks_are_aligned_to_one_clock(comm: Any, shared_tmp_path: Path, mo
     monkeypatch.setattr(record, "clock_offsets", lambda comm: [1000.0 * rank for rank in range(comm.size)])
     spans = [Span("forward", 5.0, 5.5, 1), Span("backward", 5.5, 7.0, 1)]
     moved = [Span(each.name, each.start + 1000 * comm.rank, each.end + 1000 * comm.rank, 1) for each in spans]
-    merge_traces(comm, Recording(moved, dropped=comm.rank), shared_tmp_path / "trace.json", place=f"pipe {comm.rank}")
+    path = shared_tmp_path / "trace.json"
+    merge_traces(comm, Recording(moved, dropped=comm.rank), path, coordinates=f"pipe {comm.rank}")
     comm.barrier()
     found = json.loads((shared_tmp_path / "trace.json").read_text())
     assert found["otherData"] == {"format": "hpctrain-trace", "ranks": comm.size, "dropped": sum(range(comm.size))}
@@ -205,12 +206,13 @@ def test_a_run_from_a_file_traces(comm: Any, project: Path, monkeypatch: pytest.
 
 
 def report(rank: int, spans: list[list[Any]], **more: Any) -> dict[str, Any]:
-    return {"rank": rank, "node": rank // 2, "host": "", "place": "", "dropped": 0, "spans": spans, **more}
+    return {"rank": rank, "node": rank // 2, "host": "", "coordinates": "", "dropped": 0, "spans": spans, **more}
 
 
 def test_events_have_the_format_of_chrome() -> None:
     spans = [["reduce", 5_000, 6_500, 77, {"operation": "all_reduce"}], ["step", 4_000, 9_000, 77, {"step": 1}]]
-    found = list(events([report(0, spans), report(1, [["forward", 4_250, 4_251, 8, {}]], host="n1", place="pipe 1")]))
+    other = report(1, [["forward", 4_250, 4_251, 8, {}]], host="n1", coordinates="pipe 1")
+    found = list(events([report(0, spans), other]))
     names = {(event["name"], event["pid"], event.get("tid")): event["args"] for event in found if event["ph"] == "M"}
     assert names["process_name", 0, None] == {"name": "node 0 (n1)"}  # the last one is used
     assert names["thread_name", 0, 0] == {"name": "rank 0"}

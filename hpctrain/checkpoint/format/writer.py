@@ -1,7 +1,7 @@
 """Writer of a checkpoint file: bytes at their offsets, read back and compared, then committed under the file's name.
 
 Everything here works on memory and a file descriptor, in any process: a rank, or the writer process
-beside it, which has neither torch nor MPI.
+next to it, which has neither torch nor MPI.
 """
 
 from __future__ import annotations

@@ -35,39 +35,39 @@ def clock_offsets(
 
     ``nodes`` are the nodes of the ranks, if they differ from those of the communicator.
     """
-    places = list(nodes) if nodes is not None else comm.all_gather_object(comm.node)
-    found = {places[0]: 0.0}
-    for rank, node in enumerate(places):
+    node_of_rank = list(nodes) if nodes is not None else comm.all_gather_object(comm.node)
+    found = {node_of_rank[0]: 0.0}
+    for rank, node in enumerate(node_of_rank):
         if node not in found:
             found[node] = _ahead(comm, rank, clock)
     everyone = comm.broadcast_object(found)  # only rank 0 has measured
-    return [everyone[node] for node in places]
+    return [everyone[node] for node in node_of_rank]
 
 
 def _ahead(comm: Communicator, peer: int, clock: Clock) -> float:
     """Return on rank 0 the seconds by which the peer's clock is ahead."""
-    told = torch.zeros(1, dtype=torch.float64)
+    buffer = torch.zeros(1, dtype=torch.float64)
     if comm.rank == 0:
-        return ahead([_ask(comm, peer, clock, told) for _ in range(ROUNDS)])
+        return ahead([_ask(comm, peer, clock, buffer) for _ in range(ROUNDS)])
     if comm.rank == peer:
         for _ in range(ROUNDS):
-            comm.recv(told, 0)
-            told.fill_(clock())
-            comm.send(told, 0)
+            comm.recv(buffer, 0)
+            buffer.fill_(clock())
+            comm.send(buffer, 0)
     return 0.0
 
 
-def _ask(comm: Communicator, peer: int, clock: Clock, told: torch.Tensor) -> tuple[float, float, float]:
+def _ask(comm: Communicator, peer: int, clock: Clock, buffer: torch.Tensor) -> tuple[float, float, float]:
     asked = clock()
-    comm.send(told, peer)
-    comm.recv(told, peer)
-    return asked, told.item(), clock()
+    comm.send(buffer, peer)
+    comm.recv(buffer, peer)
+    return asked, buffer.item(), clock()
 
 
 def ahead(answers: Sequence[tuple[float, float, float]]) -> float:
     """Return how far a clock is ahead, from triples: time of request, peer's clock, time of answer."""
-    asked, said, answered = min(answers, key=lambda each: each[2] - each[0])
-    return said - (asked + answered) / 2
+    asked, remote, answered = min(answers, key=lambda each: each[2] - each[0])
+    return remote - (asked + answered) / 2
 
 
 # Trace file of all ranks for Perfetto (ui.perfetto.dev) and Chrome (about:tracing) ------------------------------------
@@ -87,10 +87,12 @@ Event = dict[str, Any]
 Report = dict[str, Any]  # of one rank: its mesh coordinates and its spans
 
 
-def merge_traces(comm: Communicator, recording: Recording, path: Path, *, place: str = "", host: str = "") -> None:
+def merge_traces(
+    comm: Communicator, recording: Recording, path: Path, *, coordinates: str = "", host: str = ""
+) -> None:
     """Write the recordings of all ranks into a file. Collective.
 
-    ``place`` describes the coordinates of this rank in the mesh. If the file cannot be written, a
+    ``coordinates`` are those of this rank in the mesh, as text. If the file cannot be written, a
     warning is logged and the run continues.
     """
     ahead = clock_offsets(comm)[comm.rank]
@@ -98,7 +100,7 @@ def merge_traces(comm: Communicator, recording: Recording, path: Path, *, place:
         "rank": comm.rank,
         "node": comm.node,
         "host": host,
-        "place": place,
+        "coordinates": coordinates,
         "dropped": recording.dropped,
         "spans": [_plain(span, ahead) for span in recording.spans],
     }
@@ -147,7 +149,7 @@ def events(reports: Sequence[Report]) -> Iterator[Event]:
     origin = min((start for report in reports for _, start, *_ in report["spans"]), default=0)
     for report in reports:
         threads = list(dict.fromkeys(thread for *_, thread, _ in _main_first(report["spans"])))
-        numbers = {thread: _number(report["rank"], place, len(reports)) for place, thread in enumerate(threads)}
+        numbers = {thread: _number(report["rank"], index, len(reports)) for index, thread in enumerate(threads)}
         yield from _names(report, list(numbers.values()))
         for name, start, end, thread, facts in sorted(report["spans"], key=lambda span: (span[1], -span[2])):
             yield {
@@ -168,17 +170,17 @@ def _main_first(spans: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     return sorted(spans, key=lambda span: span[3] != main)
 
 
-def _number(rank: int, place: int, ranks: int) -> int:
+def _number(rank: int, index: int, ranks: int) -> int:
     """Return the thread id: the first thread of a rank has the rank's number, others have unique numbers."""
-    return rank + place * ranks
+    return rank + index * ranks
 
 
 def _names(report: Report, threads: Sequence[int]) -> Iterator[Event]:
     node, host = report["node"], report["host"]
     yield _name("process_name", node, None, f"node {node}" + (f" ({host})" if host else ""))
-    for place, thread in enumerate(threads or [report["rank"]]):
-        where = f" ({report['place']})" if report["place"] else ""
-        more = f", thread {place + 1}" if place else ""
+    for index, thread in enumerate(threads or [report["rank"]]):
+        where = f" ({report['coordinates']})" if report["coordinates"] else ""
+        more = f", thread {index + 1}" if index else ""
         yield _name("thread_name", node, thread, f"rank {report['rank']}{where}{more}")
         yield {"name": "thread_sort_index", "ph": "M", "pid": node, "tid": thread, "args": {"sort_index": thread}}
 
@@ -194,8 +196,8 @@ class Tracing:
     """Recorder of the steps ``first`` to ``last``, counted from this start of the run.
 
     Every rank calls ``begin_step`` and ``end_step`` around every step. ``close`` is collective and
-    writes the recording of a run that ended early. ``abandon`` is local to a rank. ``place``
-    describes the coordinates of this rank in the mesh. ``meet`` is called before the ranks write
+    writes the recording of a run that ended early. ``abandon`` is local to a rank. ``coordinates``
+    are those of this rank in the mesh, as text. ``synchronize`` is called before the ranks write
     together.
     """
 
@@ -204,10 +206,11 @@ class Tracing:
         comm: Communicator,
         folder: Path,
         steps: Sequence[int] | None,
-        place: str = "",
-        meet: Callable[[str], None] = lambda _: None,
+        coordinates: str = "",
+        synchronize: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._comm, self._path, self._place, self._meet = comm, folder / read.NAME, place, meet
+        self._comm, self._path, self._synchronize = comm, folder / read.NAME, synchronize
+        self._coordinates = coordinates
         self._first, self._last = steps or (0, 0)
         self._count = 0
         self._recording = False
@@ -235,8 +238,8 @@ class Tracing:
         """Write the recording if it has not been written."""
         if self._recording:
             self._recording = False
-            self._meet("the writing of the trace")
-            merge_traces(self._comm, trace.take(), self._path, place=self._place, host=socket.gethostname())
+            self._synchronize("the writing of the trace")
+            merge_traces(self._comm, trace.take(), self._path, coordinates=self._coordinates, host=socket.gethostname())
 
     def abandon(self) -> None:
         """Discard the recording."""

@@ -43,20 +43,20 @@ def rows_of(attempts: Attempts, rows: Sequence[Row]) -> list[list[Row]]:
 
 def drop(attempts: Attempts, rows: Sequence[Row], last_step: int) -> None:
     """Count the steps after ``last_step`` as repeated, each in the attempt that computed it."""
-    for attempt, mine in zip(attempts, rows_of(attempts, rows)):
-        gone = [row for row in mine if row["step"] > last_step]
-        if gone:
-            attempt["repeated_steps"] = int(number(attempt, "repeated_steps")) + len(gone)
-            attempt["repeated_seconds"] = round(number(attempt, "repeated_seconds") + seconds_in(gone), 3)
+    for attempt, own_rows in zip(attempts, rows_of(attempts, rows)):
+        dropped = [row for row in own_rows if row["step"] > last_step]
+        if dropped:
+            attempt["repeated_steps"] = int(number(attempt, "repeated_steps")) + len(dropped)
+            attempt["repeated_seconds"] = round(number(attempt, "repeated_seconds") + seconds_in(dropped), 3)
 
 
-def close_unfinished(attempts: Attempts, rows: Sequence[Row], said: Mapping[str, Any]) -> None:
-    """Complete every attempt without an end; ``said`` is the failure record of a rank that ended the job."""
-    for attempt, mine in zip(attempts, rows_of(attempts, rows)):
+def close_unfinished(attempts: Attempts, rows: Sequence[Row], failure: Mapping[str, Any]) -> None:
+    """Complete every attempt without an end; ``failure`` is the failure record of a rank that ended the job."""
+    for attempt, own_rows in zip(attempts, rows_of(attempts, rows)):
         if attempt.get("status") == "running":
-            catch_up(attempt, mine)
+            catch_up(attempt, own_rows)
             is_last = attempt is attempts[-1]
-            _close(attempt, said if is_last else {})
+            _close(attempt, failure if is_last else {})
 
 
 def catch_up(attempt: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -78,16 +78,16 @@ def catch_up(attempt: dict[str, Any], rows: Sequence[Row]) -> None:
     attempt["elapsed_seconds"] = round(elapsed, 3)
 
 
-def _close(attempt: dict[str, Any], said: Mapping[str, Any]) -> None:
+def _close(attempt: dict[str, Any], failure: Mapping[str, Any]) -> None:
     begun = began(attempt)
-    at = number(said, "unix_time", -1.0)
-    spoke = begun is not None and at >= begun - _SLACK
-    attempt["status"] = "failed" if spoke else "killed"
+    at = number(failure, "unix_time", -1.0)
+    has_record = begun is not None and at >= begun - _SLACK
+    attempt["status"] = "failed" if has_record else "killed"
     if begun is None:
         return
-    if spoke:
-        attempt |= {"reason": text(said, "reason"), "failed_rank": maybe(said, "rank")}
-        attempt["failed_host"] = text(said, "host")
+    if has_record:
+        attempt |= {"reason": text(failure, "reason"), "failed_rank": maybe(failure, "rank")}
+        attempt["failed_host"] = text(failure, "host")
         attempt["elapsed_seconds"] = round(max(number(attempt, "elapsed_seconds"), at - begun), 3)
     if "elapsed_seconds" in attempt:
         ended = time.gmtime(min(max(begun + number(attempt, "elapsed_seconds"), 0.0), LATEST))
@@ -195,8 +195,8 @@ def saved_step(attempt: Facts) -> int:
 def attempts_from(attempts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Attempt]:
     """Return the attempts of an up-to-date receipt; ``rows`` are the rows of the metrics."""
     counted = _tokens(attempts, rows)
-    mine = rows_of(attempts, rows)
-    return [_attempt(index + 1, one, mine[index], counted[index]) for index, one in enumerate(attempts)]
+    own_rows = rows_of(attempts, rows)
+    return [_attempt(index + 1, one, own_rows[index], counted[index]) for index, one in enumerate(attempts)]
 
 
 def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) -> Attempt:

@@ -70,10 +70,10 @@ def _receipt(folder: Path, attempts: list[dict[str, Any]], accounts: Mapping[str
     needed = unsettled or any(maybe(one, "step_seconds") is None for one in attempts)
     rows = metrics.read(folder / metrics.NAME) if needed else []
     _bring_up_to_date(folder, attempts, rows, accounts)
-    told = tuple(attempts_from(attempts, rows))
+    accounted = tuple(attempts_from(attempts, rows))
     joules = [accounts[job].joules for job in _jobs(attempts, "slurm") if job in accounts]
     measured = [each for each in joules if each is not None]
-    return RunReceipt(folder, told[-1].status, told, sum(measured) if measured else None)
+    return RunReceipt(folder, accounted[-1].status, accounted, sum(measured) if measured else None)
 
 
 def _jobs(attempts: Sequence[Mapping[str, Any]], scheduler: str) -> set[str]:
@@ -102,10 +102,10 @@ def _bring_up_to_date(
     """Apply the changes that the next start of the run would make: complete an attempt without an end."""
     last = attempts[-1]
     if last.get("status") == "running":
-        said = write.read_failure(folder)
+        failure = write.read_failure(folder)
         account = accounts.get(str(last.get("job_id")))
-        if said or is_over(folder, last) or (account is not None and account.has_ended):
-            close_unfinished(attempts, rows, said)
+        if failure or is_over(folder, last) or (account is not None and account.has_ended):
+            close_unfinished(attempts, rows, failure)
         else:
             catch_up(last, rows_of(attempts, rows)[-1])
     if last.get("status") in ("failed", "killed"):

@@ -174,12 +174,12 @@ class Receipt:
         started: float | None = None,
     ) -> None:
         self.path = folder / NAME
-        before = history(folder)
+        before = earlier_attempts(folder)
         close_unfinished(before, rows, read_failure(folder))
         drop(before, rows, facts.get("first_step", 1) - 1)
         begun = time.time() if started is None else started
         when = {"started": clock(begun), "unix_time": round(begun, 3)}
-        self._attempt: dict[str, Any] = {**facts, **_place(), **when, "status": "running"}
+        self._attempt: dict[str, Any] = {**facts, **_process_facts(), **when, "status": "running"}
         self.content: dict[str, Any] = {"status": "running", "attempts": [*before, self._attempt]}
         self._write()
         forget_failure(folder)
@@ -233,7 +233,7 @@ def attempts_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(content.get("attempts", ()))
 
 
-def history(folder: Path) -> list[dict[str, Any]]:
+def earlier_attempts(folder: Path) -> list[dict[str, Any]]:
     """Return the earlier attempts of a run that is about to write; move a damaged receipt aside with a warning.
 
     Raises ``UsageError`` if the receipt cannot be read: it may be valid, so it must not be
@@ -256,7 +256,7 @@ def clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def _place() -> dict[str, Any]:
+def _process_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "user": _user(), "pid": os.getpid(), "folder": os.getcwd()}
 
 
