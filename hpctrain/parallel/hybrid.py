@@ -34,7 +34,7 @@ from hpctrain.parallel.tensor.first_step_checks import FirstStep, whole_copy
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Shard, Split
 
 _HOOKS = "the gradients of a slice or of a microbatch are not what one process gives to it"
@@ -189,7 +189,7 @@ class ModelParallel(Strategy):
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    @as_parts
+    @on_shards
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
 

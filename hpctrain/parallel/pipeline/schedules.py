@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.actions import Action, ActionKind, Actions, backward, forward
 from hpctrain.settings import unknown
-from hpctrain.util.text import shown
+from hpctrain.util.text import short_repr
 
 
 def naive(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
@@ -210,7 +210,7 @@ _MOST_PASSES = 2**20  # a schedule lists its passes; more would take minutes and
 def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
     """Return the named schedule of ``SCHEDULES``. Raises ``UsageError`` on every rank if an argument is not allowed."""
     if name not in SCHEDULES:
-        raise UsageError(unknown(f"schedule {shown(name)}", name, list(SCHEDULES)), everywhere=True)
+        raise UsageError(unknown(f"schedule {short_repr(name)}", name, list(SCHEDULES)), everywhere=True)
     for what, number in {"stages": ranks, "microbatches": microbatches, "chunks per stage": chunks_per_rank}.items():
         if number < 1:
             raise UsageError(f"{number} {what}: a schedule needs at least 1", everywhere=True)

@@ -25,7 +25,7 @@ from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.sequence import join, split_before
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 
 SIGNS = 4  # projections of each gradient
 SAMPLE = 2**20  # approximate number of elements sampled from each gradient
@@ -33,7 +33,7 @@ NAMED = 4  # parameters named in an error
 Sums = dict[str, tuple[float, ...]]
 
 
-@as_parts
+@on_shards
 @torch.no_grad()
 def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
     """Return for each gradient, or a sample of its elements: the norm, its tolerance, and sums with fixed signs.
@@ -244,7 +244,7 @@ class FirstStep:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    @as_parts
+    @on_shards
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare the gradients that must be equal on all tensor ranks, before the first update. Collective."""
         held = {id(parameter) for parameter in self._model.parameters()}

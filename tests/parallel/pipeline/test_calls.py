@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.inputs import CallArguments
-from hpctrain.parallel.pipeline.calls import Caller, MicrobatchCall, run_layers
+from hpctrain.parallel.pipeline.calls import ArgumentBinder, MicrobatchCall, run_layers
 from hpctrain.parallel.pipeline.layers import find_layers
 
 
@@ -66,7 +66,7 @@ class Row(nn.Module):
 
 def ran(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     layers = find_layers(model)
-    return run_layers(layers, Caller(model, layers).bind(CallArguments(args, kwargs)))
+    return run_layers(layers, ArgumentBinder(model, layers).bind(CallArguments(args, kwargs)))
 
 
 @pytest.mark.parametrize(

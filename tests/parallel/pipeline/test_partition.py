@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.partition import by_hand, partition
+from hpctrain.parallel.pipeline.partition import explicit_partition, partition
 
 NAMES = ["embedding", "blocks.0", "blocks.1", "norm", "head"]
 
@@ -51,7 +51,9 @@ def test_negative_and_infinite_costs_are_refused(cost: float) -> None:
         partition([1.0, cost], 1)
 
 
-@pytest.mark.parametrize("cut", [lambda parts: partition([1.0] * 5, parts), lambda parts: by_hand(NAMES, parts, [1])])
+@pytest.mark.parametrize(
+    "cut", [lambda parts: partition([1.0] * 5, parts), lambda parts: explicit_partition(NAMES, parts, [1])]
+)
 def test_fewer_layers_than_parts_are_refused(cut: object) -> None:
     with pytest.raises(UsageError, match="^5 layers cannot make 8 stages: use at most 5 ") as error:
         cut(8)  # type: ignore[operator]
@@ -62,10 +64,10 @@ def test_fewer_layers_than_parts_are_refused(cut: object) -> None:
 
 def test_manual_parts_are_numbers_of_layers_or_names_of_first_layers() -> None:
     wanted = [range(0, 2), range(2, 5)]
-    assert by_hand(NAMES, 2, [2, 3]) == wanted
-    assert by_hand(NAMES, 2, ["blocks.1"]) == wanted
-    assert by_hand(NAMES, 2, ["embedding", "blocks.1"]) == wanted
-    assert by_hand(NAMES, 1, [5]) == by_hand(NAMES, 1, ["embedding"]) == [range(0, 5)]
+    assert explicit_partition(NAMES, 2, [2, 3]) == wanted
+    assert explicit_partition(NAMES, 2, ["blocks.1"]) == wanted
+    assert explicit_partition(NAMES, 2, ["embedding", "blocks.1"]) == wanted
+    assert explicit_partition(NAMES, 1, [5]) == explicit_partition(NAMES, 1, ["embedding"]) == [range(0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -85,13 +87,13 @@ def test_manual_parts_are_numbers_of_layers_or_names_of_first_layers() -> None:
 )
 def test_an_impossible_manual_partition_is_refused(chosen: list[int | str], why: str) -> None:
     with pytest.raises(UsageError) as error:
-        by_hand(NAMES, 2, chosen)
+        explicit_partition(NAMES, 2, chosen)
     assert str(error.value) == f"setting parallel.partition = {chosen}: {why}"
 
 
 def test_an_error_lists_some_of_many_layers() -> None:
     with pytest.raises(UsageError, match=r"layers are 0, 1, 2, 3, 4, 5, \.\.\. 95, 96, 97, 98, 99$"):
-        by_hand([str(number) for number in range(100)], 2, ["x"])
+        explicit_partition([str(number) for number in range(100)], 2, ["x"])
 
 
 def test_hundreds_of_layers_are_partitioned_quickly() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.skip import Join, Keep, Needed, carried, carrying, needed
+from hpctrain.parallel.skip import Join, Keep, SkipTensors, carried, carrying, skip_tensors
 
 
 def net() -> nn.Sequential:
@@ -217,9 +217,16 @@ def row(*parts: nn.Module) -> list[Layer]:
 
 def test_needed_tensors_of_each_layer_are_found() -> None:
     layers = row(nn.Tanh(), Keep("far"), nn.Tanh(), Inside(), nn.Tanh(), Join("new"))
-    nothing = Needed((), ())
-    found = needed(layers)
-    assert found == [nothing, Needed(("far",), ()), nothing, Needed(("new",), ("far",)), nothing, Needed((), ("new",))]
+    nothing = SkipTensors((), ())
+    found = skip_tensors(layers)
+    assert found == [
+        nothing,
+        SkipTensors(("far",), ()),
+        nothing,
+        SkipTensors(("new",), ("far",)),
+        nothing,
+        SkipTensors((), ("new",)),
+    ]
     assert carried(layers) == [(), (), ("far",), ("far",), ("new",), ("new",), ()]
     assert carried(find_layers(net())) == [(), (), ("a",), ("a",), ("a", "b"), ("a", "b"), ("b",), ("b",), ()]
 
@@ -231,7 +238,7 @@ def test_a_layer_may_keep_a_name_again_after_joining_it() -> None:
             self.join, self.keep = Join("x"), Keep("x")
 
     layers = row(Keep("x"), Renew(), Join("x"))
-    assert needed(layers)[1] == Needed(("x",), ("x",))
+    assert skip_tensors(layers)[1] == SkipTensors(("x",), ("x",))
     assert carried(layers) == [(), ("x",), ("x",), ()]
 
 
@@ -246,5 +253,5 @@ def test_a_layer_may_keep_a_name_again_after_joining_it() -> None:
 )
 def test_unmatched_keeps_and_joins_are_refused(parts: list[nn.Module], wanted: str) -> None:
     with pytest.raises(UsageError, match=wanted) as error:
-        needed(row(*parts))
+        skip_tensors(row(*parts))
     assert error.value.everywhere

@@ -17,10 +17,10 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.inputs import ONE_TENSOR, Slot, put_together
-from hpctrain.parallel.pipeline.channels import Parcel
+from hpctrain.parallel.inputs import ONE_TENSOR, Slot, unflatten
+from hpctrain.parallel.pipeline.channels import MessageFormat
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.parameters import prune, tied, used_twice
+from hpctrain.parallel.pipeline.parameters import prune, tied_parameters, used_twice
 from hpctrain.parallel.pipeline.split_backward import WeightGradStore
 from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks
 from hpctrain.parallel.recompute import recompute
@@ -164,7 +164,7 @@ def forward(chunks: Sequence[Chunk], batch: Tensor, stores: Sequence[WeightGradS
     structure: Any = ONE_TENSOR
     for number, chunk in enumerate(chunks):
         given = tuple(one.detach().requires_grad_(number > 0 and one.is_floating_point()) for one in given)
-        with nullcontext() if stores is None else stores[number].putting_off(key):
+        with nullcontext() if stores is None else stores[number].deferring(key):
             outputs = chunk(given, structure)
         saved.append((given, outputs.tensors))
         given, structure = outputs.tensors, outputs.structure
@@ -243,7 +243,7 @@ def test_gradients_of_tied_parameters_add_up() -> None:
     _, model = whole(words(tie=True), TOKENS[:1])
     parts = [range(0, 2), range(2, 4), range(4, 6)]
     models = [made(words(tie=True)) for _ in parts]
-    (shared,) = tied(find_layers(models[0]), parts)
+    (shared,) = tied_parameters(find_layers(models[0]), parts)
     for stage, part in zip(models, parts):
         prune(stage, find_layers(stage), part)
     chained(models, parts, TOKENS[:1])
@@ -331,7 +331,7 @@ def test_nested_values_are_sent(what: Callable[[Tensor], object]) -> None:
     assert all(isinstance(each, Tensor) for each in given.tensors)
     result = chunks[1](given.tensors, given.structure)
     wanted = what(torch.ones(2).tanh())
-    assert str(put_together(result.structure, result.tensors)) == str(wanted)
+    assert str(unflatten(result.structure, result.tensors)) == str(wanted)
 
 
 @pytest.mark.parametrize(
@@ -359,10 +359,10 @@ def test_values_that_cannot_be_sent_are_named(what: Callable[[Tensor], object], 
     ],
 )
 def test_changed_structures_are_named(structure: Any, text: str) -> None:
-    parcel = Parcel((), (Slot(0), 3))
-    parcel.check_structure((Slot(0), 3), "two")
+    message_format = MessageFormat((), (Slot(0), 3))
+    message_format.check_structure((Slot(0), 3), "two")
     with pytest.raises(UsageError, match=rf"^layer two, after which the model is cut, returned another .*: {text}"):
-        parcel.check_structure(structure, "two")
+        message_format.check_structure(structure, "two")
 
 
 def test_a_layer_that_keeps_only_sometimes_is_named() -> None:

@@ -10,7 +10,7 @@ from support.matrices import BLOCKS, CLOSE, make_blocks, make_gpt, split, tokens
 from torch import Tensor, nn
 
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.rng import Region, can_drop
+from hpctrain.parallel.rng import RngRegion, has_dropout
 
 RANKS = pytest.mark.ranks(2, 3, 4)
 CPU = torch.device("cpu")
@@ -181,16 +181,16 @@ def test_the_generator_is_unchanged_without_dropout(comm: Any, dropout: float, t
 
 
 def test_modules_with_dropout_are_recognised() -> None:
-    assert not can_drop(make_gpt()) and can_drop(make_gpt(dropout=0.1))
-    assert can_drop(nn.Sequential(nn.Dropout2d(0.5))) and not can_drop(nn.Sequential(nn.Dropout(0.0), nn.ReLU()))
-    assert can_drop(nn.MultiheadAttention(4, 2, dropout=0.1))
+    assert not has_dropout(make_gpt()) and has_dropout(make_gpt(dropout=0.1))
+    assert has_dropout(nn.Sequential(nn.Dropout2d(0.5))) and not has_dropout(nn.Sequential(nn.Dropout(0.0), nn.ReLU()))
+    assert has_dropout(nn.MultiheadAttention(4, 2, dropout=0.1))
 
 
 def test_a_region_is_reproducible_and_restores_the_generator() -> None:
     kept = torch.get_rng_state()
     try:
         drawn = []
-        for region in (Region(0), Region(0), Region(1)):
+        for region in (RngRegion(0), RngRegion(0), RngRegion(1)):
             torch.manual_seed(1)
             with region.inside(CPU):
                 assert not region.enter(CPU)  # already inside
@@ -238,7 +238,7 @@ def test_the_generator_of_a_gpu_is_never_synchronised(monkeypatch: pytest.Monkey
     for rank in range(2):
         generator = OfGpu()
         monkeypatch.setattr("hpctrain.parallel.rng.generator_of", lambda device, one=generator: one)
-        region, own = Region(rank), []
+        region, own = RngRegion(rank), []
         for turn in range(3):
             assert (generator.seed, generator.offset) == (17, 8 + 4 * turn)
             with region.inside(torch.device("cuda")):
@@ -251,7 +251,7 @@ def test_the_generator_of_a_gpu_is_never_synchronised(monkeypatch: pytest.Monkey
 def test_the_number_of_kept_states_is_limited() -> None:
     kept = torch.get_rng_state()
     try:
-        region = Region(0)
+        region = RngRegion(0)
         for _ in range(600):
             region.enter(CPU)
             region.leave(CPU)

@@ -46,7 +46,7 @@ def trained(
         if store is None:
             y = F.linear(x, own, added)
         else:
-            with store.putting_off(key):
+            with store.deferring(key):
                 y = F.linear(x, weight=own, bias=added)
         y.backward(gradient)
         found += [y.detach(), x.grad]
@@ -113,7 +113,7 @@ def run(
             if store is None:
                 value = model(x).square().sum()
             else:
-                with store.putting_off(key):
+                with store.deferring(key):
                     value = model(x).square().sum()
         value.backward()
         losses.append(value.detach())
@@ -129,7 +129,7 @@ def test_parameters_may_be_used_more_than_once() -> None:
 
 def test_only_linear_layers_that_need_gradients_are_deferred() -> None:
     model, store = Twice(), WeightGradStore()
-    with store.putting_off("key"):
+    with store.deferring("key"):
         value = model(torch.ones(2, 6)).sum()
         with torch.no_grad():
             model(torch.ones(2, 6))
@@ -148,7 +148,7 @@ def test_only_linear_layers_that_need_gradients_are_deferred() -> None:
 def test_keys_are_separate_and_can_be_dropped() -> None:
     layer, store = nn.Linear(2, 2, bias=False), WeightGradStore()
     for key, scale in {"a": 1.0, "b": 10.0, "c": 100.0}.items():
-        with store.putting_off(key):
+        with store.deferring(key):
             layer(torch.full((1, 2), scale)).sum().backward()
     store.flush("b")
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[10, 10]] * 2
@@ -164,7 +164,7 @@ def test_hooks_on_parameters_run_when_their_gradient_is_computed() -> None:
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda one, name=name: seen.append((name, one.grad is not None)))
     layer.weight.register_hook(lambda gradient: gradient * 2)
-    with store.putting_off(0):
+    with store.deferring(0):
         layer(torch.ones(2, 3)).sum().backward()
     assert seen == []
     store.flush(0)
@@ -175,12 +175,12 @@ def test_hooks_on_parameters_run_when_their_gradient_is_computed() -> None:
 def test_excluded_parameters_and_computed_weights_are_not_deferred() -> None:
     layer = nn.Linear(3, 3)
     store = WeightGradStore([layer.weight])
-    with store.putting_off(0):
+    with store.deferring(0):
         layer(torch.ones(2, 3)).sum().backward()
     assert layer.weight.grad is not None and not store.keys
     made = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     other = WeightGradStore()
-    with other.putting_off(0):
+    with other.deferring(0):
         made(torch.ones(2, 3)).sum().backward()
     assert all(parameter.grad is not None for parameter in made.parameters()) and not other.keys
 
@@ -192,10 +192,10 @@ def test_recomputed_layers_are_deferred_and_keep_only_their_inputs(within: bool)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         if within:  # backward runs in the same ``with`` block as forward
-            with store.putting_off(0):
+            with store.deferring(0):
                 model(torch.ones(4, 6)).sum().backward()
         else:
-            with store.putting_off(0):
+            with store.deferring(0):
                 value = model(torch.ones(4, 6)).sum()
             value.backward()
     assert all(one.shape == (4, 6) for one in kept), "a tensor other than an input of a layer was kept"
@@ -209,7 +209,7 @@ def test_recomputed_layers_are_deferred_and_keep_only_their_inputs(within: bool)
 def test_gradients_under_a_users_checkpoint_are_not_deferred(reentrant: bool) -> None:
     model, plain, store = Twice(), Twice(), WeightGradStore()
     x = torch.ones(4, 6, requires_grad=True)
-    with store.putting_off(0):
+    with store.deferring(0):
         value = checkpoint(model, x, use_reentrant=reentrant).sum()
     value.backward()
     assert not store.keys
@@ -220,7 +220,7 @@ def test_gradients_under_a_users_checkpoint_are_not_deferred(reentrant: bool) ->
 def test_gradients_under_a_users_saved_tensor_hooks_are_deferred() -> None:
     model, plain, store = Twice(), Twice(), WeightGradStore()
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one.clone(), lambda one: one):
-        with store.putting_off(0):
+        with store.deferring(0):
             value = model(torch.ones(4, 6)).sum()
     value.backward()
     assert store.keys
@@ -241,14 +241,14 @@ def test_autocast_multiplies_in_bfloat16_and_accumulates_in_float32() -> None:
     ), "autocast has changed nothing"
     wide = make().double()
     store = WeightGradStore()
-    with torch.autocast("cpu", torch.bfloat16), store.putting_off(0):
+    with torch.autocast("cpu", torch.bfloat16), store.deferring(0):
         result = wide[0](torch.ones(2, 6, dtype=torch.float64))
     assert result.dtype is torch.float64
 
 
 def test_flush_frees_its_inputs_as_it_proceeds() -> None:
     model, store = Twice(), WeightGradStore()
-    with store.putting_off(0):
+    with store.deferring(0):
         model(torch.ones(2, 6)).sum().backward()
     seen = []
     for parameter in (model.three.weight, model.one.weight):
@@ -266,7 +266,7 @@ def test_deferral_works_on_a_gpu_with_a_separate_backward_thread() -> None:
     )
     recompute([model[0]])
     x = torch.randn(4, 6, device="cuda")
-    with store.putting_off(0):
+    with store.deferring(0):
         value = model(x).square().sum()
     value.backward()
     assert model[0].one.weight.grad is None and model[1].one.weight.grad is None

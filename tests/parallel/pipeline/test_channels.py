@@ -1,4 +1,4 @@
-"""Links: messages arrive in order, buffers are released, and a sender without a free buffer continues."""
+"""Channels: messages arrive in order, buffers are released, and a sender without a free buffer continues."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ import torch
 
 from hpctrain.comm.shm.spsc_ring import RingHandle
 from hpctrain.errors import DeadlineError, UsageError
-from hpctrain.parallel.pipeline.channels import Link, Links, MessageLink, Parcel, SlotLink, StagedLink
+from hpctrain.parallel.pipeline.channels import (
+    Channel,
+    ChannelSet,
+    MessageChannel,
+    MessageFormat,
+    SharedMemoryChannel,
+    StagedChannel,
+)
 
 pytestmark = pytest.mark.ranks
-PARCEL = Parcel((((3, 2), torch.float32), ((5,), torch.int64), ((), torch.float64)))
+PARCEL = MessageFormat((((3, 2), torch.float32), ((5,), torch.int64), ((), torch.float64)))
 COUNT, DEPTH = 12, 2
 
 
@@ -25,30 +32,30 @@ def message(number: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.fixture(params=["slots", "messages", "staged slots", "staged messages"])
-def link(own: Any, request: pytest.FixtureRequest) -> Link:
+def link(own: Any, request: pytest.FixtureRequest) -> Channel:
     """Return a link from rank 0 to rank 1."""
     (ring,) = own.slots([RingHandle(0, 1, DEPTH, PARCEL.nbytes)])
-    link: Link = (
-        SlotLink(ring, PARCEL)
+    link: Channel = (
+        SharedMemoryChannel(ring, PARCEL)
         if "slots" in request.param and ring is not None
-        else MessageLink(own, 1 - min(own.rank, 1), 0, PARCEL, DEPTH)
+        else MessageChannel(own, 1 - min(own.rank, 1), 0, PARCEL, DEPTH)
     )
-    return StagedLink(link, torch.device("cpu")) if "staged" in request.param else link
+    return StagedChannel(link, torch.device("cpu")) if "staged" in request.param else link
 
 
-def test_messages_arrive_in_order_and_are_kept_until_released(own: Any, link: Link) -> None:
-    links = Links()
-    links.add(link)
+def test_messages_arrive_in_order_and_are_kept_until_released(own: Any, link: Channel) -> None:
+    channel_set = ChannelSet()
+    channel_set.add(link)
     if own.rank == 0:
         for number in range(COUNT):
             link.send(message(number))  # although there are only two buffers
-        links.finish()
+        channel_set.finish()
         assert link.sent()
     elif own.rank == 1:
         link.begin(COUNT)
         held: list[tuple[int, tuple[torch.Tensor, ...]]] = []
         for number in range(COUNT):
-            held.append((number, links.receive(link, "a message")))
+            held.append((number, channel_set.receive(link, "a message")))
             for first, tensors in held:
                 assert all(torch.equal(one, other) for one, other in zip(tensors, message(first), strict=True))
             if len(held) == DEPTH:
@@ -56,21 +63,21 @@ def test_messages_arrive_in_order_and_are_kept_until_released(own: Any, link: Li
                 link.release()
 
 
-def test_a_shape_that_differs_from_the_agreed_one_is_refused(own: Any, link: Link) -> None:
+def test_a_shape_that_differs_from_the_agreed_one_is_refused(own: Any, link: Channel) -> None:
     if own.rank == 0:
         with pytest.raises(UsageError, match=r"float32\[3, 3\] after float32\[3, 2\], int64\[5\], float64\[\]"):
             link.send([torch.zeros(3, 3)])
 
 
-def test_a_missing_message_raises_at_the_deadline(own: Any, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_message_raises_at_the_deadline(own: Any, link: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
     if own.rank == 1:
-        links = Links()
-        links.add(link)
+        channel_set = ChannelSet()
+        channel_set.add(link)
         link.begin(1)
         with pytest.raises(DeadlineError, match="activations of microbatch 3: not within 0.2 s"):
-            links.receive(link, "activations of microbatch 3")
+            channel_set.receive(link, "activations of microbatch 3")
     own.barrier()
     if own.rank == 0:
         link.send(message(0))  # for the receive that may be posted
-        Links().add(link)
+        ChannelSet().add(link)

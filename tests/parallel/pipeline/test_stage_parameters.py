@@ -18,7 +18,7 @@ from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.meta_init import check_initialisable, materialise
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.parameters import prune, tied, used_twice
+from hpctrain.parallel.pipeline.parameters import prune, tied_parameters, used_twice
 
 CPU = torch.device("cpu")
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
@@ -71,9 +71,7 @@ def test_remaining_tensors_keep_their_names_and_the_stages_cover_the_model(
             layers = find_layers(model)
             before = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
             mine = {
-                id(tensor)
-                for number in part
-                for tensor in layers[number].module.state_dict(keep_vars=True).values()
+                id(tensor) for number in part for tensor in layers[number].module.state_dict(keep_vars=True).values()
             }
             prune(model, layers, part)
             after = model.state_dict(keep_vars=True)
@@ -153,7 +151,7 @@ def test_every_stage_reports_a_module_that_cannot_be_initialised() -> None:
 
 
 def shared(make: Callable[[], nn.Module], chunks: Sequence[Sequence[int]]) -> list[tuple[Any, ...]]:
-    return [(each.names, each.chunks) for each in tied(find_layers(made(make)), chunks)]
+    return [(each.names, each.chunks) for each in tied_parameters(find_layers(made(make)), chunks)]
 
 
 def test_tied_parameters_are_found_with_all_their_names() -> None:
