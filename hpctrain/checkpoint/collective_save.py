@@ -22,7 +22,7 @@ import numpy as np
 from hpctrain.checkpoint.format.integrity import Written
 from hpctrain.checkpoint.format.plan import BoxPart, Source
 from hpctrain.checkpoint.format.writer import (
-    Chunk,
+    FileChunk,
     FileWriter,
     Offsets,
     Target,
@@ -262,14 +262,14 @@ class MpiIoWriter(InlineWriter):
                 check_written(handle, rows)
         return as_written(rows)
 
-    def _write_batches(self, target: Target, size: int, chunks: Iterable[Chunk]) -> list[WrittenChunk]:
+    def _write_batches(self, target: Target, size: int, chunks: Iterable[FileChunk]) -> list[WrittenChunk]:
         """Write batches until no rank has more; if a rank fails, all ranks stop after the same batch."""
         file, rows = self._create(target, size), list[WrittenChunk]()
         failure: Exception | None = None
         source = batches(chunks)
         try:
             while True:
-                batch: list[Chunk] = []
+                batch: list[FileChunk] = []
                 try:
                     batch = next(source, []) if failure is None else []
                 except Exception as error:
@@ -314,9 +314,9 @@ def end_of(share: WriteShare, offsets: Offsets) -> int:
     return max(ends)
 
 
-def batches(chunks: Iterable[Chunk], most: int = BATCH) -> Iterator[list[Chunk]]:
+def batches(chunks: Iterable[FileChunk], most: int = BATCH) -> Iterator[list[FileChunk]]:
     """Yield lists of byte ranges, each of about ``most`` bytes."""
-    batch: list[Chunk] = []
+    batch: list[FileChunk] = []
     nbytes = 0
     for chunk in chunks:
         batch.append(chunk)

@@ -11,8 +11,8 @@ from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.retention import RetentionPolicy, StoredCheckpoint, best_of, superseded
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
-from hpctrain.util.retry import PASSING, retries
-from hpctrain.util.text import shown
+from hpctrain.util.retry import TRANSIENT, retries
+from hpctrain.util.text import short_repr
 
 LOGGED = "logged"  # in /train: the values that the run logged in the step of the file, by name
 KEEP_BEST, BEST = "keep_best", "best"  # in /train: the value that selects the best checkpoint; "lowest" or "highest"
@@ -63,7 +63,7 @@ def _verify(path: Path) -> None:
         try:
             verify_named(path)
         except CheckpointError as error:
-            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in PASSING:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in TRANSIENT:
                 raise
             found.append(error)
             raise OSError(error.__cause__.errno, error.__cause__.strerror, str(path)) from error
@@ -86,7 +86,8 @@ def verify_named(path: Path) -> None:
         reader.verify()
         held, named = reader.root.get("step"), layout.step_of(path.name)
     if named is not None and held is not None and held != named:
-        raise CheckpointError(f"{path} holds step {shown(held)}, its name says {named}: rename it, or move it away")
+        step = short_repr(held)
+        raise CheckpointError(f"{path} holds step {step}, its name says {named}: rename it, or move it away")
 
 
 def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -> list[Path]:

@@ -37,7 +37,7 @@ from hpctrain.checkpoint.local_state import (
 from hpctrain.checkpoint.states import as_unsigned, fill_shard, from_numpy, torch_dtype, unpack_states
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Shard, Split
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Loaded:
     provenance: dict[str, Any]
 
 
-@as_parts
+@on_shards
 def load(
     path: str | Path,
     *,
@@ -99,7 +99,7 @@ def load(
         return agreed(comm, lambda: _rest(reader, comm.rank if comm else 0))
 
 
-@as_parts
+@on_shards
 def load_rank_local(path: str | Path, tensors: Mapping[str, torch.Tensor], *, comm: Communicator) -> bool:
     """Fill rank-local tensors from those that ``save`` stored as ``own``; return whether the file has them. Collective.
 

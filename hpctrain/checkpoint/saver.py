@@ -20,7 +20,7 @@ from hpctrain.checkpoint.format.writer import Offsets, Target, WriteRequest
 from hpctrain.checkpoint.local_state import LocalState, Models, StateDescription, by_key, exchange, joined
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Split
 from hpctrain.util.claim import Claim
 
@@ -90,7 +90,7 @@ class Saver:
         finally:
             self.close()
 
-    @as_parts
+    @on_shards
     def save(
         self,
         path: str | Path,
@@ -114,7 +114,7 @@ class Saver:
         optimizers = agreed(self._comm, lambda: by_key(optimizer, "optimizer"))
         self.start(SaveRequest(Path(path), models, optimizers, train or {}, rng, config, provenance, own))
 
-    @as_parts
+    @on_shards
     def start(self, request: SaveRequest) -> None:
         """Start to write a checkpoint; in the foreground, return when it is complete. Collective."""
         self.wait()

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hpctrain.checkpoint.format.integrity import Written
-from hpctrain.checkpoint.format.writer import Chunk, FileWriter, Target, WriteRequest
+from hpctrain.checkpoint.format.writer import FileChunk, FileWriter, Target, WriteRequest
 
 NICENESS = 15  # it gets a thirtieth of a core next to a rank that never idles, and all of an idle core
 EXIT = "exit"  # request to exit: needed besides EOF if a process that the rank has forked keeps the pipe open
@@ -81,11 +81,11 @@ class WriterProcess:
         self.check_parent()
         self._file.finish(written)
 
-    def _chunks(self, rows: Sequence[tuple[int, int, int, str]]) -> Iterator[Chunk]:
+    def _chunks(self, rows: Sequence[tuple[int, int, int, str]]) -> Iterator[FileChunk]:
         view = memoryview(self._map()) if rows else memoryview(b"")
         for offset, at, nbytes, name in rows:
             self.check_parent()
-            yield Chunk(offset, view[at : at + nbytes], name)
+            yield FileChunk(offset, view[at : at + nbytes], name)
 
     def _map(self) -> mmap.mmap:
         size = os.fstat(self._descriptor).st_size

@@ -115,8 +115,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
         progress.close()
         if job.rank == 0:
-            told = printable_lines("\n".join(_as_text(report, args.verbose)))
-            print(json.dumps(_as_json(report), indent=2) if args.json else told)
+            text = printable_lines("\n".join(_as_text(report, args.verbose)))
+            print(json.dumps(_as_json(report), indent=2) if args.json else text)
     return 0
 
 
@@ -127,17 +127,17 @@ class _BenchProgress:
         self._seconds = seconds
         self._shown = shown
         self._bar: Any = None
-        self._spoken = 0.0
+        self._last_line = 0.0
 
     def __call__(self, seconds: float, what: str) -> None:
         if not self._shown:
             return
         if sys.stderr.isatty():
             self._draw(seconds, what)
-        elif seconds - self._spoken >= _LINE_EVERY:
-            self._spoken = seconds
-            told = f"measured for {seconds:.0f} of {self._seconds:g} s: {what}"
-            print(printable_lines(told), file=sys.stderr, flush=True)
+        elif seconds - self._last_line >= _LINE_EVERY:
+            self._last_line = seconds
+            text = f"measured for {seconds:.0f} of {self._seconds:g} s: {what}"
+            print(printable_lines(text), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -190,9 +190,9 @@ def _as_text(report: CalibrationReport, verbose: bool) -> list[str]:
         lines += _left_out(report)
     lines.append(f"MPI on GPUs: {report.canary}")
     if report.path:
-        from hpctrain.train.calibration import place
+        from hpctrain.train.calibration import path_of
 
-        usual = place(report.machine) == report.path
+        usual = path_of(report.machine) == report.path
         hint = "" if usual else f"; export HPCTRAIN_CALIBRATION={report.path} makes jobs use it"
         lines.append(f"stored in {report.path}{hint}")
     return lines
@@ -210,22 +210,22 @@ def _left_out(report: CalibrationReport) -> list[str]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.cluster.launcher import rank_from_environment
     from hpctrain.comm.tuning import report as timetable
 
-    if first_guess_of_rank():
+    if rank_from_environment():
         return 0  # rank 0 prints for all ranks
     from hpctrain.train.calibrate import verdict_in_words
-    from hpctrain.train.calibration import mpi_name, place, read, this_machine
+    from hpctrain.train.calibration import mpi_name, path_of, read, this_machine
 
     machine = this_machine(mpi_name())
-    path = args.file or place(machine)
+    path = args.file or path_of(machine)
     if path is None or not path.exists():
         where = f"in {args.file}" if args.file else f"for {machine} in {path or 'the home folder'}"
         raise UsageError(f"no calibration {where}: create one with mpiexec -n 4 hpctrain bench calibrate")
     found = read(path)
     differences = machine.differences(found.machine)
-    used = not differences and place(machine) == path
+    used = not differences and path_of(machine) == path
     if args.json:
         print(json.dumps({"file": str(path), "in_use": used, "differences": differences, **found.to_json()}, indent=2))
         return 0

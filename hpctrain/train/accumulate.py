@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpctrain.data.nested import cut, samples_in
 from hpctrain.errors import UsageError
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 
 if TYPE_CHECKING:
     pass
@@ -80,7 +80,7 @@ def data_average(strategy: Strategy, loss: Tensor) -> Tensor:
     return found.to(loss.device, loss.dtype)
 
 
-@as_parts
+@on_shards
 def take_gradients(strategies: list[Strategy]) -> dict[nn.Parameter, Tensor]:
     found: dict[nn.Parameter, Tensor] = {}
     for strategy in strategies:
@@ -90,7 +90,7 @@ def take_gradients(strategies: list[Strategy]) -> dict[nn.Parameter, Tensor]:
     return found
 
 
-@as_parts
+@on_shards
 def add_gradients(earlier: dict[nn.Parameter, Tensor]) -> None:
     with torch.no_grad():
         for parameter, gradient in earlier.items():

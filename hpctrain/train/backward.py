@@ -10,7 +10,7 @@ from torch import Tensor
 from hpctrain import trace
 from hpctrain.errors import UsageError
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.train.accumulate import (
     BatchPart,
     Compute,
@@ -117,7 +117,7 @@ def _device(loss: Any) -> torch.device:
     return loss.device if isinstance(loss, Tensor) else torch.device("cpu")
 
 
-@as_parts
+@on_shards
 def _scale_local(strategies: list[Strategy], factor: float) -> None:
     """Scale the gradients that this rank has accumulated locally."""
     if factor == 1.0:

@@ -25,7 +25,7 @@ from hpctrain.train.calibration import (
     mpi_name,
     path_of,
     read,
-    store,
+    store_calibration,
     this_machine,
 )
 from hpctrain.train.job import Job
@@ -72,7 +72,7 @@ def calibrate(
     found = _joined(earlier, measurement, verdict)
     stores = found is not earlier
     if stores:
-        on_first_rank(comm, lambda: store(found, path))
+        on_first_rank(comm, lambda: store_calibration(found, path))
     return CalibrationReport(
         found.machine, measured, measurement, verdict or earlier.verdict, description, path if stores else None
     )

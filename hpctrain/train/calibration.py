@@ -222,7 +222,7 @@ def read(path: Path) -> Calibration:
         raise DataError(f"{path} is damaged: it is not JSON") from error
 
 
-def store(calibration: Calibration, path: Path) -> None:
+def store_calibration(calibration: Calibration, path: Path) -> None:
     """Write a calibration atomically: a concurrent reader finds either the old file or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

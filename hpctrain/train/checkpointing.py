@@ -12,7 +12,7 @@ from hpctrain.checkpoint.folder import list_checkpoints
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError, CheckpointFaultError
 from hpctrain.log import logger
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.train.options import RunOptions
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import TrainState
@@ -53,7 +53,7 @@ class RunCheckpoints:
         """Return whether a checkpoint is pending that this rank cannot advance without waiting."""
         return self._saver is not None and self._saver.busy
 
-    @as_parts
+    @on_shards
     def save(self) -> Path:
         """Write the checkpoint of the current step and return when it is complete. Raises ``CheckpointError``."""
         self.wait()
@@ -65,7 +65,7 @@ class RunCheckpoints:
             except CheckpointFaultError as error:
                 self._pause(error)
 
-    @as_parts
+    @on_shards
     def save_due(self) -> None:
         """Write a periodic checkpoint; in the background, return as soon as the state is copied."""
         self.wait()
@@ -82,7 +82,7 @@ class RunCheckpoints:
                     return
                 self._pause(error)
 
-    @as_parts
+    @on_shards
     def advance(self) -> None:
         """Advance a pending checkpoint."""
         if self._pending is not None and self._saver is not None:
@@ -96,7 +96,7 @@ class RunCheckpoints:
         if self._pending is not None:
             self._try(self._complete)
 
-    @as_parts
+    @on_shards
     def finish(self, *, moved: bool = False) -> None:
         """Save the current step at the end of the run; an error here always raises, because work would be lost.
 

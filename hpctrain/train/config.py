@@ -19,8 +19,8 @@ from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import check_most, meant, names_function, read_toml, unknown
-from hpctrain.util.text import shown
+from hpctrain.settings import check_most, suggestion, names_function, read_toml, unknown
+from hpctrain.util.text import short_repr
 
 # The losses with a name. parallel.objective implements them, but it loads torch.
 LOSSES = ("cross_entropy", "mse")
@@ -58,7 +58,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_fields(self, "run")
         if not self.folder.strip():
-            raise SettingsError(f"setting run.folder = {shown(self.folder)}: name a folder")
+            raise SettingsError(f"setting run.folder = {short_repr(self.folder)}: name a folder")
         if self.walltime:
             seconds_of(self.walltime)
         if not 0 <= self.margin < math.inf:
@@ -108,8 +108,8 @@ class TrainSettings:
         check_fields(self, "train")
         if self.loss not in LOSSES and not names_function(self.loss):
             known = f"{', '.join(LOSSES)}, or package.module:function"
-            text = f"setting train.loss = {shown(self.loss)}: allowed are {known}"
-            raise SettingsError(text + meant(self.loss, LOSSES))
+            text = f"setting train.loss = {short_repr(self.loss)}: allowed are {known}"
+            raise SettingsError(text + suggestion(self.loss, LOSSES))
         check_most(self, "train", steps=2**53, batch=2**31, accumulate=2**31, evaluate_every=2**53)
         positive = {"steps": self.steps, "batch": self.batch, "accumulate": self.accumulate}
         for name, value in positive.items():
@@ -152,9 +152,9 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
         if not self.name.strip():
-            raise SettingsError(f"setting optimizer.name = {shown(self.name)}: name a class of torch.optim")
+            raise SettingsError(f"setting optimizer.name = {short_repr(self.name)}: name a class of torch.optim")
         if self.factory is not None and not names_function(self.factory):
-            text = f"setting optimizer.factory = {shown(self.factory)}"
+            text = f"setting optimizer.factory = {short_repr(self.factory)}"
             raise SettingsError(f"{text}: write it as package.module:function")
         if self.betas is not None and not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
             raise SettingsError(f"setting optimizer.betas = {list(self.betas)}: must be two numbers in [0, 1)")
@@ -209,7 +209,7 @@ class CheckpointSettings:
             raise SettingsError('setting checkpoint.hints: needs checkpoint.io = "mpiio"')
         for hint in self.hints:
             if not all(hint.partition("=")):
-                raise SettingsError(f"setting checkpoint.hints: {shown(hint)} is not of the form name=value")
+                raise SettingsError(f"setting checkpoint.hints: {short_repr(hint)} is not of the form name=value")
         self._check_judge()
 
     def _check_judge(self) -> None:
@@ -219,11 +219,11 @@ class CheckpointSettings:
         """
         known, name = [*LOGGED_EVALUATING, *LOGGED_EACH_STEP], self.keep_best
         if name in NOT_JUDGED:
-            text = f"setting checkpoint.keep_best = {shown(name)}: not a value that a run logs"
+            text = f"setting checkpoint.keep_best = {short_repr(name)}: not a value that a run logs"
             raise SettingsError(f"{text}; known are {', '.join(known)}")
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         if close and name not in known:
-            raise SettingsError(unknown(f"checkpoint.keep_best {shown(name)}", name, known))
+            raise SettingsError(unknown(f"checkpoint.keep_best {short_repr(name)}", name, known))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hpctrain.cluster import deadline as deadlines
 from hpctrain.cluster.deadline import Deadline
 from hpctrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from hpctrain.log import logger
-from hpctrain.util.retry import PASSING, retries
+from hpctrain.util.retry import TRANSIENT, retries
 
 RESERVE = 60.0  # seconds for costs that are not measured: shutdown, an unusually slow filesystem
 
@@ -257,7 +257,7 @@ class StopSaveFlags:
         try:
             retries.call(os.stat, path)
         except OSError as error:
-            if error.errno in PASSING:
+            if error.errno in TRANSIENT:
                 logger.warning("cannot look for %s: %s", path, error.strerror)
             return False
         return True

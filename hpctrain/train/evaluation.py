@@ -56,7 +56,7 @@ class Evaluation:
         ALLOCATOR.raise_threshold()  # memory of passes is short-lived; a program that only evaluates makes no update
         totals: dict[str, list[float]] = {}
         uneven: list[str] = []
-        with self._outer.untouched() if self._outer.inside else nullcontext(), _measuring(strategies):
+        with self._outer.preserved() if self._outer.inside else nullcontext(), _measuring(strategies):
             if compute is None:
                 _add(totals, what(), None, counts=True)
             else:

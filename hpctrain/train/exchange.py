@@ -36,14 +36,14 @@ class StepState:
     """State that must be equal on all ranks at the end of an iteration, and the weight of this rank's averages.
 
     ``weight`` is this rank's share of the batch, 1 if all ranks have the same number of samples.
-    ``mark`` identifies the order of the samples. ``updated`` tells whether an optimizer has
+    ``checksum`` identifies the order of the samples. ``updated`` tells whether an optimizer has
     stepped, ``left`` whether the loop was left by ``break``, ``ended`` whether the loader is
     exhausted, and ``saves`` whether the program has called ``run.save``. ``call`` is the public
     call that the ranks make, if it is not the end of an iteration.
     """
 
     weight: float = 1.0
-    mark: int = 0
+    checksum: int = 0
     updated: bool = True
     left: bool = False
     ended: bool = False
@@ -108,17 +108,17 @@ class StepExchange:
         loaders or orders of samples differ.
         """
         names = sorted(logged)
-        mark = _checksum(names, state)
+        checksum = _checksum(names, state)
         flags = [requests.stop, requests.save, requests.busy, requests.final, state.left, state.ended, state.updated]
         weight = state.weight
+        values = [logged[name] * weight if weight else 0.0 for name in names]
         self._numbers.zero_()
         self._numbers[: _FLAGS + len(names)] = torch.tensor(
-            [*map(float, flags), mark, mark * mark, *(logged[name] * weight if weight else 0.0 for name in names)],
-            dtype=torch.float64,
+            [*map(float, flags), checksum, checksum * checksum, *values], dtype=torch.float64
         )
         self._comm.all_reduce(self._numbers, "average")
         stop, save, busy, final, left, ended, updated, mean, square, *values = self._numbers.tolist()
-        # The marks are equal if their variance is only rounding error.
+        # The checksums are equal if their variance is only rounding error.
         differ = abs(square - mean * mean) > 1e-9 * square
         if differ or not all(share in (0.0, 1.0) for share in (left, ended, updated)):
             self._refuse(names, state, step)
@@ -156,7 +156,7 @@ def _difference(everyone: Sequence[tuple[list[str], StepState]], step: int) -> s
         return (
             f"an optimizer stepped on rank {stepped} in step {step}, none on rank {other}; step on all ranks or on none"
         )
-    if rank := _first_different(one.mark for one in states):
+    if rank := _first_different(one.checksum for one in states):
         return (
             f"the ranks draw the samples of step {step} in different orders (rank 0 and rank {rank}); seed the "
             "sampler's own generator alike on all ranks, or let it draw from torch's, NumPy's or Python's global one"
@@ -181,7 +181,7 @@ def _first_different(values: Iterable[object]) -> int:
 
 def _checksum(names: Sequence[str], state: StepState) -> float:
     parts = [*names, *(["", state.call, str(state.saves)] if state.call or state.saves else [])]
-    return float(zlib.crc32(",".join(parts).encode(), state.mark))
+    return float(zlib.crc32(",".join(parts).encode(), state.checksum))
 
 
 def _number(what: str, value: Any) -> float:

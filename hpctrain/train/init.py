@@ -139,7 +139,7 @@ def init(
     """
     control.install()  # before the import of torch, which takes seconds in which USR1 would kill this process
 
-    from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
+    from hpctrain.cluster.launcher import is_launched, rank_from_environment
     from hpctrain.train.exit import end_if_uncaught
 
     try:
@@ -149,7 +149,7 @@ def init(
         from hpctrain.comm.agreement import agreed
         from hpctrain.comm.communicator import Communicator
         from hpctrain.comm.transport.connect import connect
-        from hpctrain.data.random_streams import draw_alike
+        from hpctrain.data.random_streams import broadcast_generators
         from hpctrain.parallel.asynchronous.config import asynchronous_settings
         from hpctrain.parallel.config import parallel_settings
         from hpctrain.parallel.offload.config import offload_settings
@@ -167,7 +167,7 @@ def init(
         log.configure(transport.rank, verbose=verbose)
         guard = Watchdog(transport)
     except BaseException as error:
-        end_if_uncaught(error, first_guess_of_rank(), launched=is_launched())
+        end_if_uncaught(error, rank_from_environment(), launched=is_launched())
         raise
     world = Communicator(transport)
     own = agreed(world, lambda: select_device(device, world.local_rank))
@@ -178,7 +178,7 @@ def init(
         check_unshared([(one.host, one.device_identity) for one in handshakes], handshake.table(handshakes))
     torch.set_num_threads(handshake.threads(handshakes, world.rank))
     _equip(world, own)
-    draw_alike(world)  # otherwise a program without a seed would split its data differently on every rank
+    broadcast_generators(world)  # otherwise a program without a seed would split its data differently on every rank
     if verbose and world.rank == 0:
         log.logger.info("%s", handshake.table(handshakes))
     return Job(world, own, launch, guard, *shape, resources=handshake.resources(handshakes))

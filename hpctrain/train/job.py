@@ -21,7 +21,7 @@ from hpctrain.parallel.hooks import plain_module
 from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.wrap import attach
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.async_control import check_call
 from hpctrain.train.exit import LeavingTogether
@@ -238,7 +238,7 @@ class Job:
         """
         return self.strategy(model).no_sync()
 
-    @as_parts
+    @on_shards
     def average_gradients(self, model: nn.Module) -> None:
         """Average over the ranks the gradients that the program has set itself (``parameter.grad = ...``). Collective.
 
@@ -254,7 +254,7 @@ class Job:
         """
         return self.strategy(model).unshard(write=write)
 
-    @as_parts
+    @on_shards
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's unsharded tensors on the host of every rank, for any strategy. Collective.
 
@@ -265,7 +265,7 @@ class Job:
         with strategy.consensus_view(), strategy.unshard():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in strategy.model.state_dict().items()}
 
-    @as_parts
+    @on_shards
     def close(self) -> None:
         """Stop the failure detection and detach the strategies from their models. Collective."""
         self.guard.close()

@@ -23,7 +23,7 @@ from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 from hpctrain.util.reading import read_json
-from hpctrain.util.retry import PASSING, cannot_write, retries
+from hpctrain.util.retry import TRANSIENT, cannot_write, retries
 
 CHAIN = "HPCTRAIN_CHAIN"  # set by job scripts: the id of the first job in a chain of continuation jobs
 START = "HPCTRAIN_START"  # set by job scripts: a different value in each start
@@ -211,7 +211,7 @@ class FolderLock:
 
     def _refusal(self, error: OSError) -> HpctrainError:
         """Return the error for a lock that cannot be written; on a full disk, a later start may succeed."""
-        if error.errno in PASSING:
+        if error.errno in TRANSIENT:
             return cannot_write(self.path, error)
         return LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}")
 

@@ -86,7 +86,7 @@ class Loop:
         if length is not None or not self.feed.looks_ahead:
             return length is not None and self.feed.batches + 1 >= length
         if self._next_item is None and not self._fetched_ahead:
-            with self.streams.aside():
+            with self.streams.outer_only():
                 self._next_item = self._fetch()
             self._fetched_ahead = True
         return self._next_item is None
@@ -301,7 +301,7 @@ class Loop:
         share = iteration.item.share
         step_state = StepState(
             weight=self.weight,
-            mark=0 if share is None else share.mark,
+            checksum=0 if share is None else share.checksum,
             updated=iteration.updated,
             left=left,
             ended=self._ended_ahead,

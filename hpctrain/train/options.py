@@ -25,7 +25,7 @@ from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 from hpctrain.train.config import check_trace_steps
 from hpctrain.train.updates import Policy
-from hpctrain.util.text import shown
+from hpctrain.util.text import short_repr
 
 SINGLE = "model"  # the key of a run's one model, if other modules join it
 _SHOWN = 8  # parameters that an error message names; the rest are counted
@@ -228,10 +228,10 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and all(_is_a(kinds[0], one) for one in value):
             return value
         items = _ITEMS.get(name, "whole numbers")
-        raise UsageError(f"a run with {name} = {shown(value)}: give a list of {items}", everywhere=True)
+        raise UsageError(f"a run with {name} = {short_repr(value)}: give a list of {items}", everywhere=True)
     kind = next((each for each in kinds if _is_a(each, value)), None)
     if kind is None:
-        raise UsageError(f"a run with {name} = {shown(value)}: expected {_KINDS[kinds[0]]}", everywhere=True)
+        raise UsageError(f"a run with {name} = {short_repr(value)}: expected {_KINDS[kinds[0]]}", everywhere=True)
     return value if issubclass(kind, (str, Path)) else kind(value)
 
 
@@ -260,14 +260,16 @@ def check_arguments(model: Any, optimizer: Any, loader: Any, **others: Any) -> N
     ):
         each = list(given.values()) if isinstance(given, Mapping) else [given]
         if not all(hasattr(one, attribute) for one in each):
-            raise UsageError(f"job.run({name}={shown(given)}): expected {what}, or a dict of several", everywhere=True)
+            text = f"job.run({name}={short_repr(given)}): expected {what}, or a dict of several"
+            raise UsageError(text, everywhere=True)
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise UsageError(f"job.run(loader={shown(loader)}): expected a DataLoader or another iterable", everywhere=True)
+        text = f"job.run(loader={short_repr(loader)}): expected a DataLoader or another iterable"
+        raise UsageError(text, everywhere=True)
     for name, value in others.items():
         kind, what = _ARGUMENTS[name]
         missing = name == "checkpoints" and not str(value or "").strip()
         if missing or value is not None and not isinstance(value, kind):
-            raise UsageError(f"job.run({name}={shown(value)}): expected {what}", everywhere=True)
+            raise UsageError(f"job.run({name}={short_repr(value)}): expected {what}", everywhere=True)
 
 
 def run_options(given: Mapping[str, Any]) -> RunOptions:

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.local_state import by_key
 from hpctrain.checkpoint.restore import load
 from hpctrain.checkpoint.tools.inspect import newest_of
 from hpctrain.comm.agreement import on_first_rank
-from hpctrain.data.random_streams import draw_alike
+from hpctrain.data.random_streams import broadcast_generators
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.jobs.request import FOLDER
 from hpctrain.log import logger
@@ -29,7 +29,7 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.receipt.attempt import number
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import FEED, TrainState
-from hpctrain.util.retry import PASSING, cannot_write, retries
+from hpctrain.util.retry import TRANSIENT, cannot_write, retries
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -117,7 +117,7 @@ class Opening:
         streams = self._feed.streams
         streams.seed = int(self._job.comm.broadcast_object(streams.seed)) % 2**63
         if self._feed.splits:
-            draw_alike(self._job.comm)
+            broadcast_generators(self._job.comm)
 
     def start_from_another(self) -> dict[str, Any]:
         """Load another run's model, unless there is a checkpoint to resume from; return the provenance entries.
@@ -139,7 +139,7 @@ class Opening:
         try:
             retries.call(lambda: folder.mkdir(parents=True, exist_ok=True))
         except OSError as error:
-            if error.errno in PASSING:
+            if error.errno in TRANSIENT:
                 raise cannot_write(folder, error) from error
             raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}") from error
         self._run_folder.lock()
@@ -154,7 +154,7 @@ class Opening:
         if FEED not in loaded.train.get("states", {}):
             feed.resume_old(state.batches, self._fresh, loaded.rng)
         if feed.splits:
-            draw_alike(self._job.comm)
+            broadcast_generators(self._job.comm)
         if self._options.resume == "reopen":
             state.stopped = None
         steps = self._options.steps

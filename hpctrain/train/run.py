@@ -27,7 +27,7 @@ from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.hooks import plain_module
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.train.accumulate import Compute
 from hpctrain.train.async_control import check_call, exchange_for, synchronize
 from hpctrain.train.backward import Backward
@@ -47,7 +47,7 @@ from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.train.resume import Opening
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import FEED, LOADER, SAVED_FOR, Stateful, TrainState
-from hpctrain.train.updates import Health, OptimizerHooks
+from hpctrain.train.updates import Health, UpdateHooks
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
@@ -85,7 +85,7 @@ class Run:
         self.folder, self.config = Path(folder), config
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
         self.strategies = {key: job.strategy(one) for key, one in self.models.items()}
-        self._updates = OptimizerHooks(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
+        self._updates = UpdateHooks(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
         check_owned(self.optimizers, self.models)
         strategy = next(iter(self.strategies.values()))
         self.asynchronous = any(each.asynchronous for each in self.strategies.values())
@@ -245,7 +245,7 @@ class Run:
         if tokens:
             self._loop.log.note({}, {"tokens": self.state.tokens})
 
-    @as_parts
+    @on_shards
     def clip(self, max_norm: float, model: str = "") -> Tensor:
         """Clip the gradients of a model by their global norm (0: only compute it) and return that norm.
 
@@ -309,7 +309,7 @@ class Run:
 
     # Entering ---------------------------------------------------------------------------------------------------------
 
-    @as_parts
+    @on_shards
     def __enter__(self) -> Run:
         with starting():
             self._open()
@@ -392,7 +392,7 @@ class Run:
             self._has_saved = True
             self.state.find_schedulers()
 
-    @as_parts
+    @on_shards
     def _roll_back(self) -> None:
         """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
         for health in self._updates.healths.values():

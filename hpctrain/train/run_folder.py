@@ -16,7 +16,7 @@ from hpctrain.train.receipt.write import NAME, Receipt, TimeAccounting, earlier_
 from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 from hpctrain.util.reading import reason as why
-from hpctrain.util.retry import PASSING, cannot_write, retries, writing
+from hpctrain.util.retry import TRANSIENT, cannot_write, retries, writing
 
 CHECK_EVERY = 1.0  # seconds between two checks of lock.json and metrics.jsonl while steps are recorded
 CONFIG = "config.toml"
@@ -104,7 +104,7 @@ class RunFolder:
         try:
             found, damaged = rows.scan(path)
         except OSError as error:
-            if error.errno in PASSING:
+            if error.errno in TRANSIENT:
                 text = f"cannot read {path}: {why(error)}; start again when the file system works"
                 raise FileSystemError(text) from error
             raise UsageError(f"cannot read {path}: {why(error)}; move it away to start without its rows") from error

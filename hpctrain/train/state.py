@@ -30,7 +30,7 @@ from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Split
 from hpctrain.train import parts
 from hpctrain.train import parts as schedulers
@@ -192,7 +192,7 @@ class TrainState:
             self.parts[schedulers.SCALER] = found[0]
             self.found_scaler = True
 
-    @as_parts
+    @on_shards
     def check_storable(self) -> None:
         """Refuse states that a checkpoint cannot contain. Collective, before the first step.
 
@@ -286,7 +286,7 @@ class TrainState:
         if own and not load_rank_local(path, own, comm=self.comm) and self.comm.rank == 0:
             logger.warning("%s has no state of these workers: all start from the center", path)
 
-    @as_parts
+    @on_shards
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
         """Restore a checkpoint; without ``rewind_data``, the data position does not change.
 

@@ -18,7 +18,7 @@ from hpctrain.errors import MismatchError, NonFiniteError, SettingsError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy, element_values, trainable
 from hpctrain.parallel.sync_batchnorm import local_statistics
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 from hpctrain.train.first_step import FirstStepChecks, flat_elements, model_name
 
 Policy = Literal["abort", "skip", "rollback"]
@@ -68,7 +68,7 @@ class Health:
         if self.policy == "skip":
             self._buffers = [buffer.clone() for buffer in self.model.buffers()]
 
-    @as_parts
+    @on_shards
     def before_update(self, step: int) -> None:
         """Allow the update, or turn it into a no-op, or raise ``NonFiniteError`` on all ranks."""
         norm = self.norm if self.norm is not None else self.strategy.clip_grad_norm(float("inf"))
@@ -80,7 +80,7 @@ class Health:
         self.strategy.drop_gradients()  # an optimizer does not change parameters without a gradient
         self._decide(f"gradient norm is {float(norm)} in step {step}: {where}")
 
-    @as_parts
+    @on_shards
     def find(self) -> str:
         """Return a message with the rank and the name of the first value that is not finite. Collective.
 
@@ -247,7 +247,7 @@ def _sum_of_bits(tensor: Tensor) -> int:
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
-class OptimizerHooks:
+class UpdateHooks:
     """Hooks on the optimizers of a run; ``healths`` and ``strategies`` have the keys of the models.
 
     ``checks`` inspects the first update of this start unless it is disabled.
@@ -300,7 +300,7 @@ class OptimizerHooks:
         """Whether a strategy makes the current update by itself, without the other ranks."""
         return any(strategy.updates_itself for strategy in self._strategies.values())
 
-    @as_parts
+    @on_shards
     def _before(self, healths: Sequence[Health], begin: Callable[[], int]) -> None:
         if self._is_rank_local:
             return
@@ -311,7 +311,7 @@ class OptimizerHooks:
             health.before_update(step)
         self._began = time.monotonic()
 
-    @as_parts
+    @on_shards
     def _after(self, note: Callable[[], None]) -> None:
         if self._is_rank_local:
             return

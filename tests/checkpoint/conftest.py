@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.crafted import sound_file
+from support.malformed_files import sound_file
 
 
 @pytest.fixture

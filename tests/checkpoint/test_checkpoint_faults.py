@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fault_folder import NAME, OneWrongByte, Place, check_room
 from support.faults import (
     OPENS,
     READS,
@@ -24,7 +25,6 @@ from support.faults import (
     raising,
     signal_storm,
 )
-from support.place import NAME, OneWrongByte, Place, check_room
 
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(30)]
 

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from support.checksums import lookup3, object_headers, repair
-from support.crafted import ATTACKS, VERSIONS, craft, sound_file
+from support.malformed_files import ATTACKS, VERSIONS, craft, sound_file
 
 from hpctrain.checkpoint.format import structure
 from hpctrain.checkpoint.format.plan import Source

@@ -18,7 +18,7 @@ from hpctrain.cli import bench
 from hpctrain.cli.main import main
 from hpctrain.comm.device.cuda_aware_probe import ProbeResult
 from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
-from hpctrain.train.calibration import Calibration, Measurement, keep, mpi_name, place, this_machine
+from hpctrain.train.calibration import Calibration, Measurement, mpi_name, path_of, store_calibration, this_machine
 
 TABLE = AlgorithmTable(RankLayout(4, 1, 4), {("all_reduce", "window", "carried"): ((4096, "mpi"), (inf, "window"))})
 TIMES = {"all_reduce/window/carried": {"mpi": {"4": 1e-6, "65536": 4e-5}, "window": {"4": 2e-6, "65536": 1e-5}}}
@@ -26,7 +26,7 @@ MEASUREMENT = Measurement(TABLE, TIMES, "2026-01-01T00:00:00+00:00")
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def calibrations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Store the calibrations of these tests in a separate folder."""
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "store"))
     return tmp_path / "store"
@@ -80,19 +80,19 @@ print([name for name in ("torch", "mpi4py", "numpy", "tqdm") if name in sys.modu
     assert done.stdout == "[]\n"
 
 
-def test_show_without_a_calibration_is_an_error(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+def test_show_without_a_calibration_is_an_error(capsys: pytest.CaptureFixture[str], calibrations: Path) -> None:
     assert main(["bench", "show"]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.startswith("hpctrain: error: no calibration for ") and f" in {store}/" in err
+    assert not out and err.startswith("hpctrain: error: no calibration for ") and f" in {calibrations}/" in err
     assert err.endswith("create one with mpiexec -n 4 hpctrain bench calibrate\n")
 
 
 def test_show_prints_the_calibration_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     here = this_machine(mpi_name())
-    path = place(here)
+    path = path_of(here)
     assert path is not None
     verdict = ProbeResult(False, "the exchange ended with status -11", here.mpi)
-    keep(Calibration(here).with_measurement(MEASUREMENT).with_verdict(verdict), path)
+    store_calibration(Calibration(here).with_measurement(MEASUREMENT).with_verdict(verdict), path)
     assert main(["bench", "show"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:4] == [f"{path}: in use here", str(here), "", "4 ranks on 1 node, measured 2026-01-01T00:00:00+00:00"]
@@ -107,10 +107,10 @@ def test_show_prints_the_calibration_in_use(capsys: pytest.CaptureFixture[str]) 
 
 def test_show_names_the_reason_why_a_file_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here, path = this_machine(mpi_name()), tmp_path / "site.json"
-    keep(Calibration(replace(here, torch="1.0")).with_measurement(MEASUREMENT), path)
+    store_calibration(Calibration(replace(here, torch="1.0")).with_measurement(MEASUREMENT), path)
     assert main(["bench", "show", str(path)]) == 0
     assert f"{path}: not valid here: torch 1.0 (here {here.torch})" in capsys.readouterr().out
-    keep(Calibration(here).with_measurement(MEASUREMENT), path)
+    store_calibration(Calibration(here).with_measurement(MEASUREMENT), path)
     assert main(["bench", "show", str(path)]) == 0
     assert f"{path}: not in use here" in capsys.readouterr().out
     path.write_text("nonsense")
@@ -137,13 +137,13 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
 
 
 @pytest.mark.limit(180)
-def test_one_process_has_no_algorithm_to_choose(launch: JobStarter, store: Path) -> None:
+def test_one_process_has_no_algorithm_to_choose(launch: JobStarter, calibrations: Path) -> None:
     done = launch(0, "-m", "hpctrain", "bench", "calibrate", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done
     assert done.stdout.startswith("1 rank on 1 node; ")
     assert "no choice of algorithms: start the calibration like the later jobs" in done.stdout
     assert "MPI on GPUs: not tried: no GPU is visible" in done.stdout
-    assert list(store.iterdir()) == []
+    assert list(calibrations.iterdir()) == []
 
 
 JOB = """
@@ -160,12 +160,12 @@ if job.rank == 0:
 
 @pytest.mark.limit(300)
 @pytest.mark.benchmark
-def test_two_ranks_measure_and_later_jobs_use_the_calibration(launch: JobStarter, store: Path) -> None:
+def test_two_ranks_measure_and_later_jobs_use_the_calibration(launch: JobStarter, calibrations: Path) -> None:
     words = ["--seconds", "3", "--sizes", "4,64K", "--device", "cpu"]
     measured = launch(2, "-m", "hpctrain", "bench", "calibrate", *words, "--json", timeout=120)
     assert measured.returncode == 0, measured
     report: Any = json.loads(measured.stdout)
-    (file,) = store.iterdir()
+    (file,) = calibrations.iterdir()
     assert report["kept"] == str(file) and report["table"]["layout"] == {"size": 2, "nodes": 1, "local_size": 2}
     assert {rule.split("/")[0] for rule in report["table"]["rules"]} == {
         "all_reduce",

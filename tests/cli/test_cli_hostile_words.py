@@ -18,7 +18,7 @@ import torch  # noqa: F401  (its import would count as time of the first verb)
 from hpctrain.cli.main import VERBS, main, parser_with
 from hpctrain.errors import HpctrainError
 from hpctrain.train.config import Settings, load
-from hpctrain.util.text import LINE, fitted
+from hpctrain.util.text import LINE, fit_message
 
 BYTES = os.fsdecode(b"\xff\xfe\x80.toml")
 WORDS = {
@@ -116,7 +116,7 @@ def tried(name: str, word: str) -> Iterator[list[str]]:
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create small valid files of each kind, and invalid ones."""
     import numpy as np
-    from support.crafted import sound_file
+    from support.malformed_files import sound_file
 
     from hpctrain.checkpoint.tools import safetensors
 
@@ -181,7 +181,7 @@ def test_every_setting_is_accepted_or_one_line_of_error(name: str, files: Path) 
         try:
             load("a.toml", [f"{name}={value}"])
         except HpctrainError as error:
-            said = fitted(str(error), [value])
+            said = fit_message(str(error), [value])
             assert error.exit_code == 2 and len(said) <= 330 and said.isprintable(), said
         assert time.process_time() - began < 2
 

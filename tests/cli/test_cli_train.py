@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.corpus import make_project
-from support.life import give_back_process
+from support.training_fixtures import give_back_process
 
 from hpctrain.cli.main import main
 from hpctrain.train import watchdog

@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from support.life import give_back_process, metrics_of
+from support.training_fixtures import give_back_process, metrics_of
 
 from hpctrain.cli.main import main
 from hpctrain.data.arrays import ArrayDataset

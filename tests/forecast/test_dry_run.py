@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.burning import BURN
+from support.cpu_burner import BURN
 from support.forecasts import CPU
 
 from hpctrain.data.arrays import write_arrays
@@ -46,7 +46,7 @@ def burning(folder: Path, **options: Any) -> Settings:
     told = ", ".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
     config.write_text(f"""data.files = ["{folder}/data.h5"]
 data.format = "arrays"
-model.factory = "support.burning:Burning"
+model.factory = "support.cpu_burner:Burning"
 model.options = {{{told}}}
 train.batch = 48
 """)

@@ -31,14 +31,14 @@ SUITES = (
     "tests/parallel/test_ddp_messages.py",
     "tests/parallel/test_ddp_nodes.py",
     "tests/parallel/test_hybrid.py",
-    "tests/parallel/fsdp/test_fsdp_gradients.py",
+    "tests/parallel/fsdp/test_fsdp_reduce.py",
     "tests/parallel/fsdp/test_fsdp_learning.py",
     "tests/parallel/fsdp/test_fsdp_memory.py",
     "tests/parallel/fsdp/test_fsdp_messages.py",
     "tests/parallel/pipeline",
     "tests/parallel/asynchronous",
     "tests/parallel/tensor/test_tensor_messages.py",
-    "tests/train/test_loose.py",
+    "tests/train/test_async_control.py",
 )
 _INSIDE = "MULTINODE_INSIDE"  # set inside the isolated namespace
 _PORT = 7700

@@ -12,8 +12,8 @@ import pytest
 from pbs_cluster import PbsCluster
 from pbs_jobs import PbsSubmitter
 from site_pbs import SitePbs
-from support.desks import TOLD, Told, longest_first, pytest_runtest_makereport
 from support.paced_fixtures import corpus, reference, shared
+from support.scheduler_hooks import TOLD, Told, longest_first, pytest_runtest_makereport
 
 __all__ = ["corpus", "pytest_runtest_makereport", "reference", "shared"]
 

@@ -9,8 +9,8 @@ import pytest
 import slurm_needs
 from batch_jobs import Submitter
 from private_slurm import PrivateSlurm
-from support.desks import TOLD, Told, longest_first, pytest_runtest_makereport
 from support.paced_fixtures import corpus, reference, shared
+from support.scheduler_hooks import TOLD, Told, longest_first, pytest_runtest_makereport
 
 __all__ = ["corpus", "pytest_runtest_makereport", "reference", "shared"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from support.nodes import alone, in_pairs
+from support.nodes import in_pairs, one_per_node
 from support.replicas import share
-from support.shards import Form, communicator
+from support.shards import Variant, communicator
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, cross_entropy
 
@@ -24,21 +24,21 @@ RATE = 0.01
 VOCABULARY, LENGTH, WIDTH = 13, 5, 7
 Stored = dict[str, Tensor]  # flat datasets by their path
 
-# By name: the strategy, and the numbers of ranks on which it differs from the other forms.
-FORMS = {
-    "ddp": (Form("ddp"), (1, 2, 3, 4)),
-    "zero1": (Form("zero1"), (2, 3, 4)),
-    "zero2": (Form("zero2"), (2, 3, 4)),
-    "fsdp": (Form("fsdp"), (1, 2, 3, 4)),
-    "zero2_alone": (Form("zero2", alone), (2,)),
-    "fsdp_alone": (Form("fsdp", alone), (2, 3, 4)),
-    "fsdp_in_pairs": (Form("fsdp", in_pairs), (3,)),
-    "hybrid": (Form("fsdp", in_pairs, "node"), (4,)),
-    "hybrid_alone": (Form("fsdp", alone, "node"), (2,)),
+# By name: the strategy, and the numbers of ranks on which it differs from the other variants.
+VARIANTS = {
+    "ddp": (Variant("ddp"), (1, 2, 3, 4)),
+    "zero1": (Variant("zero1"), (2, 3, 4)),
+    "zero2": (Variant("zero2"), (2, 3, 4)),
+    "fsdp": (Variant("fsdp"), (1, 2, 3, 4)),
+    "zero2_alone": (Variant("zero2", one_per_node), (2,)),
+    "fsdp_alone": (Variant("fsdp", one_per_node), (2, 3, 4)),
+    "fsdp_in_pairs": (Variant("fsdp", in_pairs), (3,)),
+    "hybrid": (Variant("fsdp", in_pairs, "node"), (4,)),
+    "hybrid_alone": (Variant("fsdp", one_per_node, "node"), (2,)),
 }
 # Shards in float32 beside whole parameters in bfloat16: in memory that the node shares, and in each rank's own.
-NARROW = {"narrow": (Form("fsdp"), (1, 2, 3)), "narrow_alone": (Form("fsdp", alone), (4,))}
-CASES = [(name, size) for name, (_, sizes) in {**FORMS, **NARROW}.items() for size in sizes]
+NARROW = {"narrow": (Variant("fsdp"), (1, 2, 3)), "narrow_alone": (Variant("fsdp", one_per_node), (4,))}
+CASES = [(name, size) for name, (_, sizes) in {**VARIANTS, **NARROW}.items() for size in sizes]
 
 
 class Convolve(nn.Module):
@@ -125,19 +125,19 @@ class Case:
     """The model under one strategy on the ranks of a team."""
 
     def __init__(self, name: str, comm: Any, seed: int = 5, outputs: int = 3) -> None:
-        form, _ = {**FORMS, **NARROW}[name]
+        variant, _ = {**VARIANTS, **NARROW}[name]
         self.name, self.comm, self.rounds = name, comm, name in NARROW
         self.model = make_odd(seed, outputs)
         self._numels = {name: each.numel() for name, each in self.model.named_parameters(remove_duplicate=False)}
         settings = ParallelSettings(
-            data=form.data,
-            shard_within=form.within if form.data != "ddp" else "world",
+            data=variant.data,
+            shard_within=variant.within if variant.data != "ddp" else "world",
             mixed_precision="bfloat16" if self.rounds else "none",
             bucket_mib=1e-3,  # many pieces, each cut at different offsets
         )
         self.strategy = attach(self.model, comm, settings)
         self.optimizer = make_optimizer(self.model)
-        self._begins = self._offsets(form.within == "node")
+        self._begins = self._offsets(variant.within == "node")
 
     def _offsets(self, replicated: bool) -> dict[str, int]:
         """Return the offset of this rank's elements in each parameter: after those of lower ranks of its replica."""
@@ -209,8 +209,8 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, bytes]:
 @contextmanager
 def case(name: str, comm: Any, **options: Any) -> Iterator[Case]:
     """Yield a case in memory of its own, which is freed afterwards."""
-    form, _ = {**FORMS, **NARROW}[name]
-    with communicator(comm, form) as own:
+    variant, _ = {**VARIANTS, **NARROW}[name]
+    with communicator(comm, variant) as own:
         made = Case(name, own, **options)
         yield made
         made.strategy.detach()

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hpctrain.doctor.findings import Finding
-from hpctrain.doctor.login.limits import ProcessLimits
 from hpctrain.doctor.login.mpi import Mpi
-from hpctrain.doctor.login.slurm import Slurm
+from hpctrain.doctor.login.resources import ProcessLimits
+from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.doctor.preflight.clocks import Skew
 from hpctrain.doctor.preflight.files import Written
 from hpctrain.doctor.preflight.pairs import Pair, Tournament, schedule
@@ -59,7 +59,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 # Measurements of ranks ------------------------------------------------------------------------------------------------
 
 
-def seat(rank: int, node: int, local_rank: int, **other: Any) -> RankPlacement:
+def rank_placement(rank: int, node: int, local_rank: int, **other: Any) -> RankPlacement:
     """Return the placement of a rank that has a core of its own."""
     usual = {"host": f"n{node + 1}", "cpus": (local_rank,), "numa": (0,), "cores": 1, "threads": 1}
     place = {"rank": rank, "node": node, "local_rank": local_rank, "device": "cpu", "gpu": "", "identity": "cpu"}
@@ -68,17 +68,20 @@ def seat(rank: int, node: int, local_rank: int, **other: Any) -> RankPlacement:
 
 def report(nodes: int = 4, local: int = 2, **other: Any) -> PreflightReport:
     """Return measurements of ranks on equal nodes; ``other`` replaces parts of them."""
-    seats = [seat(rank, rank // local, rank % local) for rank in range(nodes * local)]
-    ranks = range(len(seats))
+    placements = [rank_placement(rank, rank // local, rank % local) for rank in range(nodes * local)]
+    ranks = range(len(placements))
     parts: dict[str, Any] = {
-        "seats": seats,
+        "seats": placements,
         "nodes": [Host(f"n{node + 1}", LIMITS, 2**36, 2**35) for node in range(nodes)],
         "skews": [Skew(node, f"n{node + 1}", 1e-6, 1e-5) for node in range(1, nodes)],
         "products": [noisy(1e11, rank) for rank in ranks],
         "streams": [noisy(1e10, rank) for rank in ranks],
         "inside": {node: tournament([noisy(5e9, node)] * (local * (local - 1) // 2), local) for node in range(nodes)},
         "between": tournament([noisy(1e10, number) for number in range(nodes * (nodes - 1) // 2)], nodes),
-        "reductions": [ReductionCheck(4096, 1e-5, (), len(seats)), ReductionCheck(2**20, 1e-3, (), len(seats))],
+        "reductions": [
+            ReductionCheck(4096, 1e-5, (), len(placements)),
+            ReductionCheck(2**20, 1e-3, (), len(placements)),
+        ],
         "written": [Written(2**24, noisy(0.1, rank)) for rank in ranks],
         "folder": "/scratch",
         "seconds": 12.0,

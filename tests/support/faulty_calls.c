@@ -1,4 +1,4 @@
-/* Let system calls below one folder fail for a while: LD_PRELOAD of tests/train/test_passing_faults.py.
+/* Let system calls below one folder fail for a while: LD_PRELOAD of tests/train/test_transient_faults.py.
  *
  * The file $FAULTS holds "CALL ERRNO SECONDS FOLDER", and is read anew when it changes. From then on all calls of this
  * kind fail for so many seconds. Every call below the folder is noted in $FAULTS.seen, every failed one with "!".

@@ -14,14 +14,16 @@ class FakeNccl:
 
     available = True
 
-    def __init__(self, version: int = 22105, give: Callable[[int, Callable[[], object]], None] | None = None) -> None:
+    def __init__(
+        self, version: int = 22105, enqueue: Callable[[int, Callable[[], object]], None] | None = None
+    ) -> None:
         self.version = version
         self.calls: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
         self.depth = 0
         self.messages: list[tuple[Any, ...]] = []
         self.comms: list[FakeComm] = []
-        self._give = give
+        self._enqueue = enqueue
 
     def get_version(self) -> int:
         return self.version
@@ -48,8 +50,8 @@ class FakeNccl:
 
     def perform(self, stream: int, action: Callable[[], object]) -> None:
         """Perform a call now, or enqueue it on the fake streams."""
-        if self._give is not None:
-            self._give(stream, action)
+        if self._enqueue is not None:
+            self._enqueue(stream, action)
         else:
             action()
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.comm.communicator import Communicator
 
-Placing = Callable[[int], int]  # the node of a rank
+NodeOfRank = Callable[[int], int]  # the node of a rank
 
 
 def in_pairs(rank: int) -> int:
@@ -17,21 +17,21 @@ def in_pairs(rank: int) -> int:
     return rank // 2
 
 
-def dealt_out(rank: int) -> int:
+def alternating(rank: int) -> int:
     """Place the ranks on two nodes alternately."""
     return rank % 2
 
 
-def alone(rank: int) -> int:
+def one_per_node(rank: int) -> int:
     """Place every rank on a node of its own."""
     return rank
 
 
-def groups(placing: Placing, size: int) -> list[list[int]]:
+def groups(node_of_rank: NodeOfRank, size: int) -> list[list[int]]:
     """Return the ranks of every node."""
     nodes: dict[int, list[int]] = {}
     for rank in range(size):
-        nodes.setdefault(placing(rank), []).append(rank)
+        nodes.setdefault(node_of_rank(rank), []).append(rank)
     return list(nodes.values())
 
 
@@ -46,21 +46,21 @@ def by_memory(comm: Any) -> str:
     return "window" if comm.nodes == 1 else "hierarchical"
 
 
-def placed(comm: Any, placing: Placing) -> Communicator:
-    """Return another communicator of the same ranks, on the nodes given by ``placing``; the caller frees it.
+def on_nodes(comm: Any, node_of_rank: NodeOfRank) -> Communicator:
+    """Return another communicator of the same ranks, on the nodes given by ``node_of_rank``; the caller frees it.
 
     Skips the test if ranks on one node cannot share memory.
     """
     from hpctrain.comm.transport.mpi import MpiTransport
 
     real = by_node(comm)
-    if not all(any(set(group) <= set(node) for node in real) for group in groups(placing, comm.size)):
+    if not all(any(set(group) <= set(node) for node in real) for group in groups(node_of_rank, comm.size)):
         pytest.skip("the ranks sit on several nodes, and in another way")
 
-    class Placed(MpiTransport):
+    class SimulatedNodes(MpiTransport):
         def split_node(self) -> MpiTransport:
-            node = self.split(placing(self.rank), self.rank)
+            node = self.split(node_of_rank(self.rank), self.rank)
             assert isinstance(node, MpiTransport)
             return node
 
-    return Communicator(Placed(comm.transport.comm))
+    return Communicator(SimulatedNodes(comm.transport.comm))

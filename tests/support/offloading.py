@@ -111,9 +111,9 @@ class Loop:
     def passes(self, strategy: Strategy, step: int) -> float:
         """Run the backward passes of a step; return the loss."""
         inputs, targets = batch(step)
-        pieces = [each.chunk(self.accumulate) for each in share(strategy, inputs, targets)]
+        chunks = [each.chunk(self.accumulate) for each in share(strategy, inputs, targets)]
         total = 0.0
-        for number, (some, wanted) in enumerate(zip(*pieces)):
+        for number, (some, wanted) in enumerate(zip(*chunks)):
             last = number == self.accumulate - 1
             if last:
                 strategy.announce_update()

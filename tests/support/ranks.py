@@ -12,7 +12,7 @@ import pytest
 from support.limits import Watchdog
 
 from hpctrain.cluster.launcher import Launch
-from hpctrain.cluster.promise import check_promise
+from hpctrain.cluster.world_check import check_world
 from hpctrain.errors import LaunchError
 
 
@@ -27,7 +27,7 @@ def world(launch: Launch) -> Any:
     except ImportError:
         size, vendor = 1, None
     try:
-        check_promise(launch, size, vendor)
+        check_world(launch, size, vendor)
     except LaunchError as error:
         raise pytest.UsageError(*([] if launch.rank else [str(error)])) from error
     return MPI.COMM_WORLD.Dup() if size > 1 else None

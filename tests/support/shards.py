@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.nodes import Placing, alone, in_pairs, placed
+from support.nodes import NodeOfRank, in_pairs, on_nodes, one_per_node
 from torch import Tensor, nn
 
 from hpctrain.parallel.config import ParallelSettings
@@ -16,11 +16,11 @@ from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
 
 @dataclass(frozen=True)
-class Form:
+class Variant:
     """A strategy and the nodes it runs on; ``None`` for the real nodes."""
 
     data: Any
-    placing: Placing | None = None
+    node_of_rank: NodeOfRank | None = None
     within: Any = "world"
 
     def settings(self, **more: Any) -> ParallelSettings:
@@ -28,45 +28,48 @@ class Form:
 
 
 # In memory that the ranks share, in memory of each rank, and on several nodes.
-FORMS = {
-    "zero1": Form("zero1"),
-    "zero2": Form("zero2"),
-    "fsdp": Form("fsdp"),
-    "zero1_alone": Form("zero1", alone),
-    "zero2_alone": Form("zero2", alone),
-    "fsdp_alone": Form("fsdp", alone),
-    "fsdp_in_pairs": Form("fsdp", in_pairs),
-    "hybrid": Form("fsdp", in_pairs, "node"),
-    "hybrid_alone": Form("fsdp", alone, "node"),
+VARIANTS = {
+    "zero1": Variant("zero1"),
+    "zero2": Variant("zero2"),
+    "fsdp": Variant("fsdp"),
+    "zero1_alone": Variant("zero1", one_per_node),
+    "zero2_alone": Variant("zero2", one_per_node),
+    "fsdp_alone": Variant("fsdp", one_per_node),
+    "fsdp_in_pairs": Variant("fsdp", in_pairs),
+    "hybrid": Variant("fsdp", in_pairs, "node"),
+    "hybrid_alone": Variant("fsdp", one_per_node, "node"),
 }
 FEW = ("zero1", "fsdp", "fsdp_alone", "hybrid")
 
 
 def fits(name: str, size: int) -> bool:
-    """Return whether this form differs from others on so many ranks: a pair is one node, replicas need equal nodes."""
-    form = FORMS[name]
-    return form.placing is not in_pairs or size > 2 and (form.within == "world" or size % 2 == 0)
+    """Return whether a variant differs from others on so many ranks: a pair is one node, replicas need equal nodes."""
+    variant = VARIANTS[name]
+    return variant.node_of_rank is not in_pairs or size > 2 and (variant.within == "world" or size % 2 == 0)
 
 
 @contextmanager
-def communicator(comm: Any, form: Form) -> Iterator[Any]:
-    """Yield a communicator of the same ranks for one form, and free its memory."""
-    own = comm.split(0) if form.placing is None else placed(comm, form.placing)
+def communicator(comm: Any, variant: Variant) -> Iterator[Any]:
+    """Yield a communicator of the same ranks for one variant, and free its memory."""
+    own = comm.split(0) if variant.node_of_rank is None else on_nodes(comm, variant.node_of_rank)
     yield own
     own.free()
 
 
-def shard(model: nn.Module, comm: Any, form: Form, **more: Any) -> ShardedDataParallel:
-    """Attach a form's strategy."""
-    return ShardedDataParallel(model, comm, form.settings(**more))
+def shard(model: nn.Module, comm: Any, variant: Variant, **more: Any) -> ShardedDataParallel:
+    """Attach a variant's strategy."""
+    return ShardedDataParallel(model, comm, variant.settings(**more))
 
 
-def put_together(comm: Any, strategy: ShardedDataParallel, pieces: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return whole tensors of all ranks' pieces, by name; None if no rank has one. No element may occur twice."""
+def put_together(comm: Any, strategy: ShardedDataParallel, parts: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Return whole tensors of all ranks' parts, by name; None if no rank has one. No element may occur twice."""
     boxes = {
-        name: None if piece is None else [(box.shape, box.start, box.extent, box.tensor.clone()) for box in
-                                          strategy.split.shards(name, piece)]
-        for name, piece in pieces.items()
+        name: (
+            None
+            if part is None
+            else [(box.shape, box.start, box.extent, box.tensor.clone()) for box in strategy.split.shards(name, part)]
+        )
+        for name, part in parts.items()
     }
     everyone = comm.all_gather_object(boxes)
     whole: dict[str, Any] = {}

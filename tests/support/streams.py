@@ -22,10 +22,10 @@ class FakeStream:
 @dataclass
 class FakeEvent:
     name: str
-    come: bool = False
+    occurred: bool = False
 
 
-class LateStreams:
+class LazyStreams:
     """Streams that work only when waited for, and then only as far as needed: the laziest correct device.
 
     Work that no wait requires is never done, so that a missing wait shows as a wrong value.
@@ -36,7 +36,7 @@ class LateStreams:
         self.caller = FakeStream("caller")
         self.streams = [self.caller]
         self.log: list[str] = []
-        self.kept: list[tuple[int, str]] = []
+        self.recorded: list[tuple[int, str]] = []
         self._events = 0
 
     def current(self) -> FakeStream:
@@ -61,7 +61,7 @@ class LateStreams:
         stream.queue.append(lambda: self._until(event))
 
     def done(self, event: FakeEvent) -> bool:
-        return event.come
+        return event.occurred
 
     def synchronize(self, event: FakeEvent) -> None:
         self.log.append(f"host waits for {event.name}")
@@ -69,10 +69,10 @@ class LateStreams:
 
     def copy(self, target: Tensor, source: Tensor, stream: FakeStream) -> None:
         self.log.append(f"{stream.name} copies {source.numel()}")
-        self.give(stream, lambda: target.copy_(source))
+        self.enqueue(stream, lambda: target.copy_(source))
 
     def keep(self, tensor: Tensor, stream: FakeStream) -> None:
-        self.kept.append((tensor.data_ptr(), stream.name))
+        self.recorded.append((tensor.data_ptr(), stream.name))
 
     def pinned(self, nbytes: int) -> Tensor:
         self.log.append(f"pinned {nbytes}")
@@ -90,7 +90,7 @@ class LateStreams:
         finally:
             self.caller = before
 
-    def give(self, stream: FakeStream | int, action: Callable[[], object]) -> None:
+    def enqueue(self, stream: FakeStream | int, action: Callable[[], object]) -> None:
         """Enqueue work on a stream, which may be given by its handle."""
         found = self.streams[stream] if isinstance(stream, int) else stream
         found.queue.append(action)
@@ -100,12 +100,12 @@ class LateStreams:
         self._until(self.record(self.caller))
 
     def _until(self, event: FakeEvent) -> None:
-        if event.come:
+        if event.occurred:
             return
         stream = next(stream for stream in self.streams if event in stream.queue)
-        while not event.come:
+        while not event.occurred:
             work = stream.queue.pop(0)
             if isinstance(work, FakeEvent):
-                work.come = True
+                work.occurred = True
             else:
                 work()

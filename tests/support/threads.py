@@ -115,7 +115,7 @@ class ThreadSend(ThreadWork):
     def __init__(self, owner: ThreadTransport, tensor: Tensor) -> None:
         super().__init__(owner, tensor)
         self.before = tensor.clone()
-        self.start, self.arrival = owner.take_port(tensor.numel() * tensor.element_size())
+        self.start, self.arrival = owner.occupy_send_port(tensor.numel() * tensor.element_size())
 
     def end(self) -> None:
         super().end()
@@ -131,7 +131,7 @@ class ThreadReceive(ThreadWork):
         self.content, self.start, self.arrival = raw(tensor), 0, 0
         self.content.fill_(0xA5)
 
-    def meet(self, message: ThreadSend) -> None:
+    def match(self, message: ThreadSend) -> None:
         """Accept a message; the memory holds it only after the wait."""
         self.content, room = raw(message.tensor).clone(), raw(self.tensor)
         assert self.content.numel() == room.numel(), f"{self.content.numel()} bytes for a place of {room.numel()}"
@@ -141,7 +141,7 @@ class ThreadReceive(ThreadWork):
     def end(self) -> None:
         super().end()
         raw(self.tensor).copy_(self.content)
-        self.owner.clock = max(self.owner.clock, self.owner.hear(self.start, self.arrival))
+        self.owner.clock = max(self.owner.clock, self.owner.occupy_receive_port(self.start, self.arrival))
 
 
 class ThreadTransport(Transport):
@@ -160,13 +160,13 @@ class ThreadTransport(Transport):
         if not self.changed.wait_for(lambda: self.world.failed or ready(), PATIENCE) or not ready():
             raise CommunicationError("another rank failed" if self.world.failed else "the other ranks did not come")
 
-    def take_port(self, nbytes: int) -> tuple[int, int]:
+    def occupy_send_port(self, nbytes: int) -> tuple[int, int]:
         """Return the times of a message's departure and arrival, after this rank's earlier messages."""
         start = max(self.clock, self._sent_until)
         self._sent_until = start + self.world.alpha + nbytes * self.world.beta
         return start, self._sent_until
 
-    def hear(self, start: int, arrival: int) -> int:
+    def occupy_receive_port(self, start: int, arrival: int) -> int:
         """Return the time at which a message is received: in the first gap between others that is long enough."""
         length = arrival - start
         for begin, end in self._heard:
@@ -219,7 +219,7 @@ class ThreadTransport(Transport):
             send, key = ThreadSend(self, tensor), (self.rank, peer, tag)
             self.world.works.append(send)
             if self.world.receives[key]:
-                self.world.receives[key].popleft().meet(send)
+                self.world.receives[key].popleft().match(send)
                 self.world.transports[peer].changed.notify_all()
             else:
                 self.world.sends[key].append(send)
@@ -230,7 +230,7 @@ class ThreadTransport(Transport):
             receive, key = ThreadReceive(self, tensor), (peer, self.rank, tag)
             self.world.works.append(receive)
             if self.world.sends[key]:
-                receive.meet(self.world.sends[key].popleft())
+                receive.match(self.world.sends[key].popleft())
                 self.world.transports[peer].changed.notify_all()
             else:
                 self.world.receives[key].append(receive)

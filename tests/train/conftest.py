@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.legs import Legs, shared_project
-from support.life import give_back_process
+from support.train_runs import Legs, shared_project
+from support.training_fixtures import give_back_process
 
 from hpctrain.cluster.launcher import detect
 from hpctrain.train.control import SIGNALS, stop_request

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.life import metrics_of
+from support.training_fixtures import metrics_of
 
 STEPS, RATE, RHO, PERIOD = 6, 0.1, 1.5, 2
 

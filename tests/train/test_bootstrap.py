@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.life import checkpoints_of
+from support.training_fixtures import checkpoints_of
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.comm.device.streams import HostStreams
@@ -35,7 +35,7 @@ sys.meta_path.insert(0, Hidden())
 ALONE = """
 sys.path[:0] = sys.argv[2:]
 import hpctrain
-from support.life import Training, make_batches
+from support.training_fixtures import Training, make_batches
 
 job = hpctrain.init()
 training = Training(job, sys.argv[1], make_batches(4)).go()

@@ -14,7 +14,7 @@ from hpctrain.comm.tuning.measure import layout_of
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.train import calibrate as calibrating
 from hpctrain.train.calibrate import calibrate
-from hpctrain.train.calibration import Calibration, mpi_name, read, store, stored_table, this_machine
+from hpctrain.train.calibration import Calibration, mpi_name, read, store_calibration, stored_table, this_machine
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_files_of_the_user_are_not_overwritten(job: Any, tmp_path: Path, monkeyp
     path.write_text("chapter 1")
     assert "thesis.txt is damaged" in refusal(job, path) and path.read_text() == "chapter 1"
     assert "is a folder" in refusal(job, tmp_path)
-    store(Calibration(replace(this_machine(mpi_name()), torch="1.0")), path)
+    store_calibration(Calibration(replace(this_machine(mpi_name()), torch="1.0")), path)
     assert "was measured on another machine: torch 1.0" in refusal(job, path)
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(path))
     assert "give another file with --output, or delete this one" in refusal(job, None)

@@ -26,7 +26,7 @@ from hpctrain.train.calibration import (
     mpi_name,
     path_of,
     read,
-    store,
+    store_calibration,
     stored_verdict,
     this_machine,
 )
@@ -59,16 +59,16 @@ def test_a_stored_calibration_is_found(tmp_path: Path) -> None:
     path = path_of(MACHINE, in_folder(tmp_path))
     assert path is not None and path.parent == tmp_path
     assert find(MACHINE, in_folder(tmp_path)) is None
-    store(FULL, path)
+    store_calibration(FULL, path)
     assert find(MACHINE, in_folder(tmp_path)) == FULL
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_file_holds_several_layouts_and_the_newest_measurement_of_each(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
-    store(FULL, path)
+    store_calibration(FULL, path)
     again = read(path).with_measurement(measurement(RankLayout(2, 1, 2), "ring"))
-    store(again, path)
+    store_calibration(again, path)
     found = read(path).measurements
     assert list(found) == [RankLayout(2, 1, 2), RankLayout(4, 2, 2)]
     assert found[RankLayout(2, 1, 2)].table.best("all_reduce", "window", "carried", 8192) == "ring"
@@ -130,7 +130,7 @@ def test_paths_that_are_not_regular_files_are_a_warning(tmp_path: Path, warned: 
 
 def test_a_file_of_another_machine_is_not_used(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     path = tmp_path / "site.json"
-    store(FULL, path)
+    store_calibration(FULL, path)
     assert find(replace(MACHINE, torch="2.14"), in_folder(path)) is None
     said = f"{path} was measured on another machine: torch 2.13 (here 2.14); using the default choice of algorithms"
     assert warned() == [said]
@@ -170,22 +170,22 @@ def test_every_value_of_a_file_is_checked(tree: Any, message: str) -> None:
 
 def test_readers_during_a_write_get_the_old_file(tmp_path: Path) -> None:
     path, held = tmp_path / "site.json", tmp_path / "held.json"
-    store(FULL, path)
+    store_calibration(FULL, path)
     os.link(path, held)  # like an open file, it keeps the old content
-    store(Calibration(MACHINE), path)
+    store_calibration(Calibration(MACHINE), path)
     assert read(held) == FULL and read(path) == Calibration(MACHINE)
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "site.json"
-    store(FULL, path)
+    store_calibration(FULL, path)
 
     def full_disk(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(DataError, match=f"cannot store the calibration in {path}: No space left on device"):
-        store(Calibration(MACHINE), path)
+        store_calibration(Calibration(MACHINE), path)
     assert read(path) == FULL and list(tmp_path.iterdir()) == [path]
 
 
@@ -211,7 +211,7 @@ def test_a_verdict_applies_to_its_mpi_only(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "site.json"))
     here = this_machine(mpi_name())
     for library, expected in ((here.mpi, True), ("Other MPI", None)):
-        store(Calibration(here).with_verdict(ProbeResult(True, "it did", library)), tmp_path / "site.json")
+        store_calibration(Calibration(here).with_verdict(ProbeResult(True, "it did", library)), tmp_path / "site.json")
         verdict = stored_verdict(Broken())
         assert (verdict.cuda_aware if verdict else None) is expected
 
@@ -224,7 +224,7 @@ def test_all_ranks_get_the_calibration_of_rank_0(
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(own))
     layout = RankLayout(comm.size, comm.nodes, comm.local_size)
     names = ("window", "ring", "tree", "direct")
-    store(Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own)
+    store_calibration(Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own)
     table = calibration.stored_table(comm, layout)
     assert table is not None and table.best("all_reduce", "window", "carried", 2**20) == "window"
     assert comm.all_gather_object(table) == [table] * comm.size

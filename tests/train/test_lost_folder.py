@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.life import Training, checkpoints_of, make_batches
+from support.training_fixtures import Training, checkpoints_of, make_batches
 
 from hpctrain.errors import LockError
 from hpctrain.train import run_folder

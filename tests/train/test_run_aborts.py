@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.life import checkpoints_of, contents
+from support.training_fixtures import checkpoints_of, contents
 
 from hpctrain.train.receipt.read import load
 
@@ -16,7 +16,7 @@ RUN = """
 import ctypes, os, signal, sys, threading, time
 sys.path[:0] = sys.argv[2:]
 import hpctrain
-from support.life import Training, make_batches
+from support.training_fixtures import Training, make_batches
 
 job = hpctrain.init()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.life import metrics_of
+from support.training_fixtures import metrics_of
 from torch import nn
 
 from hpctrain.data.arrays import write_arrays

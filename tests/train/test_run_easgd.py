@@ -8,8 +8,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from support.legs import Legs, losses, signalling
-from support.life import contents, metrics_of
+from support.train_runs import Legs, losses, signalling
+from support.training_fixtures import contents, metrics_of
 
 from hpctrain.errors import UsageError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.legs import Legs, losses, shared_project
+from support.train_runs import Legs, losses, shared_project
 
 STEPS = 30
 CLOSE = 1e-5
@@ -60,8 +60,8 @@ def test_a_run_may_resume_on_another_mesh(leg: Legs) -> None:
     steps = 15  # the last digits of the meshes' norms diverge
     straight = leg("ddp", "straight", *words, f"train.steps={steps}")
     legs = [("ddp", PIPE), ("ddp", TENSOR), ("fsdp", []), ("zero1", PIPE), ("ddp", [])]
-    for number, (form, mesh) in enumerate(legs, 1):
-        rows = leg(form, "passed", *words, *mesh, f"train.steps={number * steps // len(legs)}")
+    for number, (variant, mesh) in enumerate(legs, 1):
+        rows = leg(variant, "passed", *words, *mesh, f"train.steps={number * steps // len(legs)}")
     assert losses(rows) == pytest.approx(losses(straight), rel=CLOSE)
     assert rows[-1]["validation_loss"] == pytest.approx(straight[-1]["validation_loss"], rel=CLOSE)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.legs import SPLIT, Legs, losses, shared_project
+from support.train_runs import SPLIT, Legs, losses, shared_project
 
 from hpctrain.errors import UsageError
 from hpctrain.models.settings import ModelSettings

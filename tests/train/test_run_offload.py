@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.legs import Legs, losses
-from support.life import contents
+from support.train_runs import Legs, losses
+from support.training_fixtures import contents
 
 WORDS = ["model.options.dropout=0.3", "optimizer.schedule=constant"]
 ON = ["offload.optimizer=true", "offload.device_fraction=0"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import plain_losses
-from support.legs import Legs, losses, shared_project
+from support.train_runs import Legs, losses, shared_project
 
 from hpctrain.errors import HpctrainError
 

@@ -13,7 +13,7 @@ import h5py
 import pytest
 from support.corpus import make_project
 from support.disks import PLENTY, shared_disk
-from support.life import checkpoints_of, metrics_of, receipt_of
+from support.training_fixtures import checkpoints_of, metrics_of, receipt_of
 
 from hpctrain.errors import HpctrainError
 from hpctrain.train import watchdog

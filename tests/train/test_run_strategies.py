@@ -10,8 +10,8 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from support.legs import ONE_OF_EACH, SPLIT, Legs, losses, signalling
-from support.life import checkpoints_of, contents
+from support.train_runs import ONE_OF_EACH, SPLIT, Legs, losses, signalling
+from support.training_fixtures import checkpoints_of, contents
 
 from hpctrain.errors import NonFiniteError
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.life import metrics_of
+from support.training_fixtures import metrics_of
 
 STOPPED_AT, WOKEN_AT, STEPS = 5, 100, 120
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.tensor.first_pass import watch
-from hpctrain.parallel.tensor.first_step_checks import check_same, sums_of
+from hpctrain.parallel.tensor.first_step_checks import check_same, gradient_checksums
 
 BOTH = {**QKV, **MLP}
 TWO = pytest.mark.ranks(2)
@@ -259,7 +259,11 @@ def test_gradients_that_differ_by_rounding_are_accepted() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(1000)
     near, far, none = gradient * (1 + 1e-6 * torch.randn(1000)), gradient * 0.98, torch.zeros(3)
-    check_same([sums_of([("a.b", gradient), ("z", none)]), sums_of([("a.b", near), ("z", none + 1e-9)])])
+    check_same(
+        [gradient_checksums([("a.b", gradient), ("z", none)]), gradient_checksums([("a.b", near), ("z", none + 1e-9)])]
+    )
     with pytest.raises(MismatchError, match="a.b differ between tensor ranks 0 and 2; .*write 'a=replicated'"):
-        check_same([sums_of([("a.b", each)]) for each in (gradient, near, far)])
-    check_same([sums_of([("a.b [((0,), (4,))]", gradient)]), sums_of([("a.b [((0,), (5,))]", far)])])
+        check_same([gradient_checksums([("a.b", each)]) for each in (gradient, near, far)])
+    check_same(
+        [gradient_checksums([("a.b [((0,), (4,))]", gradient)]), gradient_checksums([("a.b [((0,), (5,))]", far)])]
+    )

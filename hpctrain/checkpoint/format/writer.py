@@ -26,12 +26,12 @@ from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.shard import Shard
 from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
-from hpctrain.util.retry import NO_SPACE, PASSING, free_bytes, retries
+from hpctrain.util.retry import NO_SPACE, TRANSIENT, free_bytes, retries
 
 Offsets = Mapping[str, int | None]  # offset in the file by dataset; None for a dataset without bytes
 
 
-class Chunk(NamedTuple):
+class FileChunk(NamedTuple):
     """Bytes to write: their offset in the file, the data, and the name of their tensor."""
 
     offset: int
@@ -52,7 +52,7 @@ _STEP = 1 << 20  # bytes handled at a time: the CRC finds in the cache what was 
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE: start writeback, do not wait
 
 
-def write_chunks(handle: int, chunks: Iterable[Chunk]) -> list[WrittenChunk]:
+def write_chunks(handle: int, chunks: Iterable[FileChunk]) -> list[WrittenChunk]:
     """Write byte ranges at their offsets, read them back, and return the written ranges.
 
     The disk works on one range while the next is copied and compared. Raises ``CheckpointError`` if
@@ -72,7 +72,7 @@ def write_chunks(handle: int, chunks: Iterable[Chunk]) -> list[WrittenChunk]:
     return rows
 
 
-def checksums(chunks: Iterable[Chunk]) -> list[WrittenChunk]:
+def checksums(chunks: Iterable[FileChunk]) -> list[WrittenChunk]:
     """Return the result of ``write_chunks`` without writing."""
     return [WrittenChunk(offset, len(data), crc32(data), name) for offset, data, name in chunks]
 
@@ -134,7 +134,7 @@ def _start_writing(handle: int, offset: int, nbytes: int) -> None:
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
-def chunks(sources: Sequence[Source], parts: Iterable[BoxPart], offsets: Offsets) -> Iterator[Chunk]:
+def chunks(sources: Sequence[Source], parts: Iterable[BoxPart], offsets: Offsets) -> Iterator[FileChunk]:
     """Yield offset in the file and bytes of each part of the sources; ``offsets`` are those of the datasets."""
     for part in parts:
         source = sources[part.box]
@@ -142,7 +142,7 @@ def chunks(sources: Sequence[Source], parts: Iterable[BoxPart], offsets: Offsets
         if offset is None:
             raise CheckpointError(f"HDF5 allocated no space for {source.path} in the file")
         for to, at, length in source.byte_ranges(part.begin, part.end):
-            yield Chunk(offset + to, data[at : at + length], source.path)
+            yield FileChunk(offset + to, data[at : at + length], source.path)
 
 
 # One file, from its layout to its commit ------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class FileWriter:
             self._draft = Draft(request.datasets, request.attributes, request.groups, request.alignment)
         return {dataset.name: offset for dataset, offset in zip(request.datasets, self._draft.offsets)}
 
-    def write(self, target: Target, chunks: Iterable[Chunk]) -> Written:
+    def write(self, target: Target, chunks: Iterable[FileChunk]) -> Written:
         """Write a share into the private file, verify and flush it; return the written byte ranges."""
         with write_errors(target), open_private(target) as handle:
             rows = write_chunks(handle, chunks)
@@ -304,7 +304,7 @@ def _write_structure(handle: int, draft: Draft, written: Written) -> None:
     """Write the structure of a file whose tensors are written, and set the final size of the file."""
     parts = draft.finish(written)
     os.ftruncate(handle, draft.size)
-    write_chunks(handle, (Chunk(offset, memoryview(part), "the structure of the file") for offset, part in parts))
+    write_chunks(handle, (FileChunk(offset, memoryview(part), "the structure of the file") for offset, part in parts))
 
 
 def _flush_folder(path: Path) -> None:
@@ -342,7 +342,7 @@ def write_error(error: Exception, path: Path, temporary: Path, needed: int) -> E
         free = _free_bytes(temporary)
         available = "an unknown number of" if free is None else str(free)
         reason += f": {needed} bytes are needed, {available} bytes are free in {path.parent}"
-    kind = CheckpointFaultError if number in PASSING else CheckpointError
+    kind = CheckpointFaultError if number in TRANSIENT else CheckpointError
     return kind(f"cannot write {path}: {reason.lower() if number else reason}")
 
 

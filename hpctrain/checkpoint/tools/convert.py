@@ -30,7 +30,7 @@ from hpctrain.checkpoint.tools.curves import widened
 from hpctrain.checkpoint.tools.output import check_output, put_in_place
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.util.reading import open_regular
-from hpctrain.util.text import shorten, shown
+from hpctrain.util.text import shorten, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +225,7 @@ def _from_torch(path: Path) -> Found:
         total += tensor.nbytes
         if tensor.nbytes > tensor.untyped_storage().nbytes() or total > allowed:
             raise CheckpointError(
-                f"{path}: {shown(name)} of shape {shorten(str(tuple(tensor.shape)))} repeats the same elements "
+                f"{path}: {short_repr(name)} of shape {shorten(str(tuple(tensor.shape)))} repeats the same elements "
                 f"(expanded): the tensors would take {total} bytes or more, the file has {path.stat().st_size}"
             )
     for name, tensor in found.items():

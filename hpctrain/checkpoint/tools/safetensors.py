@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain.checkpoint.format.layout import STORAGE, Array
 from hpctrain.errors import CheckpointError
 from hpctrain.util.reading import open_regular
-from hpctrain.util.text import shown
+from hpctrain.util.text import short_repr
 
 NAMES = {
     "float64": "F64",
@@ -118,7 +118,8 @@ def load(path: str | Path, tensor: Tensor, begin: int, end: int) -> Array:
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if rest:
-        raise CheckpointError(f"{path} was truncated meanwhile: {shown(tensor.name)} ends {len(rest)} bytes too early")
+        name = short_repr(tensor.name)
+        raise CheckpointError(f"{path} was truncated meanwhile: {name} ends {len(rest)} bytes too early")
     return found
 
 

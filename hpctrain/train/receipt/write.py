@@ -31,7 +31,7 @@ PATIENCE = 1.0  # seconds: a hanging filesystem must not keep the job from endin
 class FailureRecord:
     """Failure record that a rank writes when it ends the job; ``folder`` is the run folder, ``rank`` the writer."""
 
-    def __init__(self, folder: Path, rank: int, *, call: atomic.Call = atomic.plainly) -> None:
+    def __init__(self, folder: Path, rank: int, *, call: atomic.Call = atomic.call_once) -> None:
         self._path, self._rank, self._call = folder / FAILURE_NAME, rank, call
 
     def say(self, why: str, step: int | None) -> None:

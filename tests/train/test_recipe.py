@@ -10,8 +10,8 @@ from typing import Any
 import h5py
 import pytest
 from support.corpus import make_project, plain_losses
-from support.life import checkpoints_of, contents, metrics_of, receipt_of
 from support.pace import scaled
+from support.training_fixtures import checkpoints_of, contents, metrics_of, receipt_of
 
 from hpctrain.errors import HpctrainError
 from hpctrain.settings import read_toml

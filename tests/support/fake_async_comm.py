@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.streams import LateStreams
+from support.streams import LazyStreams
 from torch import Tensor
 
 from hpctrain.comm.transport.base import Finished
 
 
 class LateRank:
-    """Communicator of one rank on a device with ``LateStreams``; ``log`` lists its collectives.
+    """Communicator of one rank on a device with ``LazyStreams``; ``log`` lists its collectives.
 
     Host tensors represent those of the device. Agreements and tensors of bytes belong to the host and are immediate.
     """
@@ -21,7 +21,7 @@ class LateRank:
     rank, size, node, nodes, local_rank, local_size = 0, 1, 0, 1, 0, 1
     uniform, shares_memory = True, False
 
-    def __init__(self, streams: LateStreams, log: list[Any]) -> None:
+    def __init__(self, streams: LazyStreams, log: list[Any]) -> None:
         self.streams, self.log = streams, log
         self.lasting = set[int]()  # memory of which the rank owns a slice permanently
         self._under_way = 0  # all-gathers there
@@ -77,7 +77,7 @@ class LateRank:
     def _late(self, kind: str, tensor: Tensor, action: Callable[[], object]) -> Tensor:
         assert self.streams.current() is not self.streams.streams[0], f"{kind} runs on the stream that computes"
         self.log.append((kind, memory_of(tensor)))
-        self.streams.give(self.streams.current(), action)
+        self.streams.enqueue(self.streams.current(), action)
         return tensor
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.disks import shared_disk
-from support.life import metrics_of, receipt_of
+from support.training_fixtures import metrics_of, receipt_of
 
 from hpctrain.errors import FileSystemError, LockError, UsageError
 from hpctrain.train.metrics import Metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.life import checkpoints_of, metrics_of
+from support.training_fixtures import checkpoints_of, metrics_of
 
 from hpctrain.cluster.deadline import VARIABLE
 from hpctrain.jobs.request import FOLDER

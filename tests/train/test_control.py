@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.life import Training, checkpoints_of, make_batches, receipt_of
+from support.training_fixtures import Training, checkpoints_of, make_batches, receipt_of
 
 from hpctrain.cluster.deadline import VARIABLE, Deadline
 from hpctrain.train import control

@@ -8,7 +8,7 @@ from typing import Any
 
 import h5py
 import pytest
-from support.life import Training, checkpoints_of, make_batches, metrics_of
+from support.training_fixtures import Training, checkpoints_of, make_batches, metrics_of
 
 from hpctrain.checkpoint.tools.inspect import judge
 

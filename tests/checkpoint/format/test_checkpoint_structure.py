@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from support.crafted import ATTACKS, craft, sound_file
+from support.malformed_files import ATTACKS, craft, sound_file
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.plan import Source

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.corpus import make_project, plain_losses
-from support.life import metrics_of
 from support.nodes import in_pairs, one_per_node
-from support.shards import Form, communicator
+from support.shards import Variant, communicator
+from support.training_fixtures import metrics_of
 
 from hpctrain.cluster.launcher import detect
 from hpctrain.train import recipe
@@ -21,14 +21,14 @@ from hpctrain.train.config import load
 from hpctrain.train.control import stop_request
 from hpctrain.train.job import Job
 
-FORMS = {
-    "ddp": Form("ddp"),
-    "zero1": Form("zero1"),
-    "zero2": Form("zero2"),
-    "fsdp": Form("fsdp"),
-    "zero2_alone": Form("zero2", one_per_node),
-    "fsdp_alone": Form("fsdp", one_per_node),
-    "hybrid": Form("fsdp", in_pairs, "node"),
+VARIANTS = {
+    "ddp": Variant("ddp"),
+    "zero1": Variant("zero1"),
+    "zero2": Variant("zero2"),
+    "fsdp": Variant("fsdp"),
+    "zero2_alone": Variant("zero2", one_per_node),
+    "fsdp_alone": Variant("fsdp", one_per_node),
+    "hybrid": Variant("fsdp", in_pairs, "node"),
 }
 SPLIT = ("zero1", "zero2", "fsdp", "fsdp_alone")
 # Parameters in memory that the ranks share; whole on each rank; gathered on demand.
@@ -72,19 +72,19 @@ class Legs:
         return _PLAIN[key]
 
     def __call__(self, name: str, folder: str, *words: str, ranks: int | None = None) -> list[dict[str, Any]]:
-        """Train under a form of ``FORMS`` on the first ``ranks``; return the rows of the run's metrics on all ranks."""
+        """Train under a variant of ``VARIANTS`` on the first ``ranks``; return the rows of the run's metrics on all ranks."""
         part = self.comm.split(int(self.comm.rank < (ranks or self.comm.size)))
         try:
             if self.comm.rank < (ranks or self.comm.size):
-                self._train(part, FORMS[name], [*words, f"run.folder={folder}"])
+                self._train(part, VARIANTS[name], [*words, f"run.folder={folder}"])
         finally:
             self.comm.barrier()
             part.free()
         return metrics_of(self.project / folder)
 
-    def _train(self, comm: Any, form: Form, words: list[str]) -> None:
+    def _train(self, comm: Any, variant: Variant, words: list[str]) -> None:
         guard: Any = SimpleNamespace(step=None, close=lambda: None)  # the test runner has its own watchdog
-        with communicator(comm, form) as own:
+        with communicator(comm, variant) as own:
 
             def init(**options: Any) -> Job:
                 shape = (options[each] for each in ("parallel", "offload", "asynchronous"))
@@ -93,7 +93,7 @@ class Legs:
             self._patch.setattr(recipe, "init", init)
             torch.set_num_threads(1)
             stop_request.signal = None  # each leg behaves like a new process
-            strategy = [f"parallel.data={form.data}", f"parallel.shard_within={form.within}"]
+            strategy = [f"parallel.data={variant.data}", f"parallel.shard_within={variant.within}"]
             recipe.train(load("tiny.toml", [*strategy, *words]))
 
 

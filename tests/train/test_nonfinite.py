@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from support.life import PositionedLoader, Training, checkpoints_of, make_batches, metrics_of, receipt_of
+from support.training_fixtures import PositionedLoader, Training, checkpoints_of, make_batches, metrics_of, receipt_of
 
 from hpctrain.errors import NonFiniteError
 from hpctrain.log import configure

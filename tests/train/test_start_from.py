@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from support.life import Training, make_batches, make_net, metrics_of, seed_everything
+from support.training_fixtures import Training, make_batches, make_net, metrics_of, seed_everything
 
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.resume import carried

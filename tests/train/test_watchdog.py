@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
 from support.pace import scaled
+
+from hpctrain.train.watchdog import print_stacks
 
 WAIT = {"window": "job.comm.all_reduce(shared)", "mpi": "job.comm.barrier()"}
 JOB = """
@@ -144,3 +147,22 @@ def test_sigterm_without_the_expected_sigusr1_ends_the_job(launch: Any, names: l
         _said_once(result, r"rank 0 of 2 on \S+ ends the job: a rank has died \(SIGTERM without SIGUSR1")
     else:
         assert result.stdout.count("reached its end") == 2
+
+
+# Stacks of all threads, written at once under a heading ---------------------------------------------------------------
+
+
+def test_stacks_of_all_threads_have_one_heading(capfd: pytest.CaptureFixture[str]) -> None:
+    done = threading.Event()
+
+    def waits_here() -> None:
+        done.wait()
+
+    thread = threading.Thread(target=waits_here)
+    thread.start()
+    print_stacks("rank 3 on n1")
+    done.set()
+    thread.join()
+    said = capfd.readouterr().err
+    assert said.startswith("hpctrain: the stacks of rank 3 on n1:\n")
+    assert "in waits_here" in said and "in test_stacks_of_all_threads_have_one_heading" in said

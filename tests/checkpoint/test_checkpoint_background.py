@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import ThreadRanks
-from support.life import contents
+from support.training_fixtures import contents
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import Saver

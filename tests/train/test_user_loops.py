@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.life import metrics_of
+from support.training_fixtures import metrics_of
 from torch import nn
 from torch.utils.data import (
     BatchSampler,

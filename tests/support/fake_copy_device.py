@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.streams import FakeEvent, FakeStream, LateStreams
+from support.streams import FakeEvent, FakeStream, LazyStreams
 from torch import Tensor
 
 
-class LateDevice(LateStreams):
+class LateDevice(LazyStreams):
     """Device that queues copies and fills their targets with garbage, so that a premature read is noticed.
 
     ``log`` lists the copies in the order of their requests, ``most`` is the largest number of copies under way at once
@@ -33,7 +33,7 @@ class LateDevice(LateStreams):
     def record(self, stream: FakeStream) -> FakeEvent:
         with self._lock:
             self._events += 1
-            event = FakeEvent(f"event{self._events}", come=not stream.queue)
+            event = FakeEvent(f"event{self._events}", occurred=not stream.queue)
             if stream.queue:
                 stream.queue.append(event)
             return event
@@ -41,7 +41,7 @@ class LateDevice(LateStreams):
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         if stream is self.caller:
             self._until(event)
-        elif not event.come:
+        elif not event.occurred:
             with self._lock:
                 stream.queue.append(lambda: self._until(event))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.late import LateRank, memory_of
+from support.fake_async_comm import LateRank, memory_of
 from support.streams import LazyStreams
 from torch import Tensor, nn
 

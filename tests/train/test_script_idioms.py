@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.habits import BEFORE, HABITS, Batches, make_model
+from support.script_idioms import BEFORE, HABITS, Batches, make_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.checkpoints import ThreadRanks
-from support.life import contents
+from support.training_fixtures import contents
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import saver

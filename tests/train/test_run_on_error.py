@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.disks import PLENTY, shared_disk
 from support.faults import file_size_limit
-from support.life import Training, checkpoints_of, contents, make_batches, metrics_of, receipt_of
+from support.training_fixtures import Training, checkpoints_of, contents, make_batches, metrics_of, receipt_of
 
 from hpctrain.errors import CheckpointError, NonFiniteError
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.legs import Legs, shared_project
-from support.life import Training, make_batches
+from support.train_runs import Legs, shared_project
+from support.training_fixtures import Training, make_batches
 
 from hpctrain import trace
 from hpctrain.errors import SettingsError, UsageError

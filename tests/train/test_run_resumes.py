@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.life import (
+from support.training_fixtures import (
     PositionedLoader,
     Training,
     checkpoints_of,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.life import Training, make_batches
+from support.training_fixtures import Training, make_batches
 
 import hpctrain
 from hpctrain.errors import CheckpointError, HpctrainError
