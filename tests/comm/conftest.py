@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.nodes import dealt_out, groups, in_pairs, placed
+from support.nodes import alternating, groups, in_pairs, on_nodes
+
+pytest.register_assert_rewrite("suites.transports")  # its failures show both sides of an assert
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +19,9 @@ def own(comm: Any) -> Iterator[Any]:
     own.free()
 
 
-@pytest.fixture(scope="module", params=[in_pairs, dealt_out], ids=["in_pairs", "dealt_out"])
+@pytest.fixture(scope="module", params=[in_pairs, alternating], ids=["in_pairs", "alternating"])
 def nodes(comm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, list[list[int]]]]:
     """Return a communicator that reports two nodes, and the ranks of each."""
-    spread = placed(comm, request.param)
+    spread = on_nodes(comm, request.param)
     yield spread, groups(request.param, comm.size)
     spread.free()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import alone, by_memory, by_node, placed
+from support.nodes import by_memory, by_node, on_nodes, one_per_node
 from support.reductions import DTYPES, OPS, expected, ops_of, reduced, same_bits, values
 
 from hpctrain.comm.communicator import Communicator
@@ -317,7 +317,7 @@ def test_nodes_of_unequal_size_share_no_memory_and_reduce_by_messages(nodes: Nod
 
 @pytest.mark.ranks
 def test_nodes_of_one_rank_share_no_memory_and_reduce_by_messages(comm: Any) -> None:
-    spread = placed(comm, alone)
+    spread = on_nodes(comm, one_per_node)
     assert not spread.shares_memory and spread.uniform and spread.nodes == comm.size
     tensor = spread.empty(100, torch.bfloat16).copy_(values(comm.rank, 100, torch.bfloat16))
     spread.all_reduce(tensor)

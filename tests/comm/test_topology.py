@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 import pytest
-from support.nodes import Placing, alone, dealt_out, groups, in_pairs, placed
+from support.nodes import NodeOfRank, alternating, groups, in_pairs, on_nodes, one_per_node
 
 from hpctrain.comm.topology import Topology, discover
 from hpctrain.comm.transport.single import SingleTransport
@@ -26,10 +26,10 @@ def test_ranks_of_one_machine_share_a_node(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("placing", [in_pairs, dealt_out, alone, lambda rank: -rank])
-def test_nodes_are_numbered_by_their_lowest_rank(comm: Any, placing: Placing) -> None:
-    spread = placed(comm, lambda rank: placing(rank) % 8)
-    nodes = sorted(groups(placing, comm.size))
+@pytest.mark.parametrize("node_of_rank", [in_pairs, alternating, one_per_node, lambda rank: -rank])
+def test_nodes_are_numbered_by_their_lowest_rank(comm: Any, node_of_rank: NodeOfRank) -> None:
+    spread = on_nodes(comm, lambda rank: node_of_rank(rank) % 8)
+    nodes = sorted(groups(node_of_rank, comm.size))
     node = next(number for number, ranks in enumerate(nodes) if comm.rank in ranks)
     assert (spread.node, spread.nodes) == (node, len(nodes))
     assert (spread.local_rank, spread.local_size) == (nodes[node].index(comm.rank), len(nodes[node]))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.comm.arguments import ArgumentChecks
 from hpctrain.comm.device import nccl_channel
 from hpctrain.comm.device.nccl_channel import BYTES, DTYPES, NcclChannel, op_code
 from hpctrain.comm.device.streams import Streams, streams_of
@@ -37,6 +38,7 @@ class NcclTransport(OnDevice, Transport):
     ) -> None:
         self.rank, self.size, self.device = host.rank, host.size, device
         self._host = host
+        self._arguments = ArgumentChecks(host.rank, host.size)
         self._owns_host = False
         library = library if library is not None else nccl_channel.load()
         self._version = int(library.get_version())
@@ -48,19 +50,7 @@ class NcclTransport(OnDevice, Transport):
         """Return whether NCCL reduces this dtype as torch does; ``op`` may also be average."""
         return op_code(dtype, op, self._version) is not None
 
-    # Asynchronous collectives -----------------------------------------------------------------------------------------
-
-    def ibroadcast(self, tensor: Tensor, root: int = 0) -> Work:
-        """Start to copy the root's tensor to every rank."""
-        self._check(tensor, root)
-        self._count("broadcast", tensor)
-        return self._ibroadcast(tensor, root)
-
-    def iall_reduce(self, tensor: Tensor, op: str) -> Work:
-        """Start to reduce over all ranks, in place."""
-        self._check(tensor)
-        self._count("all_reduce", tensor)
-        return self._iall_reduce(tensor, op)
+    # Asynchronous reductions ------------------------------------------------------------------------------------------
 
     def ireduce(self, tensor: Tensor, op: str, root: int = 0) -> Work:
         """Start to reduce over all ranks into the root's tensor; other ranks' tensors are unchanged."""
@@ -78,7 +68,7 @@ class NcclTransport(OnDevice, Transport):
         """Start to reduce over all ranks and store share ``rank`` of the flat result in ``out``."""
         self._check(out)
         self._check(tensor)
-        self._check_shares(out, tensor)
+        self._arguments.check_shares(out, tensor)
         self._count("reduce_scatter", tensor)
         code = self._code(tensor.dtype, op)
 
@@ -96,41 +86,6 @@ class NcclTransport(OnDevice, Transport):
                         comm.reduce(part.data_ptr(), into, part.numel(), kind, code, root, stream)
 
         return self.channel.start("reduce_scatter", [out, tensor], call)
-
-    def iall_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """Start to concatenate the tensors of all ranks."""
-        self._check(out)
-        self._check(tensor)
-        self._count("all_gather", tensor)
-        return self._iall_gather(out, tensor)
-
-    def igather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Work:
-        """Start to concatenate the tensors of all ranks on the root; only the root passes ``out``."""
-        self._check(tensor, root)
-        self._count("gather", tensor)
-        shares = self._shares(out, tensor, root)
-
-        def call(comm: Any, stream: int) -> None:
-            with self.channel.group():
-                _put(comm, tensor, root, stream)
-                for peer, share in enumerate(shares):
-                    _get(comm, share, peer, stream)
-
-        return self.channel.start("gather", [tensor, *shares], call)
-
-    def iscatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Work:
-        """Start to copy each rank's share of the root's tensor to ``out``; only the root passes ``tensor``."""
-        self._check(out, root)
-        self._count("scatter", out)
-        shares = self._shares(tensor, out, root)
-
-        def call(comm: Any, stream: int) -> None:
-            with self.channel.group():
-                for peer, share in enumerate(shares):
-                    _put(comm, share, peer, stream)
-                _get(comm, out, root, stream)
-
-        return self.channel.start("scatter", [out, *shares], call)
 
     def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
         """Return a call that reduces over the ranks into the root's tensor."""
@@ -197,28 +152,21 @@ class NcclTransport(OnDevice, Transport):
         self._host.barrier()
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        self._ibroadcast(tensor, root).wait()
+        self.channel.start(
+            "broadcast", [tensor], lambda comm, stream: _broadcast_bytes(comm, tensor, root, stream)
+        ).wait()
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self._iall_reduce(tensor, op).wait()
-
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        self._iall_gather(out, tensor).wait()
-
-    def _ibroadcast(self, tensor: Tensor, root: int) -> Work:
-        return self.channel.start("broadcast", [tensor], lambda comm, stream: _move_all(comm, tensor, root, stream))
-
-    def _iall_reduce(self, tensor: Tensor, op: str) -> Work:
         code = self._code(tensor.dtype, op)
 
         def call(comm: Any, stream: int) -> None:
             for part, kind in _cut(tensor):
                 comm.allReduce(part.data_ptr(), part.data_ptr(), part.numel(), kind, code, stream)
 
-        return self.channel.start("all_reduce", [tensor], call)
+        self.channel.start("all_reduce", [tensor], call).wait()
 
-    def _iall_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        self._check_shares(tensor, out)
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        self._arguments.check_shares(tensor, out)
 
         def call(comm: Any, stream: int) -> None:
             if _nbytes(tensor) <= PIECE_BYTES:
@@ -230,7 +178,7 @@ class NcclTransport(OnDevice, Transport):
                     for (start, nbytes), (into, _) in zip(_byte_ranges(source), _byte_ranges(share)):
                         comm.broadcast(start, into, nbytes, BYTES, root, stream)
 
-        return self.channel.start("all_gather", [out, tensor], call)
+        self.channel.start("all_gather", [out, tensor], call).wait()
 
     def _split_from(self, host: Transport) -> NcclTransport:
         part = NcclTransport(host, self.device, streams=self.channel.streams, library=self.channel.library)
@@ -242,23 +190,6 @@ class NcclTransport(OnDevice, Transport):
         if code is None:
             raise CommunicationError(f"NCCL does not reduce {dtype} by {op} as torch does; use algorithm auto")
         return code
-
-    def _check_shares(self, share: Tensor, whole: Tensor) -> None:
-        if share.dtype != whole.dtype or share.numel() * self.size != whole.numel():
-            raise CommunicationError(
-                f"{whole.numel()} elements of {whole.dtype} are not {self.size} shares "
-                f"of {share.numel()} elements of {share.dtype}"
-            )
-
-    def _shares(self, whole: Tensor | None, share: Tensor, root: int) -> Sequence[Tensor]:
-        """Return the root's shares by rank; an empty sequence on other ranks."""
-        if self.rank != root:
-            return ()
-        if whole is None:
-            raise CommunicationError(f"rank {root} is the root and needs a tensor of {self.size} shares")
-        self._check(whole)
-        self._check_shares(share, whole)
-        return torch.split(whole.view(-1), [share.numel()] * self.size)
 
 
 def identity(device: torch.device) -> str:
@@ -320,6 +251,6 @@ def _get(comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
         comm.recv(address, nbytes, BYTES, peer, stream)
 
 
-def _move_all(comm: Any, tensor: Tensor, root: int, stream: int) -> None:
+def _broadcast_bytes(comm: Any, tensor: Tensor, root: int, stream: int) -> None:
     for address, nbytes in _byte_ranges(tensor):
         comm.broadcast(address, address, nbytes, BYTES, root, stream)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.nccl import UNIQUE, FakeNccl
-from support.streams import LateStreams
+from support.streams import LazyStreams
 
 from hpctrain.comm.device.nccl_channel import NcclChannel
 from hpctrain.comm.transport.waiting import waiting
@@ -22,7 +22,7 @@ def library() -> FakeNccl:
 
 @pytest.fixture
 def channel(library: FakeNccl) -> NcclChannel:
-    return NcclChannel(library, LateStreams(), 1, 0, UNIQUE)
+    return NcclChannel(library, LazyStreams(), 1, 0, UNIQUE)
 
 
 def nothing(comm: Any, stream: int) -> None:
@@ -72,7 +72,7 @@ def test_the_deadline_holds_for_a_program_that_only_starts_operations(
 
 def test_completed_operations_are_not_overdue(channel: NcclChannel, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = channel.streams
-    assert isinstance(streams, LateStreams)
+    assert isinstance(streams, LazyStreams)
     channel.start("all_gather", [], nothing).wait()
     streams.finish()
     time.sleep(0.02)
@@ -106,8 +106,8 @@ def test_messages_are_sent_in_one_group_and_in_order(channel: NcclChannel, libra
 def test_close_waits_for_operations_in_flight(channel: NcclChannel, library: FakeNccl) -> None:
     done: list[int] = []
     streams = channel.streams
-    assert isinstance(streams, LateStreams)
-    channel.start("all_reduce", [], lambda comm, stream: streams.give(stream, lambda: done.append(1)))
+    assert isinstance(streams, LazyStreams)
+    channel.start("all_reduce", [], lambda comm, stream: streams.enqueue(stream, lambda: done.append(1)))
     assert not done
     channel.close()
     assert done and library.comms[0].state == "destroyed"

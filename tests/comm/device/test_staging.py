@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.reductions import same_bits, values
-from support.streams import LateStreams
+from support.streams import LazyStreams
 from torch import Tensor
 
 from hpctrain.comm.device.staging import StagedCopier, elementwise, gathered, scattered
@@ -22,12 +22,12 @@ def double(target: Tensor, source: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 1000])
 def test_elementwise_operation_in_chunks(dtype: torch.dtype, numel: int) -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     copier = StagedCopier(streams)
     tensor, expected = torch.zeros(numel, dtype=dtype), values(1, numel, dtype)
     for _ in range(2):  # the second run finds slots that are still being emptied
         expected = values(2, numel, dtype)
-        streams.give(streams.caller, lambda: tensor.copy_(values(2, numel, dtype)))
+        streams.enqueue(streams.caller, lambda: tensor.copy_(values(2, numel, dtype)))
         pieces = elementwise(tensor, PIECE)
         copier.run(pieces, double, dtype)
         double(expected, expected.clone())
@@ -37,7 +37,7 @@ def test_elementwise_operation_in_chunks(dtype: torch.dtype, numel: int) -> None
 
 
 def test_copies_overlap_with_the_host_operation() -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     copier = StagedCopier(streams)
     tensor = torch.zeros(30, dtype=torch.int16)
     copier.run(elementwise(tensor, 20), lambda target, source: streams.log.append("host operates"), torch.int16)
@@ -60,7 +60,7 @@ def test_copies_overlap_with_the_host_operation() -> None:
 
 
 def test_the_host_waits_only_for_the_inputs() -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     tensor = torch.ones(40)
     StagedCopier(streams).run(elementwise(tensor, 40), double, torch.float32)
     assert tensor.tolist()[-1] == 1.0  # the last copy out has not run yet
@@ -69,7 +69,7 @@ def test_the_host_waits_only_for_the_inputs() -> None:
 
 
 def test_pinned_memory_is_reused_and_grows() -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     copier = StagedCopier(streams)
     for numel in (100, 50, 100, 1000, 1000):
         copier.run(elementwise(torch.ones(numel), 4 * numel), double, torch.float32)
@@ -80,7 +80,7 @@ def test_pinned_memory_is_reused_and_grows() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gather_and_scatter_in_chunks(numel: int, size: int) -> None:
     """The host operation replaces the other ranks: rank r holds this rank's values plus r."""
-    streams = LateStreams()
+    streams = LazyStreams()
     copier = StagedCopier(streams)
     ranks = torch.arange(size, dtype=torch.float32)
 
@@ -102,7 +102,7 @@ def test_gather_and_scatter_in_chunks(numel: int, size: int) -> None:
 
 
 def test_exchange_of_equal_shares_in_chunks() -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     tensor, out = torch.arange(30.0), torch.empty(30)
     pieces = scattered(out, tensor, 3, 48)
 
@@ -115,7 +115,7 @@ def test_exchange_of_equal_shares_in_chunks() -> None:
 
 
 def test_send_only_copies_in_and_recv_only_copies_out() -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     copier = StagedCopier(streams)
     wire: list[Tensor] = []
     source, target = torch.arange(40.0), torch.zeros(40)
@@ -127,7 +127,7 @@ def test_send_only_copies_in_and_recv_only_copies_out() -> None:
 
 
 def test_an_error_of_the_operation_leaves_the_copier_usable() -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     copier = StagedCopier(streams)
     tensor = torch.ones(64)
     with pytest.raises(ValueError, match="boom"):

@@ -73,9 +73,9 @@ def test_the_first_difference_is_named_on_all_ranks(
     text = str(caught.value)
     assert text.startswith(f"collective 2: the ranks differ in {differs}: rank")
     name = str(dtype).removeprefix("torch.")
-    assert f"rank {odd}: {operation}({detail}) of {name} {list(shape)} at comm/test_check.py:" in text
-    assert "all_reduce(sum) of float32 [4, 3] at comm/test_check.py:" in text
-    assert f"test_check.py:{here}" in text
+    assert f"rank {odd}: {operation}({detail}) of {name} {list(shape)} at comm/test_debug.py:" in text
+    assert "all_reduce(sum) of float32 [4, 3] at comm/test_debug.py:" in text
+    assert f"test_debug.py:{here}" in text
     assert caught.value.everywhere and comm.all_gather_object(text) == [text] * comm.size
     check.free()
 
@@ -105,8 +105,8 @@ def test_a_rank_with_an_extra_call_names_the_missing_ranks(
         who = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others))} have"
         text = str(caught.value)
         assert text.startswith(f"collective 2: {who} not arrived within 0.5 s (HPCTRAIN_TIMEOUT); ")
-        assert f"rank {eager}: waiting in all_reduce(sum) of float32 [2] at comm/test_check.py:" in text
-        assert ": last in broadcast of float32 [7] at comm/test_check.py:" in text
+        assert f"rank {eager}: waiting in all_reduce(sum) of float32 [2] at comm/test_debug.py:" in text
+        assert ": last in broadcast of float32 [7] at comm/test_debug.py:" in text
     comm.barrier()
 
 
@@ -176,8 +176,8 @@ def test_the_line_of_a_hook_is_followed_by_the_users_line(monkeypatch: pytest.Mo
     space: dict[str, Any] = {}
     exec(code, space)
     here = line() + 1
-    assert space["hook"](call_site) == f"parallel/ddp.py:2 from comm/test_check.py:{here}"
-    assert call_site() == f"comm/test_check.py:{line()}"
+    assert space["hook"](call_site) == f"parallel/ddp.py:2 from comm/test_debug.py:{here}"
+    assert call_site() == f"comm/test_debug.py:{line()}"
 
 
 def test_a_record_holds_the_longest_texts() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from suites.transports import TransportSuite
 from support.reductions import same_bits, values
-from support.streams import LateStreams
+from support.streams import LazyStreams
 
 from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 from hpctrain.comm.transport.base import Transport
@@ -37,11 +37,11 @@ class TestCudaMpiTransport(TransportSuite):
 
 @pytest.mark.parametrize("operation", ["broadcast", "all_reduce", "send", "all_gather", "all_to_all"])
 def test_mpi_reads_after_the_device_has_computed(comm: Any, operation: str) -> None:
-    streams = LateStreams()
+    streams = LazyStreams()
     transport = CudaMpiTransport(comm.transport.comm, torch.device("cpu"), streams)
     size, me = comm.size, comm.rank
     tensor, out = torch.full((size,), -1, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-    streams.give(streams.caller, lambda: tensor.copy_(values(me, size, torch.int64)))
+    streams.enqueue(streams.caller, lambda: tensor.copy_(values(me, size, torch.int64)))
     every = [values(rank, size, torch.int64) for rank in range(size)]
     if operation == "broadcast":
         transport.broadcast(tensor, size - 1)

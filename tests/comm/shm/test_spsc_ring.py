@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import alone, placed
+from support.nodes import on_nodes, one_per_node
 
 from hpctrain.comm.shm.spsc_ring import RingHandle
 from hpctrain.comm.transport.waiting import until
@@ -74,14 +74,14 @@ def test_bytes_through_the_slots_are_counted(own: Any) -> None:
 
 
 def test_ranks_of_different_nodes_get_no_slots(comm: Any) -> None:
-    spread = placed(comm, alone)
+    spread = on_nodes(comm, one_per_node)
     assert spread.slots([RingHandle(0, 1, 2, 100)]) == [None]
     spread.free()
 
 
 @pytest.mark.ranks(4)
 def test_each_node_has_its_own_slots(comm: Any) -> None:
-    spread = placed(comm, lambda rank: rank // 2)
+    spread = on_nodes(comm, lambda rank: rank // 2)
     rings = spread.slots([RingHandle(0, 1, 1, 8), RingHandle(1, 2, 1, 8), RingHandle(2, 3, 1, 8)])
     mine = 0 if comm.rank < 2 else 2
     assert [ring is not None for ring in rings] == [number == mine for number in range(3)]

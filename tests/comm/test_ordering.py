@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.nccl import UNIQUE, FakeNccl
-from support.streams import LateStreams
+from support.streams import LazyStreams
 
 from hpctrain.comm.device.nccl_channel import NcclChannel
 from hpctrain.comm.ordering import PRUNE, OperationQueue
@@ -66,7 +66,7 @@ def test_staged_and_device_pointer_operations_count_as_host_operations(said: lis
 
 def test_deferred_nccl_messages_start_before_the_host_waits() -> None:
     library = FakeNccl()
-    channel = NcclChannel(library, LateStreams(), 1, 0, UNIQUE)
+    channel = NcclChannel(library, LazyStreams(), 1, 0, UNIQUE)
     queue = OperationQueue()
     queue.register_channel(channel)
     gone: list[str] = []
