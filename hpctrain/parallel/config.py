@@ -198,7 +198,7 @@ def microbatches_for(settings: ParallelSettings, samples: int) -> int:
 
 
 def largest_divisor(samples: int, most: int) -> int:
-    """Return the largest number of equal pieces, at most ``most``."""
+    """Return the largest number of equal parts, at most ``most``."""
     return max(count for count in _divisors(samples) if count <= most)
 
 

@@ -224,7 +224,7 @@ def samples_of(values: Mapping[str, Any], what: str) -> int:
 
 
 def cut(value: Any, count: int) -> list[Any]:
-    """Return ``count`` equal pieces of the samples of a nest; leaves without a first dim are shared by all pieces."""
+    """Return ``count`` equal chunks of the samples of a nest; leaves without a first dim are shared by all chunks."""
     chunks: dict[int, tuple[Tensor, ...]] = {}
 
     def chunk_of(number: int) -> Callable[[Tensor], Tensor]:

@@ -29,7 +29,7 @@ def near(comm: Any) -> Iterator[Any]:
     own.free()
 
 
-@pytest.fixture(params=[in_pairs, alternating, one_per_node], ids=["in_pairs", "dealt_out", "alone"])
+@pytest.fixture(params=[in_pairs, alternating, one_per_node], ids=["in_pairs", "alternating", "one_per_node"])
 def spread(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return a communicator of all ranks on simulated nodes: two, equal or not, or one node per rank."""
     spread = on_nodes(comm, request.param)

@@ -68,7 +68,7 @@ def test_any_grouping_fits_into_the_memory(seed: int, dtype: torch.dtype) -> Non
         places = [(view, number) for number, view in zip(bucket.members, bucket.views)] + [(bucket.flags, 99)]
         for view, number in places:
             start = (view.data_ptr() - memory.data_ptr()) // dtype.itemsize if view.numel() else 0
-            assert (owner[start : start + view.numel()] == -1).all(), "pieces overlap"
+            assert (owner[start : start + view.numel()] == -1).all(), "gradients overlap"
             owner[start : start + view.numel()] = number
             assert number == 99 or (view.shape == parameters[number].shape and view.is_contiguous())
             assert number == 99 or start * dtype.itemsize % 64 == 0

@@ -91,7 +91,9 @@ def test_fresh_gradients_are_freed_during_the_backward_pass(comm: Any) -> None:
         model.zero_grad()
         inputs, targets = part(comm, comm.rank, step)
         # When the gradient of the input is computed, those of the last layer are complete.
-        inputs.requires_grad_().register_hook(lambda _: found.append(comm._host.memory.location_of(model.c.weight.grad)))
+        inputs.requires_grad_().register_hook(
+            lambda _: found.append(comm._host.memory.location_of(model.c.weight.grad))
+        )
         backward(model, (inputs, targets), 1, *"abc")
     assert found == ["window", "window"]
 

@@ -47,16 +47,16 @@ NESTS: list[Any] = [
 
 
 @pytest.mark.parametrize("nest", NESTS, ids=lambda nest: type(nest).__name__)
-def test_nested_inputs_are_taken_apart_cut_and_put_together(nest: Any) -> None:
+def test_nested_inputs_are_flattened_cut_and_unflattened(nest: Any) -> None:
     skeleton, tensors = flatten(nest)
     again = unflatten(pickle.loads(pickle.dumps(skeleton)), tensors)
     assert type(again) is type(nest) and str(again) == str(nest)
-    pieces = cut(nest, 3)
-    assert len(pieces) == 3 and all(type(piece) is type(nest) for piece in pieces)
-    apart = [flatten(piece) for piece in pieces]
-    assert all(one == skeleton for one, _ in apart)
+    chunks = cut(nest, 3)
+    assert len(chunks) == 3 and all(type(chunk) is type(nest) for chunk in chunks)
+    flat = [flatten(chunk) for chunk in chunks]
+    assert all(one == skeleton for one, _ in flat)
     for number, whole in enumerate(tensors):
-        found = [piece[number] for _, piece in apart]
+        found = [chunk[number] for _, chunk in flat]
         assert torch.equal(torch.cat(found), whole) if whole.dim() else all(one is whole for one in found)
 
 

@@ -282,7 +282,7 @@ class GradReduction:
         """Complete a group: a gradient that this pass did not compute is an accumulated one, or zeros."""
         if reduction.flat is None:
             opened = self._open(reduction)
-            assert opened, "every piece before has been started"
+            assert opened, "all earlier groups have been started"
         for number in range(len(reduction.group.members)):
             if number not in reduction.computed or number in reduction.uncopied:
                 reduction.copy_in(number, self._scale)

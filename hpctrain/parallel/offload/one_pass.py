@@ -79,7 +79,7 @@ class SliceGroup:
     gradients: list[Tensor] = field(default_factory=list)
     copies: list[Tensor | None] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
-    room: int = 0  # elements, including the alignment of the slices
+    aligned_numel: int = 0  # elements, including the alignment of the slices
     exact: bool = True  # whether all gradients are float32
 
     def update(self, scale: Tensor | None, numel: int) -> None:
@@ -99,8 +99,8 @@ def slice_groups(
     for row, slices in rows:
         gradients = torch.split(row.gradient.view(-1), numel)
         for number, (parameter, gradient) in enumerate(zip(slices.parameters, gradients)):
-            room = _aligned(parameter.numel())
-            if batch is None or batch.room + room > numel:
+            aligned = _aligned(parameter.numel())
+            if batch is None or batch.aligned_numel + aligned > numel:
                 if batch is not None:
                     yield batch
                 batch = SliceGroup(kernel, [[] for _ in row.columns])
@@ -112,20 +112,20 @@ def slice_groups(
                 kind.append(column[number])
             if row.step is not None:
                 batch.steps.append(row.step)
-            batch.room += room
+            batch.aligned_numel += aligned
     if batch is not None:
         yield batch
 
 
 def _scaled(gradients: list[Tensor], scale: Tensor | None, numel: int) -> list[Tensor]:
     """Return gradients as float32, times ``scale``, in memory of this thread that stays in its cache."""
-    room: Tensor | None = getattr(_thread_local, "room", None)
-    if room is None or room.numel() < numel:
-        room = _thread_local.room = torch.empty(numel, dtype=torch.float32)
+    scratch: Tensor | None = getattr(_thread_local, "scratch", None)
+    if scratch is None or scratch.numel() < numel:
+        scratch = _thread_local.scratch = torch.empty(numel, dtype=torch.float32)
     scaled, first = [], 0
     for gradient in gradients:
         size = gradient.numel()
-        target = room if size == room.numel() else room[first : first + size]
+        target = scratch if size == scratch.numel() else scratch[first : first + size]
         first += _aligned(size)
         if gradient.dtype is not torch.float32:
             gradient = target.copy_(gradient)
@@ -152,7 +152,7 @@ class OnePass:
     """Update of an optimizer's parameters in host memory, bitwise equal to the optimizer's own.
 
     In the main thread, torch's own threads compute. In other threads, while the main thread
-    computes, the thread pool of this process is used (see ``hands``). If ``threads`` is given, the
+    computes, the thread pool of this process is used (see ``SliceThreads``). If ``threads`` is given, the
     pool is always used, with that number of threads. ``elements`` and ``seconds`` accumulate the
     updates that were made in slices.
     """
@@ -188,8 +188,8 @@ class OnePass:
         Their contents are undefined afterwards. ``copies[i]`` receives the new values of
         ``parameters[i]``, in its own dtype.
         """
-        said = self.options() if options is None else options
-        kernels = [kernel_for(self._optimizer, each) for each in said]
+        options_of_groups = self.options() if options is None else options
+        kernels = [kernel_for(self._optimizer, each) for each in options_of_groups]
         sliced: dict[int, list[tuple[ParameterRow, ParameterSlices]]] = {}
         unsliced: dict[int, list[_Job]] = {}
         copies = copies or [None] * len(parameters)
@@ -203,7 +203,7 @@ class OnePass:
         with torch.no_grad():
             slices = [batch for group, rows in sliced.items() for batch in self._batches(kernels[group], rows)]
             self._update(slices, scale)
-            self._update_unsliced(said, unsliced, scale)
+            self._update_unsliced(options_of_groups, unsliced, scale)
 
     @property
     def runs_concurrently(self) -> bool:
@@ -272,7 +272,7 @@ class OnePass:
             batch.update(factor, self._numel)
 
         # While other threads compute, torch's threads wait for each other in every call (see
-        # ``hands``). Otherwise torch's threads are faster.
+        # ``SliceThreads``). Otherwise torch's threads are faster.
         if self._always_threads or threading.current_thread() is not threading.main_thread():
             self._threads.each(update, slices)
         else:
@@ -281,7 +281,7 @@ class OnePass:
         self.seconds += time.perf_counter() - began
         self.elements += sum(parameter.numel() for batch in slices for parameter in batch.parameters)
 
-    def _update_unsliced(self, said: Sequence[Options], jobs: dict[int, list[_Job]], scale: float) -> None:
+    def _update_unsliced(self, options_of_groups: Sequence[Options], jobs: dict[int, list[_Job]], scale: float) -> None:
         """Run the optimizer's own step on parameters that cannot be sliced, in passes over all of memory."""
         gradients = {}
         for parameter, gradient, _ in (job for group in jobs.values() for job in group):
@@ -289,7 +289,7 @@ class OnePass:
             gradients[parameter] = gradient.mul_(scale) if scale != 1 else gradient
         if not gradients:
             return
-        groups = [(said[group], [job[0] for job in some]) for group, some in jobs.items()]
+        groups = [(options_of_groups[group], [job[0] for job in some]) for group, some in jobs.items()]
         step_subset(self._optimizer, groups, gradients)
         for parameter, _, copy in (job for group in jobs.values() for job in group):
             if copy is not None:

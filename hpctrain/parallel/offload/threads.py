@@ -143,7 +143,7 @@ class SliceThreads:
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count or torch.get_num_threads()
-        self._workers = [WorkerThread(f"hpctrain-hand-{number}", use_one_thread) for number in range(self.count)]
+        self._workers = [WorkerThread(f"hpctrain-slices-{number}", use_one_thread) for number in range(self.count)]
 
     def each(self, function: Callable[[T], None], items: Sequence[T]) -> None:
         """Call ``function`` with every item, in no particular order; raise the error of the first failed call."""

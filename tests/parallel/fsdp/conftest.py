@@ -6,27 +6,27 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from support.shards import FEW, FORMS, Form, communicator, fits
+from support.shards import FEW, VARIANTS, Variant, communicator, fits
 
-Place = tuple[Any, Form]
+CommAndVariant = tuple[Any, Variant]
 
 
 def params(names: Iterable[str]) -> list[Any]:
-    """Return parameters for the forms, each with the numbers of ranks that support it."""
+    """Return parameters for the variants, each with the numbers of ranks that support it."""
     sizes = {name: [size for size in (2, 3, 4) if fits(name, size)] for name in names}
     marks = {name: pytest.mark.ranks(*found) if found != [2, 3, 4] else () for name, found in sizes.items()}
     return [pytest.param(name, marks=marks[name]) for name in names]
 
 
-@pytest.fixture(params=params(FORMS))
-def place(comm: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Return a communicator and a form: all of them."""
-    with communicator(comm, FORMS[request.param]) as own:
-        yield own, FORMS[request.param]
+@pytest.fixture(params=params(VARIANTS))
+def comm_and_variant(comm: Any, request: pytest.FixtureRequest) -> Iterator[CommAndVariant]:
+    """Return a communicator and a variant: all of them."""
+    with communicator(comm, VARIANTS[request.param]) as own:
+        yield own, VARIANTS[request.param]
 
 
 @pytest.fixture(params=params(FEW))
-def some_place(comm: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Return a communicator and a form: one of each kind."""
-    with communicator(comm, FORMS[request.param]) as own:
-        yield own, FORMS[request.param]
+def comm_and_some_variant(comm: Any, request: pytest.FixtureRequest) -> Iterator[CommAndVariant]:
+    """Return a communicator and a variant: one of each kind."""
+    with communicator(comm, VARIANTS[request.param]) as own:
+        yield own, VARIANTS[request.param]

@@ -17,7 +17,7 @@ from support.replicas import (
     part,
     vectors,
 )
-from support.shards import FORMS, communicator, shard, whole_gradients, whole_weights
+from support.shards import VARIANTS, communicator, shard, whole_gradients, whole_weights
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -36,11 +36,11 @@ SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
 def test_reductions_overlap_the_backward_pass_if_memory_is_to_be_saved(
     comm: Any, name: str, early: bool
 ) -> None:
-    with communicator(comm, FORMS[name]) as own:
+    with communicator(comm, VARIANTS[name]) as own:
         if not name.endswith("alone") and not own.shares_memory:
             pytest.skip("no memory to share")
         model = make_mlp()
-        strategy = shard(model, own, FORMS[name], **SMALL)
+        strategy = shard(model, own, VARIANTS[name], **SMALL)
         begun: list[int] = []
         first = next(module for module in model.modules() if isinstance(module, nn.Linear))
 
@@ -64,9 +64,9 @@ def test_pending_reductions_progress_whenever_another_begins(
         return done(handle)
 
     monkeypatch.setattr(StreamWork, "done", counted)
-    with communicator(comm, FORMS["fsdp"]) as own:
+    with communicator(comm, VARIANTS["fsdp"]) as own:
         model = make_mlp()
-        shard(model, own, FORMS["fsdp"], **SMALL)
+        shard(model, own, VARIANTS["fsdp"], **SMALL)
         for step in range(2):
             asked.clear()
             backward(model, part(own, own.rank, step))
@@ -75,9 +75,9 @@ def test_pending_reductions_progress_whenever_another_begins(
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp", "zero1_alone", "zero2_alone"])
 def test_ranks_may_differ_in_the_order_of_the_first_pass(comm: Any, name: str) -> None:
-    with communicator(comm, FORMS[name]) as own:
+    with communicator(comm, VARIANTS[name]) as own:
         model = Branches()
-        strategy = shard(model, own, FORMS[name], **SMALL)
+        strategy = shard(model, own, VARIANTS[name], **SMALL)
         for _ in range(3):
             use = ["acb" if rank % 2 else "abc" for rank in range(own.size)]
             backward(model, part(own, own.rank), 1, *use[own.rank])
@@ -85,10 +85,10 @@ def test_ranks_may_differ_in_the_order_of_the_first_pass(comm: Any, name: str) -
             model.zero_grad()
 
 
-def test_training_continues_after_a_forward_pass_without_backward(some_place: Any) -> None:
-    comm, form = some_place
+def test_training_continues_after_a_forward_pass_without_backward(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, plain = make_mlp(), make_mlp()
-    strategy: ShardedDataParallel = shard(model, comm, form, **SMALL)
+    strategy: ShardedDataParallel = shard(model, comm, variant, **SMALL)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(3):
         mse_loss(model(part(comm, comm.rank)[0]), part(comm, comm.rank)[1])  # no backward pass follows
@@ -100,10 +100,10 @@ def test_training_continues_after_a_forward_pass_without_backward(some_place: An
     assert_same(whole_weights(model, strategy), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-def test_reentrant_checkpointing_of_the_whole_model_works_over_several_steps(place: Any) -> None:
-    comm, form = place
+def test_reentrant_checkpointing_of_the_whole_model_works_over_several_steps(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, plain = make_mlp(), make_mlp()
-    strategy = shard(model, comm, form, **SMALL)
+    strategy = shard(model, comm, variant, **SMALL)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(3):
         for each, (inputs, targets) in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
@@ -130,10 +130,10 @@ class Aside(nn.Module):
         return self.loss.detach()
 
 
-def test_backward_passes_may_begin_elsewhere_than_at_the_models_output(place: Any) -> None:
-    comm, form = place
+def test_backward_passes_may_begin_elsewhere_than_at_the_models_output(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, plain = Aside(), Aside()
-    strategy = shard(model, comm, form, **SMALL)
+    strategy = shard(model, comm, variant, **SMALL)
     for step in range(3):
         for each, batch in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
             each.zero_grad()
@@ -156,15 +156,15 @@ class Late(nn.Module):
         return x * self.scale + beside
 
 
-def test_units_stay_whole_until_their_last_gradient_is_computed(place: Any) -> None:
-    comm, form = place
+def test_units_stay_whole_until_their_last_gradient_is_computed(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
 
     def make() -> nn.Module:
         torch.manual_seed(7)
         return nn.Sequential(Late(), Late(), nn.Linear(WIDTH, WIDTH))
 
     model, plain = make(), make()
-    strategy = shard(model, comm, form, units=("Linear", "Late"))
+    strategy = shard(model, comm, variant, units=("Linear", "Late"))
     for step in range(3):
         for each, batch in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
             each.zero_grad()

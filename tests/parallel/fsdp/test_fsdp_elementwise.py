@@ -1,4 +1,4 @@
-"""Elementwise optimizers, which update a piece like the whole: found by trying all of torch's."""
+"""Elementwise optimizers, which update a slice like the whole: found by trying all of torch's."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "Adagrad": [{"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.1}],
     "ASGD": [{"t0": 2, "lambd": 0.1}],
 }
-FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+VARIANTS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 CASES = [
-    (kind, options, form)
+    (kind, options, variant)
     for kind in ELEMENTWISE
     for options in OPTIONS.get(kind.__name__, [{}])
-    for form in FORMS
-    if set(form) <= set(inspect.signature(kind).parameters)
+    for variant in VARIANTS
+    if set(variant) <= set(inspect.signature(kind).parameters)
 ]
 
 
@@ -60,8 +60,8 @@ def update(kind: Any, tensors: list[Tensor], gradients: list[list[Tensor]], opti
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
-def whole_and_pieces(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the results of the same gradients for a matrix, and for separate pieces of it."""
+def whole_and_slices(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the results of the same gradients for a matrix, and for separate slices of it."""
     generator = torch.Generator().manual_seed(5)
     start = torch.randn(SHAPE, generator=generator)
     gradients = [torch.randn(SHAPE, generator=generator) * 10 ** (step - 2) for step in range(STEPS)]
@@ -71,25 +71,25 @@ def whole_and_pieces(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor
     return whole, torch.cat(parts)
 
 
-@pytest.mark.parametrize("kind, options, form", CASES, ids=name_of)
-def test_known_optimizers_update_pieces_like_the_whole(
-    kind: Any, options: dict[str, Any], form: dict[str, bool]
+@pytest.mark.parametrize("kind, options, variant", CASES, ids=name_of)
+def test_known_optimizers_update_slices_like_the_whole(
+    kind: Any, options: dict[str, Any], variant: dict[str, bool]
 ) -> None:
-    whole, groups = whole_and_pieces(kind, {**options, **form})
+    whole, slices = whole_and_slices(kind, {**options, **variant})
     nothing = torch.empty(0)  # small parameters leave some ranks without an element of them
-    update(kind, [nothing], [[nothing]] * 2, {**options, **form})
-    torch.testing.assert_close(groups, whole, rtol=1e-6, atol=1e-6)
-    assert form.get("fused") or torch.equal(groups, whole)  # vectorised code may round the last elements differently
+    update(kind, [nothing], [[nothing]] * 2, {**options, **variant})
+    torch.testing.assert_close(slices, whole, rtol=1e-6, atol=1e-6)
+    assert variant.get("fused") or torch.equal(slices, whole)  # vectorised code may round the last elements differently
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=name_of)
 def test_other_optimizers_of_torch_fail_or_differ(kind: Any) -> None:
     if kind.__name__ in REFUSALS:
         with pytest.raises((RuntimeError, ValueError), match=REFUSALS[kind.__name__]):
-            whole_and_pieces(kind, {})
+            whole_and_slices(kind, {})
     else:
-        whole, groups = whole_and_pieces(kind, {})
-        assert (whole - groups).abs().max() > 1e-4
+        whole, slices = whole_and_slices(kind, {})
+        assert (whole - slices).abs().max() > 1e-4
 
 
 def test_all_of_torchs_optimizers_are_tried() -> None:

@@ -28,10 +28,10 @@ def make() -> nn.Module:
 
 
 @pytest.mark.parametrize("clip", [0.01, 100.0, float("inf")])
-def test_clipping_works_with_ranks_without_gradients(place: Any, clip: float) -> None:
-    comm, form = place
+def test_clipping_works_with_ranks_without_gradients(comm_and_variant: Any, clip: float) -> None:
+    comm, variant = comm_and_variant
     alone, model = make(), make()
-    strategy = shard(model, comm, form)
+    strategy = shard(model, comm, variant)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (alone, model)]
     for step in range(3):
         whole = batch(step)
@@ -44,4 +44,4 @@ def test_clipping_works_with_ranks_without_gradients(place: Any, clip: float) ->
             optimizer.zero_grad()
     assert_same(whole_weights(model, strategy), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
     held = sum(parameter.numel() for parameter in model.parameters())
-    assert 0 in comm.all_gather_object(held) or form.within == "node"
+    assert 0 in comm.all_gather_object(held) or variant.within == "node"

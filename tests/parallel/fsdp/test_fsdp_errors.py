@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.nodes import in_pairs, on_nodes
 from support.replicas import backward, make_gpt, make_mlp, part
-from support.shards import FORMS, communicator, shard, whole_weights
+from support.shards import VARIANTS, communicator, shard, whole_weights
 from torch import nn
 
 from hpctrain.cluster.launcher import detect
@@ -90,7 +90,7 @@ def test_a_model_without_trainable_parameters_is_refused(job: Job, data: str) ->
 @pytest.mark.ranks(3)
 def test_replicas_on_unequal_nodes_are_refused(comm: Any) -> None:
     own = on_nodes(comm, in_pairs)
-    message = refused(own, lambda: shard(make_mlp(), own, FORMS["hybrid"]))
+    message = refused(own, lambda: shard(make_mlp(), own, VARIANTS["hybrid"]))
     assert message == (
         "parallel.shard_within = 'node' needs the same number of ranks on every node: start as many on each, or shard "
         "within the world"
@@ -146,9 +146,9 @@ def test_an_optimizer_of_another_model_is_refused(job: Job, shared_tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp_alone"])
 def test_an_optimizer_that_needs_whole_tensors_is_refused_without_changes(comm: Any, name: str) -> None:
-    with communicator(comm, FORMS[name]) as own:
+    with communicator(comm, VARIANTS[name]) as own:
         model = make_mlp()
-        strategy = shard(model, own, FORMS[name])
+        strategy = shard(model, own, VARIANTS[name])
         optimizer = torch.optim.Adafactor(model.parameters())
         before = whole_weights(model, strategy)
         backward(model, part(own, own.rank))
@@ -174,10 +174,10 @@ def test_optimizers_that_the_user_declares_elementwise_are_accepted(comm: Any) -
             for parameter in (each for group in self.param_groups for each in group["params"]):
                 parameter.sub_(parameter.grad.sign(), alpha=0.01)
 
-    with communicator(comm, FORMS["fsdp"]) as own:
+    with communicator(comm, VARIANTS["fsdp"]) as own:
         for trusted in ((), ("Sign",)):
             model = make_mlp()
-            shard(model, own, FORMS["fsdp"], elementwise=trusted)
+            shard(model, own, VARIANTS["fsdp"], elementwise=trusted)
             backward(model, part(own, own.rank))
             if trusted:
                 Sign(model.parameters()).step()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.replicas import KINDS, assert_same, assert_same_on_all_ranks, share
-from support.shards import FEW, FORMS, Form, communicator, fits, shard, train, whole_weights
+from support.shards import FEW, VARIANTS, Variant, communicator, fits, shard, train, whole_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -31,21 +31,23 @@ def shares(kind: str, comm: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_equals_that_of_one_process(place: Any, kind: str) -> None:
-    check_learning(*place, kind, 4)
+def test_training_equals_that_of_one_process(comm_and_variant: Any, kind: str) -> None:
+    check_learning(*comm_and_variant, kind, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_with_one_piece_per_parameter_equals_that_of_one_process(some_place: Any, kind: str) -> None:
-    check_learning(*some_place, kind, 4, bucket_mib=1e-6)
+def test_training_with_one_group_per_parameter_equals_that_of_one_process(
+    comm_and_some_variant: Any, kind: str
+) -> None:
+    check_learning(*comm_and_some_variant, kind, 4, bucket_mib=1e-6)
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp_alone"])
 def test_training_equals_that_of_one_process_over_many_steps(comm: Any, name: str) -> None:
     steps = STEPS if comm.size == 2 else 10  # errors on more ranks show early
-    with communicator(comm, FORMS[name]) as own:
-        check_learning(own, FORMS[name], "mlp", steps)
-        check_learning(own, FORMS[name], "gpt", steps if name == "fsdp" else 10)
+    with communicator(comm, VARIANTS[name]) as own:
+        check_learning(own, VARIANTS[name], "mlp", steps)
+        check_learning(own, VARIANTS[name], "gpt", steps if name == "fsdp" else 10)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_in_pairs", "hybrid"])
@@ -57,17 +59,17 @@ def test_replicas_avoid_node_memory_if_one_node_lacks_space(
         pytest.skip("it takes more ranks")
     if comm.rank == comm.size - 1:
         monkeypatch.setattr("hpctrain.comm.transport.window.free_bytes", lambda: 0)
-    with communicator(comm, FORMS[name]) as own:
-        check_learning(own, FORMS[name], "mlp", 4)
+    with communicator(comm, VARIANTS[name]) as own:
+        check_learning(own, VARIANTS[name], "mlp", 4)
 
 
-def check_learning(comm: Any, form: Form, kind: str, steps: int, **more: Any) -> None:
+def check_learning(comm: Any, variant: Variant, kind: str, steps: int, **more: Any) -> None:
     make, batch, compare = KINDS[kind]
     alone, model = make(), make()
     with torch.no_grad():
         next(model.parameters()).add_(comm.rank)  # only rank 0's values count
     names = list(model.state_dict())
-    strategy = shard(model, comm, form, units=UNITS[kind], **more)
+    strategy = shard(model, comm, variant, units=UNITS[kind], **more)
     assert list(model.state_dict()) == names
     ours = train(model, shares(kind, comm), compare, steps, clip=lambda: strategy.clip_grad_norm(0.5))
     plain = train(alone, batch, compare, steps, clip=lambda: clip_whole_gradients(alone, 0.5))
@@ -83,7 +85,7 @@ def test_without_clipping_the_bits_equal_those_of_ddp(comm: Any, kind: str) -> N
     make, _, compare = KINDS[kind]
     results = []
     for name in ("ddp", "zero1", "zero2", "fsdp"):
-        with communicator(comm, FORMS["fsdp"]) as own:
+        with communicator(comm, VARIANTS["fsdp"]) as own:
             model = make()
             attach(model, own, ParallelSettings(data=name))
             results.append(train(model, shares(kind, comm), compare, 5))
@@ -106,20 +108,20 @@ def test_training_equals_that_of_torch_fully_shard(comm: Any, kind: str, process
     fully_sharded(theirs, kind)
     losses = train(theirs, shares(kind, comm), compare, 10)
     for name in filter(lambda name: fits(name, comm.size), FEW):
-        with communicator(comm, FORMS[name]) as own:
+        with communicator(comm, VARIANTS[name]) as own:
             ours = make()
-            shard(ours, own, FORMS[name], units=UNITS[kind])
+            shard(ours, own, VARIANTS[name], units=UNITS[kind])
             found = train(ours, shares(kind, comm), compare, 10)
         torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixed_precision_equals_that_of_torch(some_place: Any, kind: str, process_group: None) -> None:
-    comm, form = some_place
+def test_mixed_precision_equals_that_of_torch(comm_and_some_variant: Any, kind: str, process_group: None) -> None:
+    comm, variant = comm_and_some_variant
     make, _, compare = KINDS[kind]
     theirs, ours = make(), make()
     fully_sharded(theirs, kind, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
-    strategy = shard(ours, comm, form, units=UNITS[kind], mixed_precision="bfloat16")
+    strategy = shard(ours, comm, variant, units=UNITS[kind], mixed_precision="bfloat16")
     assert all(parameter.dtype is torch.float32 for parameter in ours.parameters())
     with strategy.unshard():
         assert all(parameter.dtype is torch.bfloat16 for parameter in ours.parameters())
@@ -136,14 +138,14 @@ def test_mixed_precision_equals_that_of_torch(some_place: Any, kind: str, proces
     assert all(parameter.grad is None or parameter.grad.dtype is torch.float32 for parameter in ours.parameters())
 
 
-def test_compressed_gradients_equal_rounded_gradients(some_place: Any) -> None:
-    comm, form = some_place
+def test_compressed_gradients_equal_rounded_gradients(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     make, _, compare = KINDS["mlp"]
-    with communicator(comm, FORMS["fsdp"]) as own:
+    with communicator(comm, VARIANTS["fsdp"]) as own:
         peer, ours = make(), make()
         DataParallel(peer, own, ParallelSettings(compression="bfloat16"))
-        shard(ours, comm, form, units=("Linear",), compression="bfloat16")
+        shard(ours, comm, variant, units=("Linear",), compression="bfloat16")
         theirs = train(peer, shares("mlp", comm), compare, 5)
         # On one node both add the same rounded gradients in float32, in rank order, and round once.
-        tolerance = 0 if form.placing is None else 1e-3
+        tolerance = 0 if variant.node_of_rank is None else 1e-3
         torch.testing.assert_close(train(ours, shares("mlp", comm), compare, 5), theirs, rtol=tolerance, atol=0)

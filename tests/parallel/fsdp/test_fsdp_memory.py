@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from support.replicas import make_gpt, share, token_loss, tokens
-from support.shards import FORMS, communicator, shard
+from support.shards import VARIANTS, communicator, shard
 from torch import Tensor, nn
 
+from hpctrain.parallel.config import SHARDED, ParallelSettings
 from hpctrain.parallel.fsdp.setup import IN_FLIGHT
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+from hpctrain.parallel.wrap import attach
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
 BLOCKS = {"units": ("Block",)}
@@ -23,7 +25,7 @@ BLOCKS = {"units": ("Block",)}
 @pytest.fixture
 def apart(comm: Any) -> Iterator[Any]:
     """Return a communicator of ranks without common memory."""
-    with communicator(comm, FORMS["fsdp_alone"]) as own:
+    with communicator(comm, VARIANTS["fsdp_alone"]) as own:
         yield own
 
 
@@ -46,7 +48,7 @@ def backward(model: nn.Module, comm: Any, step: int = 0) -> None:
 
 def test_units_have_memory_only_during_their_passes(apart: Any) -> None:
     model = make_gpt()
-    strategy = shard(model, apart, FORMS["fsdp_alone"], **BLOCKS)
+    strategy = shard(model, apart, VARIANTS["fsdp_alone"], **BLOCKS)
     seen: list[tuple[str, set[str]]] = []
     for name, module in model.named_modules():
         if name.count(".") > 1:  # inside a block
@@ -73,7 +75,7 @@ def test_units_have_memory_only_during_their_passes(apart: Any) -> None:
 
 def test_failed_passes_leave_no_unit_gathered(apart: Any) -> None:
     model = make_gpt()
-    strategy = shard(model, apart, FORMS["fsdp_alone"], **BLOCKS)
+    strategy = shard(model, apart, VARIANTS["fsdp_alone"], **BLOCKS)
     backward(model, apart)
 
     def fail(*_: Any) -> None:
@@ -88,11 +90,11 @@ def test_failed_passes_leave_no_unit_gathered(apart: Any) -> None:
     assert not present(strategy)
 
 
-@pytest.mark.parametrize("form", ["zero1_alone", "zero2_alone", "fsdp_alone"])
-def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, form: str) -> None:
+@pytest.mark.parametrize("variant", ["zero1_alone", "zero2_alone", "fsdp_alone"])
+def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, variant: str) -> None:
     model = make_gpt()
     total = sum(parameter.numel() for parameter in model.parameters())
-    strategy = shard(model, apart, FORMS[form], **BLOCKS)
+    strategy = shard(model, apart, VARIANTS[variant], **BLOCKS)
     padded = sum(group.layout.numel for group in strategy._parts.groups)
     assert sum(group.shard_data.numel() for group in strategy._parts.groups) * apart.size == padded
     optimizer = torch.optim.AdamW(model.parameters())
@@ -126,18 +128,18 @@ def tensors_of(shape: tuple[int, ...]) -> list[Tensor]:
 
 
 # A shape for each that no other tensor has.
-@pytest.mark.parametrize("form, rows", [("zero2_alone", 37), ("fsdp_alone", 43), ("zero2", 47), ("fsdp", 53)])
-def test_no_whole_gradient_is_left_after_the_backward_pass(comm: Any, form: str, rows: int) -> None:
+@pytest.mark.parametrize("variant, rows", [("zero2_alone", 37), ("fsdp_alone", 43), ("zero2", 47), ("fsdp", 53)])
+def test_no_whole_gradient_is_left_after_the_backward_pass(comm: Any, variant: str, rows: int) -> None:
     shape = (rows, 41)
-    with communicator(comm, FORMS[form]) as own:
+    with communicator(comm, VARIANTS[variant]) as own:
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(41, 41), nn.Tanh(), nn.Linear(41, rows))
-        shard(model, own, FORMS[form], units=("Linear",), bucket_mib=1e-3)
+        shard(model, own, VARIANTS[variant], units=("Linear",), bucket_mib=1e-3)
         for _ in range(2):
             model(torch.randn(2, 41)).sum().backward()
-        # Only the whole parameters themselves remain, in forms that keep them.
-        assert len(tensors_of(shape)) == (0 if form == "fsdp_alone" else 1)
-        if form == "fsdp_alone":
+        # Only the whole parameters themselves remain, in variants that keep them.
+        assert len(tensors_of(shape)) == (0 if variant == "fsdp_alone" else 1)
+        if variant == "fsdp_alone":
             tensors: list[Tensor] = []
             model[2].register_forward_pre_hook(lambda *_: tensors.extend(tensors_of(shape)))
             with torch.no_grad():
@@ -145,11 +147,11 @@ def test_no_whole_gradient_is_left_after_the_backward_pass(comm: Any, form: str,
             assert len(tensors) == 1, "the count does not see what there is"
 
 
-@pytest.mark.parametrize("form", ["zero2_alone", "fsdp_alone"])
-def test_a_dropped_model_is_freed(comm: Any, form: str) -> None:
-    with communicator(comm, FORMS[form]) as own:
+@pytest.mark.parametrize("variant", ["zero2_alone", "fsdp_alone"])
+def test_a_dropped_model_is_freed(comm: Any, variant: str) -> None:
+    with communicator(comm, VARIANTS[variant]) as own:
         model = make_gpt()
-        strategy = shard(model, own, FORMS[form], **BLOCKS)
+        strategy = shard(model, own, VARIANTS[variant], **BLOCKS)
         backward(model, own)
         strategy.detach()
         witnesses = [weakref.ref(model), weakref.ref(strategy), weakref.ref(strategy._parts.members[0].unsharded)]
@@ -165,22 +167,22 @@ def gradient_memory(strategy: ShardedDataParallel) -> Tensor:
 
 
 def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> None:
-    for form in ("zero1_alone", "zero2_alone", "fsdp_alone"):
+    for variant in ("zero1_alone", "zero2_alone", "fsdp_alone"):
         for limit in (0.001, 4.0):
             model = make_gpt()
-            strategy = shard(model, apart, FORMS[form], **BLOCKS, bucket_mib=limit)
+            strategy = shard(model, apart, VARIANTS[variant], **BLOCKS, bucket_mib=limit)
             sizes = [4 * group.layout.numel for group in strategy._parts.groups]
             few = max(max(sizes), IN_FLIGHT * int(limit * 2**20))
-            expected = sum(sizes) if form == "zero1_alone" else min(sum(sizes), few)
+            expected = sum(sizes) if variant == "zero1_alone" else min(sum(sizes), few)
             assert gradient_memory(strategy).nbytes == expected
-            assert limit == 4 or form == "zero1_alone" or expected < sum(sizes)
+            assert limit == 4 or variant == "zero1_alone" or expected < sum(sizes)
             backward(model, apart)
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
 def test_mapped_parameters_share_one_memory_per_node(near: Any, data: str) -> None:
     model = make_gpt()
-    strategy = shard(model, near, FORMS[data], **BLOCKS)
+    strategy = shard(model, near, VARIANTS[data], **BLOCKS)
     for number, group in enumerate(strategy._parts.groups):
         assert group.shard_data.data_ptr() == group.flat_slice.data_ptr()
         for writer in range(near.size):
@@ -193,7 +195,7 @@ def test_mapped_parameters_share_one_memory_per_node(near: Any, data: str) -> No
 
 def test_shards_of_mapped_parameters_are_views_of_them(near: Any) -> None:
     model = make_gpt()
-    strategy = shard(model, near, FORMS["fsdp"], **BLOCKS)
+    strategy = shard(model, near, VARIANTS["fsdp"], **BLOCKS)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(near.rank + 1)
@@ -202,3 +204,18 @@ def test_shards_of_mapped_parameters_are_views_of_them(near: Any) -> None:
     found = [int((member.unsharded == rank + 1).sum()) for member in members for rank in range(near.size)]
     held = near.all_gather_object([member.held.numel for member in members])
     assert found == [count for column in zip(*held) for count in column]
+
+
+# Parameters before sharding -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", SHARDED)
+def test_parameters_before_the_split_are_freed(comm: Any, data: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    strategy = attach(model, comm, ParallelSettings(data=data))
+    gc.collect()
+    kept = [number for number, parameter in enumerate(before) if parameter() is not None]
+    strategy.detach()
+    assert not kept

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.replicas import Branches, backward, make_gpt, part, share, token_loss, tokens
-from support.shards import FORMS, communicator, shard
+from support.shards import VARIANTS, communicator, shard
 from torch import nn
 
 from hpctrain.comm.transport.base import Recorder
@@ -27,7 +27,7 @@ def make_even() -> nn.Module:
 @pytest.fixture
 def apart(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a communicator of ranks without common memory, which use the ring algorithm."""
-    with communicator(comm, FORMS["fsdp_alone"]) as own:
+    with communicator(comm, VARIANTS["fsdp_alone"]) as own:
         monkeypatch.setattr(own, "all_gather", partial(own.all_gather, algorithm="ring"))
         monkeypatch.setattr(own, "reduce_scatter", partial(own.reduce_scatter, algorithm="ring"))
         yield own
@@ -78,17 +78,17 @@ def check(recorder: Recorder, comm: Any, sent: int, parameters: int) -> None:
 def test_a_step_sends_a_known_multiple_of_the_parameters(apart: Any, data: str, times: int) -> None:
     model = make_even()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    strategy = shard(model, apart, FORMS[data], units=("Linear",))
+    strategy = shard(model, apart, VARIANTS[data], units=("Linear",))
     assert psi(strategy) == nbytes, "there is padding"
     for recorder in train(model, apart, "even"):
         check(recorder, apart, times * nbytes, 4)
 
 
 @pytest.mark.parametrize("data, times", [("zero1_alone", 2), ("zero2_alone", 2), ("fsdp_alone", 3)])
-@pytest.mark.parametrize("limit", [4, 1e-6], ids=["one_piece", "many_pieces"])
+@pytest.mark.parametrize("limit", [4, 1e-6], ids=["one_group", "many_groups"])
 def test_only_parameters_and_padding_are_sent(apart: Any, data: str, times: int, limit: float) -> None:
     model = make_gpt()
-    strategy = shard(model, apart, FORMS[data], units=("Block",), bucket_mib=limit)
+    strategy = shard(model, apart, VARIANTS[data], units=("Block",), bucket_mib=limit)
     # The model's own unit stays whole from the forward pass to the end of the backward pass: gathered once.
     sent = times * psi(strategy) if times == 2 else 2 * psi(strategy) + psi(strategy, own_unit=False)
     for recorder in train(model, apart, "gpt"):
@@ -97,9 +97,9 @@ def test_only_parameters_and_padding_are_sent(apart: Any, data: str, times: int,
 
 def test_mpi_gathers_and_reduces_the_same_bytes(comm: Any) -> None:
     for data, gathered in (("zero1_alone", 1), ("zero2_alone", 1), ("fsdp_alone", 2)):
-        with communicator(comm, FORMS[data]) as own:
+        with communicator(comm, VARIANTS[data]) as own:
             model = make_even()
-            strategy = shard(model, own, FORMS[data], units=("Linear",))
+            strategy = shard(model, own, VARIANTS[data], units=("Linear",))
             groups = len(strategy._parts.groups)
             for recorder in train(model, own, "even"):
                 # MPI is called with this rank's share for a gather, and with the whole tensor for a reduction.
@@ -111,7 +111,7 @@ def test_mpi_gathers_and_reduces_the_same_bytes(comm: Any) -> None:
 def test_evaluation_gathers_parameters_and_reduces_nothing(apart: Any) -> None:
     for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 1)):
         model = make_even()
-        strategy = shard(model, apart, FORMS[data], units=("Linear",))
+        strategy = shard(model, apart, VARIANTS[data], units=("Linear",))
         train(model, apart, "even", 1)
         with torch.no_grad():
             model(torch.randn(2, EVEN))  # after an update whole parameters are stale
@@ -124,7 +124,7 @@ def test_evaluation_gathers_parameters_and_reduces_nothing(apart: Any) -> None:
 def test_accumulating_passes_send_no_gradients(apart: Any) -> None:
     for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 2)):
         model = make_even()
-        strategy = shard(model, apart, FORMS[data], units=("Linear",))
+        strategy = shard(model, apart, VARIANTS[data], units=("Linear",))
         train(model, apart, "even", 1)
         with torch.no_grad():
             model(torch.randn(2, EVEN))
@@ -136,7 +136,7 @@ def test_accumulating_passes_send_no_gradients(apart: Any) -> None:
 
 def test_mixed_precision_gathers_half_of_the_bytes(apart: Any) -> None:
     model = make_even()
-    strategy = shard(model, apart, FORMS["zero2_alone"], units=("Linear",), mixed_precision="bfloat16")
+    strategy = shard(model, apart, VARIANTS["zero2_alone"], units=("Linear",), mixed_precision="bfloat16")
     assert 2 * psi(strategy) == sum(parameter.nbytes for parameter in make_even().parameters())
     model.eval()
     with apart.recording() as recorder, torch.no_grad():
@@ -149,7 +149,7 @@ def test_frozen_parameters_are_gathered_once_and_never_reduced(apart: Any) -> No
         model = make_even()
         model[0].requires_grad_(False)
         nbytes = sum(parameter.nbytes for parameter in model[0].parameters())  # as many as in the other layer
-        shard(model, apart, FORMS[data], units=("Linear",))
+        shard(model, apart, VARIANTS[data], units=("Linear",))
         first, second, third = train(model, apart, "even")
         if data == "zero1_alone":
             check(first, apart, 3 * nbytes, 2)
@@ -163,7 +163,7 @@ def test_frozen_parameters_are_gathered_once_and_never_reduced(apart: Any) -> No
 
 def test_units_needed_on_one_rank_are_gathered_on_all_ranks(apart: Any) -> None:
     model = Branches()
-    strategy = shard(model, apart, FORMS["fsdp_alone"], units=("Linear",))
+    strategy = shard(model, apart, VARIANTS["fsdp_alone"], units=("Linear",))
     for use in ("abc", "abc" if apart.rank else "a", "abc"):
         with apart.recording() as recorder:
             backward(model, part(apart, apart.rank), 1, *use)
@@ -176,7 +176,7 @@ def test_units_needed_on_one_rank_are_gathered_on_all_ranks(apart: Any) -> None:
 @pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
 def test_mapped_parameters_are_never_copied(near: Any, data: str) -> None:
     model = make_even()
-    strategy = shard(model, near, FORMS[data], units=("Linear",))
+    strategy = shard(model, near, VARIANTS[data], units=("Linear",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         with near.recording() as recorder, torch.no_grad():
@@ -193,7 +193,7 @@ def test_mapped_parameters_are_never_copied(near: Any, data: str) -> None:
 
 def test_mapped_gradients_are_read_in_place(near: Any) -> None:
     model = make_even()
-    shard(model, near, FORMS["fsdp"])
+    shard(model, near, VARIANTS["fsdp"])
     for recorder in train(model, near, "even"):
         # A rank reduces into its own memory; it only tells the others that it used the parameters.
         lines = 64 * (-(-near.size * 64 // 64))

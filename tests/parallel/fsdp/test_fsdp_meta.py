@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.replicas import assert_same, share, token_loss, tokens
-from support.shards import FORMS, communicator, shard, train, whole_weights
+from support.shards import VARIANTS, communicator, shard, train, whole_weights
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,32 +29,32 @@ def make(device: str, tied: bool = True, **shape: int) -> Any:
         return GPT(GPTConfig(**sizes, dropout=0.0, tied=tied))  # type: ignore[arg-type]
 
 
-def learned(comm: Any, form: Any, device: str, tied: bool, **more: Any) -> tuple[list[float], dict[str, Any]]:
+def learned(comm: Any, variant: Any, device: str, tied: bool, **more: Any) -> tuple[list[float], dict[str, Any]]:
     model = make(device, tied)
-    strategy = shard(model, comm, form, units=("Block",), **more)
+    strategy = shard(model, comm, variant, units=("Block",), **more)
     losses = train(model, lambda step: tuple(share(each, comm) for each in tokens(step)), token_loss, 3)
     return losses, whole_weights(model, strategy)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_bits_equal_those_of_a_model_built_with_memory(place: Any, tied: bool) -> None:
-    comm, form = place
-    (losses, found), (expected, weights) = (learned(comm, form, device, tied) for device in ("meta", "cpu"))
+def test_the_bits_equal_those_of_a_model_built_with_memory(comm_and_variant: Any, tied: bool) -> None:
+    comm, variant = comm_and_variant
+    (losses, found), (expected, weights) = (learned(comm, variant, device, tied) for device in ("meta", "cpu"))
     assert losses == expected
     assert_same(found, weights, rtol=0, atol=0)
 
 
-def test_the_bits_are_equal_in_mixed_precision(some_place: Any) -> None:
-    comm, form = some_place
+def test_the_bits_are_equal_in_mixed_precision(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     (losses, _), (expected, _) = (
-        learned(comm, form, device, True, mixed_precision="bfloat16") for device in ("meta", "cpu")
+        learned(comm, variant, device, True, mixed_precision="bfloat16") for device in ("meta", "cpu")
     )
     assert losses == expected
 
 
 @pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
 def test_an_attached_model_draws_the_same_values(comm: Any, data: Any) -> None:
-    with communicator(comm, FORMS["fsdp"]) as own:
+    with communicator(comm, VARIANTS["fsdp"]) as own:
         results = []
         for device in ("meta", "cpu"):
             model = make(device)
@@ -64,12 +64,12 @@ def test_an_attached_model_draws_the_same_values(comm: Any, data: Any) -> None:
         assert torch.equal(*results)
 
 
-def test_buffers_are_initialised_on_all_ranks(some_place: Any) -> None:
-    comm, form = some_place
+def test_buffers_are_initialised_on_all_ranks(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     torch.manual_seed(comm.rank)
-    shard(model, comm, form)
+    shard(model, comm, variant)
     assert model[1].running_var.tolist() == [1] * 8 and model[1].running_mean.tolist() == [0] * 8
     model(torch.randn(4, 8)).sum().backward()
     assert int(model[1].num_batches_tracked) == 1
@@ -129,18 +129,18 @@ def test_the_tracker_sees_allocations_and_frees() -> None:
 def test_no_rank_ever_holds_the_whole_model_in_memory(comm: Any, name: str) -> None:
     shape = {"layers": 12, "width": 64, "heads": 4}
     model, limit = make("meta", **shape), 0.02
-    with communicator(comm, FORMS[name]) as own:
+    with communicator(comm, VARIANTS[name]) as own:
         total = sum(parameter.nbytes for parameter in model.parameters())
         with Watch() as watch:
-            strategy = shard(model, own, FORMS[name], units=("Block",), bucket_mib=limit)
+            strategy = shard(model, own, VARIANTS[name], units=("Block",), bucket_mib=limit)
         groups = strategy._parts.groups
         modules = make("cpu", **shape).modules()
         module = max(sum(each.nbytes for each in module.parameters(recurse=False)) for module in modules)
         # torch does not allocate node memory, so neither the shards nor the buffers of gradients are counted.
         share = sum(group.shard_data.nbytes for group in groups) if name == "fsdp_alone" else 0
         group = max(group.layout.numel * 4 for group in groups)
-        room = max(IN_FLIGHT * int(limit * 2**20), group) if name == "fsdp_alone" else 0
+        buffers = max(IN_FLIGHT * int(limit * 2**20), group) if name == "fsdp_alone" else 0
         small = 2**12  # digests, counts, fences
-        assert watch.peak <= share + max(2 * group + module, room) + small
+        assert watch.peak <= share + max(2 * group + module, buffers) + small
         assert share + 2 * group + module < 0.9 * total, "the model is too small to show anything"
         assert own.size < 3 or own.rank == 0 or watch.peak < 0.7 * total

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.replicas import WIDTH, backward, make_mlp, part, vectors
-from support.shards import FORMS, communicator, shard
+from support.shards import VARIANTS, communicator, shard
 from torch import Tensor, nn
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
@@ -31,10 +31,10 @@ def same_everywhere(comm: Any, tensors: list[Tensor]) -> bool:
 # Buffers --------------------------------------------------------------------------------------------------------------
 
 
-def test_buffers_are_those_of_rank_0_before_each_training_pass(some_place: Any) -> None:
-    comm, form = some_place
+def test_buffers_are_those_of_rank_0_before_each_training_pass(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = with_norm()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     seen: list[list[Tensor]] = []
     model[1].register_forward_pre_hook(lambda *_: seen.append(buffers(model)))
     for step in range(3):
@@ -54,10 +54,10 @@ def test_buffers_are_those_of_rank_0_before_each_training_pass(some_place: Any) 
         assert not same_everywhere(comm, seen[-1]), quiet
 
 
-def test_buffers_stay_local_if_the_settings_say_so(some_place: Any) -> None:
-    comm, form = some_place
+def test_buffers_stay_local_if_the_settings_say_so(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = with_norm()
-    shard(model, comm, form, **LINEAR, broadcast_buffers=False)
+    shard(model, comm, variant, **LINEAR, broadcast_buffers=False)
     for step in range(2):
         backward(model, part(comm, comm.rank, step))
     seen: list[list[Tensor]] = []
@@ -66,10 +66,10 @@ def test_buffers_stay_local_if_the_settings_say_so(some_place: Any) -> None:
     assert not same_everywhere(comm, seen[0])
 
 
-def test_buffers_are_sent_to_ranks_without_samples(some_place: Any) -> None:
-    comm, form = some_place
+def test_buffers_are_sent_to_ranks_without_samples(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = with_norm()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     backward(model, part(comm, comm.rank))
     expected = comm.broadcast_object(buffers(model))
     if comm.rank == comm.size - 1:
@@ -79,11 +79,11 @@ def test_buffers_are_sent_to_ranks_without_samples(some_place: Any) -> None:
         backward(model, part(comm, comm.rank, 1))
 
 
-def test_initial_buffers_are_those_of_rank_0(some_place: Any) -> None:
-    comm, form = some_place
+def test_initial_buffers_are_those_of_rank_0(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = with_norm()
     model[1].running_mean.fill_(comm.rank + 1)
-    shard(model, comm, form, **LINEAR)
+    shard(model, comm, variant, **LINEAR)
     assert model[1].running_mean.tolist() == [1.0] * WIDTH
 
 
@@ -91,11 +91,11 @@ def test_initial_buffers_are_those_of_rank_0(some_place: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
-def test_changed_shards_take_effect_after_a_refresh(place: Any, precision: Any) -> None:
-    comm, form = place
+def test_changed_shards_take_effect_after_a_refresh(comm_and_variant: Any, precision: Any) -> None:
+    comm, variant = comm_and_variant
     model = make_mlp()
     next(model.parameters()).requires_grad_(False)  # including frozen ones
-    strategy = shard(model, comm, form, **LINEAR, mixed_precision=precision)
+    strategy = shard(model, comm, variant, **LINEAR, mixed_precision=precision)
     inside: list[float] = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -114,9 +114,9 @@ def test_changed_shards_take_effect_after_a_refresh(place: Any, precision: Any) 
 
 
 def test_an_update_waits_for_ranks_that_are_still_computing(comm: Any) -> None:
-    with communicator(comm, FORMS["fsdp"]) as own:
+    with communicator(comm, VARIANTS["fsdp"]) as own:
         model, slow = make_mlp(), make_mlp()
-        shard(model, own, FORMS["fsdp"])
+        shard(model, own, VARIANTS["fsdp"])
         optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
         backward(model, part(own, own.rank))
         expected = slow(vectors()[0])

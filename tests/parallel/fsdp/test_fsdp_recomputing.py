@@ -39,10 +39,10 @@ def check_steps(comm: Any, model: Any, alone: Any, strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around_units", "inside_units"])
-def test_activation_checkpointing_does_not_change_gradients(some_place: Any, inside: bool) -> None:
-    comm, form = some_place
+def test_activation_checkpointing_does_not_change_gradients(comm_and_some_variant: Any, inside: bool) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, units=("Block",))
+    strategy = shard(model, comm, variant, units=("Block",))
     if inside:
         recompute(model.blocks)
     else:
@@ -59,20 +59,20 @@ def test_activation_checkpointing_does_not_change_gradients(some_place: Any, ins
     check_steps(comm, model, alone, strategy)
 
 
-def test_reentrant_checkpointing_of_the_whole_model_does_not_change_gradients(some_place: Any) -> None:
-    comm, form = some_place
+def test_reentrant_checkpointing_of_the_whole_model_does_not_change_gradients(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, form)
+    strategy = shard(model, comm, variant)
     for each, (inputs, targets) in ((model, part(comm, comm.rank)), (alone, vectors())):
         once = checkpoint(each, inputs.clone().requires_grad_(), use_reentrant=True)
         mse_loss(checkpoint(each, once, use_reentrant=True), targets).backward()
     assert_same(whole_gradients(comm, model, strategy), gradients(alone))
 
 
-def test_reentrant_checkpointing_of_units_does_not_change_gradients(some_place: Any) -> None:
-    comm, form = some_place
+def test_reentrant_checkpointing_of_units_does_not_change_gradients(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, units=("Block",))
+    strategy = shard(model, comm, variant, units=("Block",))
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=True)
     check_steps(comm, model, alone, strategy)

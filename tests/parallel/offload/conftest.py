@@ -1,4 +1,4 @@
-"""Computation on one thread: engine and passes work simultaneously, on cores that are also used by others."""
+"""Computation on one thread: updates and passes run simultaneously, on cores that are also used by others."""
 
 from __future__ import annotations
 

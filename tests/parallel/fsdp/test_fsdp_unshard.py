@@ -27,10 +27,10 @@ def train(model: nn.Module, comm: Any = None, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-def test_values_are_those_of_the_plain_model_before_and_after_training(place: Any) -> None:
-    comm, form = place
+def test_values_are_those_of_the_plain_model_before_and_after_training(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, plain = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     with strategy.unshard():
         assert_same(weights(model), weights(plain), rtol=0, atol=0)
     train(model, comm)
@@ -42,10 +42,10 @@ def test_values_are_those_of_the_plain_model_before_and_after_training(place: An
         assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
 
 
-def test_shards_are_restored_afterwards_and_training_continues(place: Any) -> None:
-    comm, form = place
+def test_shards_are_restored_afterwards_and_training_continues(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, plain = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     before = list(model.parameters())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
     for step in range(4):
@@ -63,10 +63,10 @@ def test_shards_are_restored_afterwards_and_training_continues(place: Any) -> No
         assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_a_forward_pass_inside_sees_the_whole_model(place: Any) -> None:
-    comm, form = place
+def test_a_forward_pass_inside_sees_the_whole_model(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, plain = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     for _ in range(2):
         with strategy.unshard(), torch.no_grad():
             # A call on one rank alone: no further gather is needed.
@@ -79,10 +79,10 @@ def test_a_forward_pass_inside_sees_the_whole_model(place: Any) -> None:
         train(plain, steps=1)
 
 
-def test_state_dict_inside_loads_into_a_plain_model(some_place: Any) -> None:
-    comm, form = some_place
+def test_state_dict_inside_loads_into_a_plain_model(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, plain = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     train(model, comm)
     with strategy.unshard():
         plain.load_state_dict(model.state_dict())
@@ -90,10 +90,10 @@ def test_state_dict_inside_loads_into_a_plain_model(some_place: Any) -> None:
     torch.testing.assert_close(plain(tokens()[0]), expected, rtol=0, atol=0)
 
 
-def test_values_written_by_rank_0_take_effect(place: Any) -> None:
-    comm, form = place
+def test_values_written_by_rank_0_take_effect(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model = make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     train(model, comm, 1)
     other = weights(make_gpt())
     torch.manual_seed(comm.rank)
@@ -115,10 +115,10 @@ def test_values_written_by_rank_0_take_effect(place: Any) -> None:
         assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_all_ranks_may_write_the_same_values(place: Any) -> None:
-    comm, form = place
+def test_all_ranks_may_write_the_same_values(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, plain = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     with strategy.unshard(write=True), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
@@ -127,11 +127,11 @@ def test_all_ranks_may_write_the_same_values(place: Any) -> None:
             assert torch.equal(ours, 2 * theirs)
 
 
-def test_frozen_parameters_are_also_written(place: Any) -> None:
-    comm, form = place
+def test_frozen_parameters_are_also_written(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model = make_gpt()
     model.blocks[0].requires_grad_(False)
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     train(model, comm, 1)
     with strategy.unshard(write=True), torch.no_grad():
         if comm.rank == 0:
@@ -142,12 +142,12 @@ def test_frozen_parameters_are_also_written(place: Any) -> None:
     assert inside == [3]
 
 
-def test_without_write_later_reads_are_unchanged(some_place: Any) -> None:
-    comm, form = some_place
+def test_without_write_later_reads_are_unchanged(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     if comm.shares_memory:
         pytest.skip("in node memory whole parameters and shards are the same memory")
     model, plain = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     with strategy.unshard(), torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -156,10 +156,10 @@ def test_without_write_later_reads_are_unchanged(some_place: Any) -> None:
         assert_same(weights(model), weights(plain), rtol=0, atol=0)
 
 
-def test_after_an_error_inside_shards_are_restored_and_unchanged(place: Any) -> None:
-    comm, form = place
+def test_after_an_error_inside_shards_are_restored_and_unchanged(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model = make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS)
+    strategy = shard(model, comm, variant, **BLOCKS)
     before = list(model.parameters())
     for write in (False, True):
         with pytest.raises(ValueError, match="inside"), strategy.unshard(write=write):
@@ -168,10 +168,10 @@ def test_after_an_error_inside_shards_are_restored_and_unchanged(place: Any) -> 
     train(model, comm, 1)
 
 
-def test_mixed_precision_refuses_writes_and_shows_the_computed_precision(some_place: Any) -> None:
-    comm, form = some_place
+def test_mixed_precision_refuses_writes_and_shows_the_computed_precision(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, plain = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, **BLOCKS, mixed_precision="bfloat16")
+    strategy = shard(model, comm, variant, **BLOCKS, mixed_precision="bfloat16")
     with pytest.raises(UsageError, match="would round the parameters to bfloat16") as error:
         with strategy.unshard(write=True):
             raise AssertionError("came inside")

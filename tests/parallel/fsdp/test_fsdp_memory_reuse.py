@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.shards import FORMS, communicator
+from support.shards import VARIANTS, communicator
 from torch import nn
 
 from hpctrain.parallel.fsdp.param_group import ParamGroup
@@ -29,10 +29,10 @@ def make(comm: Any, value: float) -> ParamGroup:
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_equal_pieces_reuse_the_same_memory_in_turn(
+def test_equal_groups_reuse_the_same_memory_in_turn(
     comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with communicator(comm, FORMS["fsdp_alone"]) as own:
+    with communicator(comm, VARIANTS["fsdp_alone"]) as own:
         monkeypatch.setattr(own, "all_gather", partial(own.all_gather, algorithm=algorithm))
         groups = [make(own, 1.0), make(own, 2.0)]
         before, again = -1, 0

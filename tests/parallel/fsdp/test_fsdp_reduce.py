@@ -35,10 +35,10 @@ LINEAR = {"units": ("Linear",)}
 SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
 
 
-def test_parameters_may_be_unused_on_some_or_all_ranks(place: Any) -> None:
-    comm, form = place
+def test_parameters_may_be_unused_on_some_or_all_ranks(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model = Branches()
-    strategy = shard(model, comm, form, **SMALL)
+    strategy = shard(model, comm, variant, **SMALL)
     orders = [["abc"] * comm.size]  # units gathered on demand record their order in the first step
     orders += [[("ab", "abc", "b", "ac")[(rank + step) % 4] for rank in range(comm.size)] for step in range(4)]
     orders += [["a"] * comm.size]
@@ -48,23 +48,23 @@ def test_parameters_may_be_unused_on_some_or_all_ranks(place: Any) -> None:
         model.zero_grad()
 
 
-def test_a_unit_may_be_unused_in_the_first_step(some_place: Any) -> None:
-    comm, form = some_place
+def test_a_unit_may_be_unused_in_the_first_step(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = Branches()
-    strategy = shard(model, comm, form, **SMALL)
+    strategy = shard(model, comm, variant, **SMALL)
     for use in ("ab", "abc", "c"):
         backward(model, part(comm, comm.rank), 1, *use)
         assert_same(whole_gradients(comm, model, strategy), branch_gradients(comm, [use] * comm.size))
         model.zero_grad()
 
 
-def test_the_order_may_differ_from_the_first_step(some_place: Any) -> None:
-    comm, form = some_place
+def test_the_order_may_differ_from_the_first_step(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = Branches()
-    strategy = shard(model, comm, form, **SMALL)
+    strategy = shard(model, comm, variant, **SMALL)
     backward(model, part(comm, comm.rank), 1, *"abc")
     model.zero_grad()
-    if form.node_of_rank is one_per_node:
+    if variant.node_of_rank is one_per_node:
         with pytest.raises(UsageError, match="unit [ab] runs more often, or in another order, than in the first step"):
             backward(model, part(comm, comm.rank), 1, *"cba")
         return
@@ -74,10 +74,12 @@ def test_the_order_may_differ_from_the_first_step(some_place: Any) -> None:
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["local", "reduced"])
 @pytest.mark.parametrize("to_none", [True, False])
-def test_accumulated_gradients_equal_those_of_one_large_batch(some_place: Any, reduced: bool, to_none: bool) -> None:
-    comm, form = some_place
+def test_accumulated_gradients_equal_those_of_one_large_batch(
+    comm_and_some_variant: Any, reduced: bool, to_none: bool
+) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     for step in range(3):
         for group in range(3):
             inputs, targets = (share(tensor, comm).chunk(3)[group] for tensor in vectors(step, 36))
@@ -92,10 +94,10 @@ def test_accumulated_gradients_equal_those_of_one_large_batch(some_place: Any, r
             each.zero_grad(set_to_none=to_none)
 
 
-def test_no_sync_keeps_gradients_local(some_place: Any) -> None:
-    comm, form = some_place
+def test_no_sync_keeps_gradients_local(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     with strategy.no_sync():
         backward(model, part(comm, comm.rank))
     backward(alone, part(comm, comm.rank))
@@ -109,10 +111,10 @@ def test_no_sync_keeps_gradients_local(some_place: Any) -> None:
     assert_same(whole_gradients(comm, model, strategy), gradients(alone))
 
 
-def test_uneven_batches_with_ranks_without_samples_are_supported(place: Any) -> None:
-    comm, form = place
+def test_uneven_batches_with_ranks_without_samples_are_supported(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
     for step in range(5):
         counts = [1 if step == 0 else [0, 3, 2, 0][(rank - step) % comm.size] for rank in range(comm.size)]
@@ -132,21 +134,21 @@ def test_uneven_batches_with_ranks_without_samples_are_supported(place: Any) -> 
     assert_same(whole_weights(model, strategy), alone.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_first_step_without_samples_is_refused_if_units_are_gathered(comm: Any, some_place: Any) -> None:
-    comm, form = some_place
+def test_a_first_step_without_samples_is_refused_if_units_are_gathered(comm: Any, comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = make_mlp()
-    strategy = shard(model, comm, form, **LINEAR)
-    if form.node_of_rank is not one_per_node:
+    strategy = shard(model, comm, variant, **LINEAR)
+    if variant.node_of_rank is not one_per_node:
         strategy.join_empty()
     else:
         with pytest.raises(UsageError, match=f"rank {comm.rank} has no sample, but the first step needs some"):
             strategy.join_empty()
 
 
-def test_evaluation_is_possible_between_steps(some_place: Any) -> None:
-    comm, form = some_place
+def test_evaluation_is_possible_between_steps(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
     for step in range(3):
         for each, optimizer in zip((model, alone), optimizers):
@@ -161,16 +163,16 @@ def test_evaluation_is_possible_between_steps(some_place: Any) -> None:
                 strategy.join_empty(backward=False)
         # Ranks end it at different times: none may update while another still reads.
         with torch.no_grad():
-            for _ in range(1 if form.node_of_rank is one_per_node else 1 + 3 * comm.rank):
+            for _ in range(1 if variant.node_of_rank is one_per_node else 1 + 3 * comm.rank):
                 torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
         for each in (model, alone):
             each.train()
 
 
-def test_two_forward_passes_may_precede_one_backward_pass(some_place: Any) -> None:
-    comm, form = some_place
+def test_two_forward_passes_may_precede_one_backward_pass(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     for step in range(3):
         for each, (first, second) in ((model, [part(comm, comm.rank, step + n) for n in (0, 9)]),):
             (mse_loss(each(first[0]), first[1]) + mse_loss(each(second[0]), second[1])).backward()
@@ -206,10 +208,10 @@ class Beside(nn.Module):
         return x * self.scale + (torch.tanh(self.left @ self.right) @ self.right).sum(0)
 
 
-def test_units_may_run_twice_and_parameters_may_be_independent_of_the_input(some_place: Any) -> None:
-    comm, form = some_place
+def test_units_may_run_twice_and_parameters_may_be_independent_of_the_input(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = Twice(), Twice()
-    strategy = shard(model, comm, form, units=("Linear", "Beside"))
+    strategy = shard(model, comm, variant, units=("Linear", "Beside"))
     for step in range(3):
         backward(model, part(comm, comm.rank, step))
         backward(alone, vectors(step))
@@ -218,13 +220,13 @@ def test_units_may_run_twice_and_parameters_may_be_independent_of_the_input(some
         alone.zero_grad()
 
 
-def test_frozen_parameters_get_no_gradient(some_place: Any) -> None:
-    comm, form = some_place
+def test_frozen_parameters_get_no_gradient(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
     for each in (model, alone):
         for number, parameter in enumerate(each.parameters()):
             parameter.requires_grad_(number not in (0, 3))
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     for step in range(2):
         backward(model, part(comm, comm.rank, step))
         backward(alone, vectors(step))
@@ -237,10 +239,10 @@ def test_frozen_parameters_get_no_gradient(some_place: Any) -> None:
         model(vectors()[0])
 
 
-def test_parameters_may_have_any_dtype_and_size(some_place: Any) -> None:
-    comm, form = some_place
+def test_parameters_may_have_any_dtype_and_size(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = Mixed(), Mixed()
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     for step in range(2):
         backward(model, part(comm, comm.rank, step))
         backward(alone, vectors(step))
@@ -255,10 +257,10 @@ def test_parameters_may_have_any_dtype_and_size(some_place: Any) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])
-def test_clipping_uses_the_norm_of_all_gradients(some_place: Any, max_norm: float) -> None:
-    comm, form = some_place
+def test_clipping_uses_the_norm_of_all_gradients(comm_and_some_variant: Any, max_norm: float) -> None:
+    comm, variant = comm_and_some_variant
     model, alone = make_gpt(), make_gpt()
-    strategy = shard(model, comm, form, units=("Block",))
+    strategy = shard(model, comm, variant, units=("Block",))
     inputs, targets = (share(tensor, comm) for tensor in tokens())
     token_loss(model(inputs), targets).backward()
     token_loss(alone(tokens()[0]), tokens()[1]).backward()
@@ -269,18 +271,18 @@ def test_clipping_uses_the_norm_of_all_gradients(some_place: Any, max_norm: floa
     assert len(set(comm.all_gather_object(float(norm)))) == 1
 
 
-def test_a_nonfinite_gradient_is_not_scaled(some_place: Any) -> None:
-    comm, form = some_place
+def test_a_nonfinite_gradient_is_not_scaled(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
     model = make_mlp()
-    strategy = shard(model, comm, form)
+    strategy = shard(model, comm, variant)
     backward(model, part(comm, comm.rank), float("inf") if comm.rank == comm.size - 1 else 1)
     before = whole_gradients(comm, model, strategy)
     assert not torch.isfinite(strategy.clip_grad_norm(1.0))
     assert_same(whole_gradients(comm, model, strategy), before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_synchronised_batch_norm_equals_that_of_the_whole_batch(some_place: Any) -> None:
-    comm, form = some_place
+def test_synchronised_batch_norm_equals_that_of_the_whole_batch(comm_and_some_variant: Any) -> None:
+    comm, variant = comm_and_some_variant
 
     def make() -> nn.Module:
         torch.manual_seed(7)
@@ -289,7 +291,7 @@ def test_synchronised_batch_norm_equals_that_of_the_whole_batch(some_place: Any)
 
     model, alone = make(), make()
     convert(model, comm)
-    strategy = shard(model, comm, form, **LINEAR)
+    strategy = shard(model, comm, variant, **LINEAR)
     for step in range(3):
         backward(model, part(comm, comm.rank, step))
         backward(alone, vectors(step))

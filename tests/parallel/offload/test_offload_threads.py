@@ -24,7 +24,7 @@ def test_every_item_is_done_once_by_single_threaded_workers() -> None:
 
         SliceThreads(3).each(do, range(60))
         assert sorted(item for item, _, _ in done) == list(range(60))
-        assert {name for _, name, _ in done} == {f"hpctrain-hand-{number}" for number in range(3)}
+        assert {name for _, name, _ in done} == {f"hpctrain-slices-{number}" for number in range(3)}
         assert {threads for _, _, threads in done} == {1}
         assert torch.get_num_threads() == 2  # the number of threads is unchanged here and in later threads
         others: list[int] = []
@@ -39,8 +39,8 @@ def test_every_item_is_done_once_by_single_threaded_workers() -> None:
 @pytest.mark.parametrize("count, items", [(1, 5), (3, 1), (3, 0)])
 def test_a_single_worker_needs_no_thread(count: int, items: int) -> None:
     done: list[int] = []
-    hands = SliceThreads(count)
-    hands.each(lambda item: done.append(threading.get_ident()), range(items))
+    pool = SliceThreads(count)
+    pool.each(lambda item: done.append(threading.get_ident()), range(items))
     assert done == [threading.get_ident()] * items
 
 
@@ -54,10 +54,10 @@ def test_an_error_is_raised_after_all_threads_have_finished() -> None:
         time.sleep(0.05)
         working.remove(item)
 
-    hands = SliceThreads(2)
+    pool = SliceThreads(2)
     with pytest.raises(ValueError, match="one"):
-        hands.each(do, range(1000))
+        pool.each(do, range(1000))
     assert not working
     done: list[int] = []
-    hands.each(done.append, range(10))
+    pool.each(done.append, range(10))
     assert sorted(done) == list(range(10))

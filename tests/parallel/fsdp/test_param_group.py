@@ -48,9 +48,9 @@ class Root:
             self.mail["whole"] = whole.clone()
         out.copy_(self.mail["whole"].chunk(self.size)[self.rank])
 
-    def all_gather(self, out: Tensor, place: Tensor) -> None:
-        assert place.data_ptr() == out.chunk(self.size)[self.rank].data_ptr()
-        own, whole = place.clone(), self.mail["whole"].to(out.dtype)
+    def all_gather(self, out: Tensor, part: Tensor) -> None:
+        assert part.data_ptr() == out.chunk(self.size)[self.rank].data_ptr()
+        own, whole = part.clone(), self.mail["whole"].to(out.dtype)
         out.copy_(whole)
         out.chunk(self.size)[self.rank].copy_(own)
 

@@ -1,4 +1,4 @@
-"""Stream of collectives beside the computation: after the producers of their input, before readers of their results.
+"""Stream of collectives that overlap with computation: after the producers of their input, before readers of results.
 
 The fake device does no work until a wait, so that a missing order shows as a wrong value.
 """
@@ -99,7 +99,9 @@ def test_collectives_keep_their_order(streams: LazyStreams, stream: CommStream) 
     done: list[int] = []
     handles = []
     for number in range(5):
-        handles.append(stream.run(lambda number=number: streams.enqueue(streams.current(), lambda: done.append(number))))
+        handles.append(
+            stream.run(lambda number=number: streams.enqueue(streams.current(), lambda: done.append(number)))
+        )
     handles[3].wait()
     streams.finish()
     assert done == [0, 1, 2, 3]

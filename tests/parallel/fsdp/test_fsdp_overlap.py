@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.beside import LAYERS, Bench, Log, batch
+from support.fsdp_overlap import LAYERS, Bench, Log, batch
 from torch import Tensor, nn
 
 from hpctrain.parallel.fsdp import setup
@@ -95,18 +95,18 @@ def test_gathers_and_reductions_have_a_fixed_order(monkeypatch: pytest.MonkeyPat
         bench.log.clear()
         bench.gradients(batch(step))
         names = bench.names()
-        orders.append([(kind, names.get(place[0], "")) for kind, *place in bench.log if kind in ("gather", "reduce")])
+        orders.append([(kind, names.get(memory[0], "")) for kind, *memory in bench.log if kind in ("gather", "reduce")])
     gathered = [name for kind, name in orders[2] if kind == "gather"]
     assert gathered == [-1, *range(LAYERS), *reversed(range(LAYERS))]  # the model's own unit stays for the whole step
     assert orders[1] == orders[2] and len(orders[2]) == 2 * LAYERS + 1 + LAYERS + 1
     # Reductions do not delay gathers: the next gathers were issued before them.
     back = orders[2][LAYERS + 1 :]
-    before = [sum(kind == "reduce" for kind, _ in back[:place]) for place, one in enumerate(back) if one[0] == "gather"]
+    before = [sum(kind == "reduce" for kind, _ in back[:index]) for index, one in enumerate(back) if one[0] == "gather"]
     assert before == [max(number + 1 - depth, 0) for number in range(LAYERS)]
 
 
 @pytest.mark.parametrize("data", ["zero2", "fsdp"])
-def test_whole_gradients_exist_for_a_limited_number_of_pieces(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+def test_whole_gradients_exist_for_a_limited_number_of_groups(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     bench = Bench(monkeypatch, data=data, units=("Linear",), bucket_mib=1e-6)
     reductions = bench.strategy._parts.reduction.reductions
     assert len(reductions) > LAYERS

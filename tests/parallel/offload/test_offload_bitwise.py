@@ -62,7 +62,7 @@ def test_bfloat16_gives_the_same_bits(comm: Any, offload: OffloadSettings) -> No
     loop.run(attached(comm, offload, **how)).check_same(loop.run(attached(comm, **how)))
 
 
-def test_small_pieces_give_the_same_bits(comm: Any) -> None:
+def test_small_chunks_give_the_same_bits(comm: Any) -> None:
     loop = Loop(clip=0.05)
     offload = replace(HOST, piece_mib=0.001)
     loop.run(attached(comm, offload, data="zero2", bucket_mib=0.01)).check_same(loop.run(attached(comm)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lagging import LateDevice
+from support.fake_copy_device import LateDevice
 from support.meshes import Trained
 from support.offloading import HOST, Loop, Model, Outcome, adamw, attached, batch
 from torch.nn.functional import mse_loss
@@ -223,7 +223,7 @@ def test_dropped_gradients_make_no_update(comm: Any) -> None:
     assert all(map(torch.equal, before, strategy.model.parameters())) and not strategy.reduced_gradients()
 
 
-def test_summon_shows_the_values_of_the_host_and_accepts_writes(comm: Any) -> None:
+def test_unshard_returns_the_values_of_the_host_and_accepts_writes(comm: Any) -> None:
     strategy = attached(comm, DELAYED, data="fsdp")
     Loop(steps=3).run(strategy)
     with strategy.unshard(write=True):
@@ -238,7 +238,7 @@ def test_summon_shows_the_values_of_the_host_and_accepts_writes(comm: Any) -> No
 
 
 @pytest.mark.parametrize("how", [{"data": "zero2", "bucket_mib": 0.005}, {"data": "fsdp"}], ids=["zero2", "fsdp"])
-def test_pieces_moved_to_the_device_continue_with_the_same_bits(comm: Any, how: dict[str, Any]) -> None:
+def test_groups_moved_to_the_device_continue_with_the_same_bits(comm: Any, how: dict[str, Any]) -> None:
     loop, later = Loop(clip=0.05, steps=5), Loop(clip=0.05, steps=10)
     results = []
     for moves in (False, True):

@@ -67,7 +67,7 @@ class Pair:
             parameter.grad = gradient.clone().float().mul_(scale)
         self.torch.step()
         copies = [None if target is None else torch.empty(shape, dtype=target) for shape in SHAPES]
-        order = list(reversed(range(len(SHAPES))))  # as the engine may have them
+        order = list(reversed(range(len(SHAPES))))  # as the host optimizer may have them
         chosen = [[one[number] for number in order] for one in (self.ours, gradients, copies)]
         self.one_pass.step(chosen[0], chosen[1], scale, chosen[2] if target else ())
         for mine, copied in zip(self.ours, copies):
@@ -124,7 +124,7 @@ def test_slices_and_threads_change_no_bit(slice_bytes: int, threads: int) -> Non
     assert pair.one_pass.seconds > 0
 
 
-def test_updating_pieces_one_by_one_equals_updating_all_at_once() -> None:
+def test_updating_parameters_one_by_one_equals_updating_all_at_once() -> None:
     pair = Pair(OPTIMIZERS["adamw"])
     for _ in range(STEPS):
         gradients = pair.gradients()
@@ -230,11 +230,11 @@ def test_support_for_slices_is_known_from_the_second_update_on() -> None:
 def test_memory_of_a_forgotten_parameter_is_freed() -> None:
     pair = Pair(OPTIMIZERS["adamw fused"])
     pair.step()
-    room = np.zeros(SHAPES[0], dtype=np.float32)
-    lives = weakref.ref(room)
+    memory = np.zeros(SHAPES[0], dtype=np.float32)
+    lives = weakref.ref(memory)
     state = pair.own.state[pair.ours[0]]
-    state["exp_avg"] = torch.from_numpy(room).copy_(state["exp_avg"])
-    del room
+    state["exp_avg"] = torch.from_numpy(memory).copy_(state["exp_avg"])
+    del memory
     pair.step()
     pair.check()
     state["exp_avg"] = state["exp_avg"].clone()  # as if moved elsewhere
@@ -250,5 +250,5 @@ def test_threads_of_the_pass_are_few_and_shared() -> None:
     for pair in pairs:
         pair.step()
         pair.step()
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("hpctrain-hand")]
-    assert names.count("hpctrain-hand-1") <= 2  # one for each number of threads above one in these tests
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("hpctrain-slices")]
+    assert names.count("hpctrain-slices-1") <= 2  # one for each number of threads above one in these tests

@@ -32,7 +32,7 @@ def random_numbers(draw: random.Random) -> list[int]:
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_knows_the_actions_of_any_pass() -> None:
+def test_a_plan_contains_the_actions_of_any_pass() -> None:
     plan = PassPlan(gather(0, 1), [*gather(1), *reduce(7)])
     assert all(plan.contains(action) for action in [*gather(0, 1), *reduce(7)])
     assert not any(plan.contains(action) for action in [*gather(7), *reduce(0, 1)])
@@ -69,13 +69,13 @@ def reductions_before(one: Action, line: list[Action]) -> int:
     return sum(kind == "reduce" for kind, _ in line[: line.index(one)])
 
 
-# Walks ----------------------------------------------------------------------------------------------------------------
+# Cursors --------------------------------------------------------------------------------------------------------------
 
 
 def actions_of_a_rank(draw: random.Random, actions: list[Action], depth: int) -> list[Action]:
     """Return the actions of a rank that requests some of them, in order, and then finishes."""
     cursor, done, wanted = PlanCursor(actions), list[Action](), 0
-    for place, action in enumerate(actions):
+    for index, action in enumerate(actions):
         if draw.random() < 0.4:
             continue
         if action[0] == "reduce" and draw.random() < 0.5:
@@ -88,7 +88,7 @@ def actions_of_a_rank(draw: random.Random, actions: list[Action], depth: int) ->
         assert due is not None and (not due or due[-1] == action)
         done += due
         assert action in done, "what is wanted has not been done"
-        wanted = max(wanted, place + 1)
+        wanted = max(wanted, index + 1)
         before = sum(kind == "gather" for kind, _ in done[wanted:])
         done += cursor.next_gathers(depth)
         assert sum(kind == "gather" for kind, _ in done[wanted:]) <= max(before, depth)
