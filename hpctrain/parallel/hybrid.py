@@ -59,11 +59,11 @@ class ModelParallel(Strategy):
     ) -> None:
         self.model, self.comm, self.settings, self.device = model, comm, settings, device
         _check_hooks(model)
-        _agree_on_values(model, comm)
+        _broadcast_values(model, comm)
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
-        place = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
-        self.place = ", ".join(f"{axis} {place[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
-        self.stage = place["pipe"]
+        coordinates = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
+        self.place = ", ".join(f"{axis} {coordinates[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
+        self.stage = coordinates["pipe"]
         self.pipelined = settings.pipe > 1
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
         chosen = choose(model, plan)
@@ -83,17 +83,17 @@ class ModelParallel(Strategy):
         self._tensor: TensorSplit | None = None
         self._gradient_hooks: GradientHooks | None = None
         if settings.tensor > 1:
-            row = sum(self._pipeline.modules, []) if self._pipeline is not None else ()
+            stage_modules = sum(self._pipeline.modules, []) if self._pipeline is not None else ()
             self._tensor = split_matrices(
-                model, self.mesh.tensor, plan, sequence=settings.sequence, device=device, layers=row
+                model, self.mesh.tensor, plan, sequence=settings.sequence, device=device, layers=stage_modules
             )
             if settings.schedule == "zb-h1":
                 self._tensor.separate_backward()
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.comm = self.mesh.data  # tensor ranks have the same samples
-        alone = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
-        self.inner = attach(model, self.mesh.data, alone, device)
+        data_settings = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
+        self.inner = attach(model, self.mesh.data, data_settings, device)
         if not self.inner.partial_parameters()[1] and self.mesh.data.size == 1:
             # Without a reduction, autograd would call the hooks with the gradient of a slice, or of
             # each microbatch.
@@ -127,19 +127,19 @@ class ModelParallel(Strategy):
         Collective. All stages and tensor ranks of the data rank get the same loss, a scalar without
         a graph.
         """
-        with self._comparing(objective) as split, self.unguarded():
+        with self._split_loss(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().forward_backward(inputs, targets, split, weight=weight)
             # PipeDream reduces the gradients of each microbatch by itself; those of the last one at
             # the end, as in other schedules.
-            with self.inner.deferred_reduction(reduces=self._syncing), self._explained():
+            with self.inner.deferred_reduction(reduces=self._syncing), self._explain_errors():
                 loss = self._pipeline.train(inputs, targets, split, weight)
                 if self._syncing:
                     self._pipeline.tied.reduce()
             return loss
 
-    def _explained(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._first_step is None else self._first_step.explained()
+    def _explain_errors(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._first_step is None else self._first_step.explain()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,7 +150,7 @@ class ModelParallel(Strategy):
     @torch.no_grad()
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
         """Return the loss of this data rank's samples, a scalar, on all of its stages and tensor ranks. Collective."""
-        with self._comparing(objective) as split, self.unguarded():
+        with self._split_loss(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().measure(inputs, targets, split)
             with self.inner.deferred_reduction(reduces=False):
@@ -178,7 +178,7 @@ class ModelParallel(Strategy):
                 self._pipeline.tied.reduce()
 
     @contextmanager
-    def _comparing(self, objective: Objective) -> Iterator[Objective]:
+    def _split_loss(self, objective: Objective) -> Iterator[Objective]:
         """Keep logits split over the tensor axis if the loss can be computed from split logits."""
         tensor = self._tensor
         if tensor is None or not tensor.has_head or objective.compare is not cross_entropy:
@@ -200,9 +200,9 @@ class ModelParallel(Strategy):
         own = norm_of(squares, gradients)
         self.mesh.pipe.all_reduce(squares)
         norm = norm_of(squares, gradients)
-        by = own if self._pipeline is not None and self._pipeline.versions is not None else norm
+        clip_norm = own if self._pipeline is not None and self._pipeline.versions is not None else norm
         if bool(torch.isfinite(norm)):
-            self._scale(by, max_norm)
+            self._scale(clip_norm, max_norm)
         return norm
 
     def _scale(self, norm: Tensor, max_norm: float) -> None:
@@ -296,17 +296,17 @@ class ModelParallel(Strategy):
 
     def whole_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of the whole tensor; None if neither the tensor axis nor the data axis splits it."""
-        place = self._tensor.places.get(name) if self._tensor is not None else None
-        return self.inner.whole_shape(name) if place is None else place.shape
+        position = self._tensor.positions.get(name) if self._tensor is not None else None
+        return self.inner.whole_shape(name) if position is None else position.shape
 
     @property
     def split(self) -> Split:
         """Return how the model's tensors are split over the ranks."""
         split = self.inner.split
         if self._tensor is not None:
-            split = self._tensor.over(split)
-        split = split if split is not None else _Whole()
-        return split if self._pipeline is None else _Staged(split, self._pipeline.tied)
+            split = self._tensor.compose(split)
+        split = split if split is not None else _WholeTensors()
+        return split if self._pipeline is None else _StageSplit(split, self._pipeline.tied)
 
     @property
     def copies(self) -> Communicator | None:
@@ -356,7 +356,7 @@ def _check_hooks(model: nn.Module) -> None:
             raise UsageError(f"hook on parameter {name}: {_HOOKS}; {ALTERNATIVE}", everywhere=True)
 
 
-def _agree_on_values(model: nn.Module, comm: Communicator) -> None:
+def _broadcast_values(model: nn.Module, comm: Communicator) -> None:
     """Broadcast rank 0's model before each rank drops its part; models without values must draw the same ones."""
     check_same_model(model, comm)
     if not is_meta(model):
@@ -372,7 +372,7 @@ def _agree_on_values(model: nn.Module, comm: Communicator) -> None:
         )
 
 
-class _Whole:
+class _WholeTensors:
     """``Split`` of a model whose tensors are whole, but not all present on every rank."""
 
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
@@ -380,7 +380,7 @@ class _Whole:
         return [Shard.whole(name, tensor)]
 
 
-class _Staged:
+class _StageSplit:
     """``Split`` of a stage: a tensor shared with an earlier stage is written by that stage.
 
     If two stages shard a tensor that they share, they may cut it in different places.

@@ -21,7 +21,7 @@ from torch import nn
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.parallel.hooks import subclass_with
-from hpctrain.parallel.tensor.kinds import Change
+from hpctrain.parallel.tensor.kinds import PlanEntry
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
 
 _ERRORS = (RuntimeError, ValueError, IndexError, AssertionError)
@@ -29,29 +29,29 @@ _SHAPES = re.compile(
     r"shape|size|dimension|must match|broadcast|mat1|mat2|expect|head|einsum|not divisible|out of (range|bounds)|^$",
     re.IGNORECASE,
 )
-_WATCHED: weakref.WeakKeyDictionary[nn.Module, Trail] = weakref.WeakKeyDictionary()
+_TRACKERS: weakref.WeakKeyDictionary[nn.Module, PassTracker] = weakref.WeakKeyDictionary()
 
 
-class Trail:
+class PassTracker:
     """Record of the modules that run, and of the last split layer that has run, in a forward pass."""
 
-    def __init__(self, model: nn.Module, chosen: Sequence[Change], *, sequence: bool = False) -> None:
+    def __init__(self, model: nn.Module, entries: Sequence[PlanEntry], *, sequence: bool = False) -> None:
         self._model, self._sequence = model, sequence
         self._names = {module: name for name, module in model.named_modules()}
-        self._chosen = {change.module: change for change in chosen}
+        self._entries = {entry.module: entry for entry in entries}
         self.running: list[nn.Module] = []
-        self.open: nn.Module | None = None  # the last layer whose outputs are split, until a row takes them
+        self.split_layer: nn.Module | None = None  # the last layer whose outputs are split, until a row takes them
         self.scattered: nn.Module | None = None  # the module after which sequences are split, until they are gathered
         self._handles: list[Any] = []
 
     @contextmanager
-    def explaining(self, *, everywhere: bool = True) -> Iterator[None]:
+    def explain_errors(self, *, everywhere: bool = True) -> Iterator[None]:
         """Convert errors in the ``with`` block that come from the plan to ``UsageError``, by default on all ranks."""
         self._attach()
         try:
             yield
         except _ERRORS as error:
-            explained = self.explained(error)
+            explained = self.explain(error)
             if explained is None:
                 raise
             explained.everywhere = everywhere
@@ -69,7 +69,7 @@ class Trail:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.running, self.open, self.scattered = [], None, None
+        self.running, self.split_layer, self.scattered = [], None, None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.running.append(module)
@@ -77,80 +77,81 @@ class Trail:
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self.running.pop()
         if isinstance(module, (ColumnParallel, SharedHeads)):
-            self.open = None if getattr(module, "gathers", False) else module
+            self.split_layer = None if getattr(module, "gathers", False) else module
         elif isinstance(module, Parallel):
-            self.open = None
-        kind = self._chosen[module].kind if self._sequence and module in self._chosen else ""
+            self.split_layer = None
+        kind = self._entries[module].kind if self._sequence and module in self._entries else ""
         if kind in ("scatter", "gather", "vocabulary"):
             self.scattered = module if kind == "scatter" else None
 
-    def explained(self, error: Exception) -> UsageError | None:
+    def explain(self, error: Exception) -> UsageError | None:
         """Return the ``UsageError`` for an error in the pass; None if the plan is not the cause."""
-        at = self.running[-1] if self.running else None
+        failed = self.running[-1] if self.running else None
         known = _SHAPES.search(str(error)) and not isinstance(error, (HpctrainError, NotImplementedError))
-        from_plan = self.open is not None or self.scattered is not None or _is_row(at)
+        from_plan = self.split_layer is not None or self.scattered is not None or _is_row(failed)
         if not known or isinstance(error, torch.OutOfMemoryError) or not from_plan:
             return None
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return UsageError(f"{self._where(at)} failed: {text}; {self._advice(at)}", everywhere=True)
+        return UsageError(f"{self._where(failed)} failed: {text}; {self._advice(failed)}", everywhere=True)
 
-    def _where(self, at: nn.Module | None) -> str:
-        where = f"in {self.name(at)}" if at is not None and self.name(at) else "in the model"
+    def _where(self, failed: nn.Module | None) -> str:
+        where = f"in {self.name(failed)}" if failed is not None and self.name(failed) else "in the model"
         return f"forward pass of the model split over tensor ranks {where}"
 
-    def _advice(self, at: nn.Module | None) -> str:
-        if self.open is None and self.scattered is not None:
+    def _advice(self, failed: nn.Module | None) -> str:
+        if self.split_layer is None and self.scattered is not None:
             return (
                 f"it follows {self.name(self.scattered)}, behind which each rank has a part of each sequence; what "
                 "needs whole sequences, such as a table of positions, must come before: put it and the modules "
                 "before it into one module, and write scatter for that"
             )
-        if self.open is None:
+        if self.split_layer is None:
             return (
                 f"a row-parallel layer takes features that a column-parallel layer before it has left split; write "
-                f"'{self._plain(at)}=whole', or column for the layer that feeds it"
+                f"'{self._path(failed)}=whole', or column for the layer that feeds it"
             )
-        before = f"it follows {self.name(self.open)}, whose outputs are split over the ranks"
-        column = isinstance(at, ColumnParallel) and not at.gathers
-        if isinstance(at, (ColumnParallel, SharedHeads)) or isinstance(at, nn.Linear) and not _is_row(at):
+        before = f"it follows {self.name(self.split_layer)}, whose outputs are split over the ranks"
+        column = isinstance(failed, ColumnParallel) and not failed.gathers
+        if isinstance(failed, (ColumnParallel, SharedHeads)) or isinstance(failed, nn.Linear) and not _is_row(failed):
             what = "a column-parallel layer takes whole features" if column else "a whole layer takes whole features"
-            return f"{before}; {what}; write '{self._plain(at)}=row' in parallel.tensor_plan"
-        beside = self._beside(self.open)
-        if beside:
-            kind = self._chosen[self.open].kind
+            return f"{before}; {what}; write '{self._path(failed)}=row' in parallel.tensor_plan"
+        siblings = self._unsplit_siblings(self.split_layer)
+        if siblings:
+            kind, verb = self._entries[self.split_layer].kind, "is" if len(siblings) == 1 else "are"
             return (
-                f"{before}; {', '.join(beside)} in the same module {'is' if len(beside) == 1 else 'are'} not; write "
-                + ", ".join(f"'{name}={kind}'" for name in beside)
-                + f" in parallel.tensor_plan, or '{self._plain(self.open)}=whole' and whole for its row"
+                f"{before}; {', '.join(siblings)} in the same module {verb} not; write "
+                + ", ".join(f"'{name}={kind}'" for name in siblings)
+                + f" in parallel.tensor_plan, or '{self._path(self.split_layer)}=whole' and whole for its row"
             )
         return (
             f"{before}; between a column- and a row-parallel layer only functions of each feature, or of each head, by "
-            f"itself are allowed, with sizes taken from the split tensors; write '{self._plain(self.open)}=whole' and "
-            "whole for its row, or split by heads (kind heads, which divides num_heads of the parent)"
+            f"itself are allowed, with sizes taken from the split tensors; write "
+            f"'{self._path(self.split_layer)}=whole' and whole for its row, or split by heads (kind heads, which "
+            "divides num_heads of the parent)"
         )
 
-    def _beside(self, split: nn.Module) -> list[str]:
+    def _unsplit_siblings(self, split: nn.Module) -> list[str]:
         """Return the unsplit layers next to a split one that take the same features, such as one half of a gate."""
-        path = self._plain(split).rpartition(".")[0]
-        change = self._chosen[split]
+        path = self._path(split).rpartition(".")[0]
+        entry = self._entries[split]
         return [
             f"{path}.{name}" if path else name
             for name, module in self._model.get_submodule(path).named_children()
             if isinstance(module, nn.Linear)
-            and module not in self._chosen
+            and module not in self._entries
             and module.in_features == split.in_features
-            and (change.kind == "heads" or module.out_features == split.out_features)
+            and (entry.kind == "heads" or module.out_features == split.out_features)
         ]
 
     def name(self, module: nn.Module | None) -> str:
         """Return a module's name, class and entry of the plan."""
-        name = self._plain(module)
-        kind: type = module.plain if isinstance(module, Parallel) else type(module)
-        change = self._chosen.get(cast(nn.Module, module))
-        entry = f"{change.pattern}={change.kind}" if change is not None else "not in the plan"
-        return f"{name} ({kind.__name__}, {entry})" if name else ""
+        name = self._path(module)
+        kind: type = module.torch_class if isinstance(module, Parallel) else type(module)
+        entry = self._entries.get(cast(nn.Module, module))
+        label = f"{entry.pattern}={entry.kind}" if entry is not None else "not in the plan"
+        return f"{name} ({kind.__name__}, {label})" if name else ""
 
-    def _plain(self, module: nn.Module | None) -> str:
+    def _path(self, module: nn.Module | None) -> str:
         name: str = self._names.get(cast(nn.Module, module), "")
         return name
 
@@ -159,11 +160,11 @@ def _is_row(module: nn.Module | None) -> bool:
     return isinstance(module, RowParallel)
 
 
-def watch(model: nn.Module, chosen: Sequence[Change], *, sequence: bool = False) -> None:
+def watch(model: nn.Module, entries: Sequence[PlanEntry], *, sequence: bool = False) -> None:
     """Explain errors of a split model's forward passes, until the first pass with gradients is complete."""
     if isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model):
         return
-    _WATCHED[model] = Trail(model, chosen, sequence=sequence)
+    _TRACKERS[model] = PassTracker(model, entries, sequence=sequence)
     model.__class__ = _subclass(type(model))
 
 
@@ -172,21 +173,21 @@ def unwatch(model: nn.Module) -> None:
     plain = getattr(type(model), "_watched_class", None)
     if plain is not None:
         model.__class__ = plain
-    _WATCHED.pop(model, None)
+    _TRACKERS.pop(model, None)
 
 
 def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        trail = _WATCHED.get(self)
-        if trail is None:
+        tracker = _TRACKERS.get(self)
+        if tracker is None:
             return plain.forward(self, *args, **kwargs)
-        return _watched(self, trail, lambda: plain.forward(self, *args, **kwargs))
+        return _watched(self, tracker, lambda: plain.forward(self, *args, **kwargs))
 
     return subclass_with(plain, forward, "_watched_class")
 
 
-def _watched(model: nn.Module, trail: Trail, forward: Any) -> Any:
-    with trail.explaining():
+def _watched(model: nn.Module, tracker: PassTracker, forward: Any) -> Any:
+    with tracker.explain_errors():
         result = forward()
     if torch.is_grad_enabled():
         unwatch(model)

@@ -15,27 +15,27 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import HpctrainError, MismatchError
 from hpctrain.log import logger
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.hooks import ModuleHook, UpdateHooks
+from hpctrain.parallel.hooks import ModuleHook, StepHooks
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import Run, Tensors
 from hpctrain.parallel.rng import has_dropout
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.parallel.tensor.first_pass import Trail, unwatch, watch
-from hpctrain.parallel.tensor.kinds import Change
-from hpctrain.parallel.tensor.sequence import join, split_before
+from hpctrain.parallel.tensor.first_pass import PassTracker, unwatch, watch
+from hpctrain.parallel.tensor.kinds import PlanEntry
+from hpctrain.parallel.tensor.sequence import gather_activations, split_before
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits
 from hpctrain.plain_tensors import on_shards
 
-SIGNS = 4  # projections of each gradient
+PROJECTIONS = 4  # projections of each gradient
 SAMPLE = 2**20  # approximate number of elements sampled from each gradient
-NAMED = 4  # parameters named in an error
-Sums = dict[str, tuple[float, ...]]
+MAX_NAMES = 4  # parameters named in an error
+Checksums = dict[str, tuple[float, ...]]
 
 
 @on_shards
 @torch.no_grad()
-def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
+def gradient_checksums(gradients: Sequence[tuple[str, Tensor]]) -> Checksums:
     """Return for each gradient, or a sample of its elements: the norm, its tolerance, and sums with fixed signs.
 
     The norm of the difference of two gradients is about that of the difference of such sums. All
@@ -44,44 +44,45 @@ def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
     errors. A missing sum over the ranks changes a gradient by a fraction of itself. The tolerance
     is between the two: the square root of the precision.
     """
-    found: Sums = {}
+    found: Checksums = {}
     for name, gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).reshape(-1)
         values = values[:: 1 + len(values) // SAMPLE]
-        wide = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
-        generator = torch.Generator().manual_seed(wide.numel())
+        converted = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
+        generator = torch.Generator().manual_seed(converted.numel())
         signs = [
-            torch.randint(0, 2, (wide.numel(),), generator=generator, dtype=torch.int8).to(wide.device) * 2 - 1
-            for _ in range(SIGNS)
+            torch.randint(0, 2, (converted.numel(),), generator=generator, dtype=torch.int8).to(converted.device) * 2
+            - 1
+            for _ in range(PROJECTIONS)
         ]
-        sums = [float(torch.dot(wide, sign.to(wide.dtype))) for sign in signs]
-        found[name] = (float(wide.norm()), math.sqrt(torch.finfo(gradient.dtype).eps), *sums)
+        sums = [float(torch.dot(converted, sign.to(converted.dtype))) for sign in signs]
+        found[name] = (float(converted.norm()), math.sqrt(torch.finfo(gradient.dtype).eps), *sums)
     return found
 
 
-def check_same(everyone: Sequence[Mapping[str, tuple[float, ...]]]) -> None:
+def check_same(by_rank: Sequence[Mapping[str, tuple[float, ...]]]) -> None:
     """Raise ``MismatchError`` if tensor ranks have different gradients of parameters that they hold alike.
 
     A name may be followed by a space and the slice that a rank holds. Names of a single rank are
     not compared.
     """
-    first = everyone[0]
+    first = by_rank[0]
     # If a gradient is zero except for rounding, every digit may differ.
     negligible = 1e-6 * math.sqrt(sum(values[0] ** 2 for values in first.values()))
-    for rank, other in enumerate(everyone):
+    for rank, other in enumerate(by_rank):
         differing = [
             name.partition(" ")[0]
             for name, values in first.items()
             if name in other and _differ(values, other[name], negligible)
         ]
         if differing:
-            named = list(reversed(differing))[:NAMED]
-            more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+            names = list(reversed(differing))[:MAX_NAMES]
+            more = f" and {len(differing) - MAX_NAMES} more" if len(differing) > MAX_NAMES else ""
             raise MismatchError(
-                f"gradients of parameters that are not split, in the first step: {', '.join(named)}{more} differ "
+                f"gradients of parameters that are not split, in the first step: {', '.join(names)}{more} differ "
                 f"between tensor ranks 0 and {rank}; each computes them from its part of split features, and nothing "
-                f"sums them up; write '{named[0].rpartition('.')[0] or '*'}=replicated' in parallel.tensor_plan",
+                f"sums them up; write '{names[0].rpartition('.')[0] or '*'}=replicated' in parallel.tensor_plan",
                 everywhere=True,
             )
 
@@ -98,7 +99,7 @@ def _differ(values: tuple[float, ...], other: tuple[float, ...], negligible: flo
 #
 # In the first forward pass, a wrong plan raises an error that names modules (``first_pass``), and the
 # outputs are compared with those of the whole model (``whole_model``). Before the first update, the
-# gradients of parameters that are not split are compared over the tensor ranks (``same_gradients``).
+# gradients of parameters that are not split are compared over the tensor ranks (``check_same``).
 # Later steps have no overhead.
 #
 # All tensor ranks of a replica raise the error. If the job has other ranks, the error ends the job,
@@ -119,7 +120,7 @@ def whole_copy(
 
 
 class FirstStep:
-    """First-step checks of a strategy whose model is split as ``chosen``; ``inner`` is that of the data axis.
+    """First-step checks of a strategy whose model is split as ``entries``; ``inner`` is that of the data axis.
 
     ``whole`` is a ``whole_copy`` of the model. ``rounds`` means that the split model computes in
     lower precision, ``sequence`` that it splits sequences. Completed checks remove their hooks.
@@ -131,7 +132,7 @@ class FirstStep:
         inner: Strategy,
         tensor: TensorSplit,
         pipeline: Pipeline | None,
-        chosen: Sequence[Change],
+        entries: Sequence[PlanEntry],
         whole: nn.Module | None,
         *,
         rounds: bool = False,
@@ -140,15 +141,15 @@ class FirstStep:
         self._strategy, self._inner, self._tensor = strategy, inner, tensor
         self._model, self._sequence = strategy.model, sequence
         self._everywhere = tensor.comm.size == strategy.comm.size
-        self._update_hooks: UpdateHooks | None = UpdateHooks(self, FirstStep._before_update)
+        self._update_hooks: StepHooks | None = StepHooks(self, FirstStep._before_update)
         self._compared: WholeModel | None = None
-        self._trail = Trail(self._model, chosen, sequence=sequence) if pipeline is not None else None
+        self._tracker = PassTracker(self._model, entries, sequence=sequence) if pipeline is not None else None
         if whole is not None:
-            self._compared = WholeModel(self._model, whole, tensor, chosen, inner.unshard, rounds=rounds)
+            self._compared = WholeModel(self._model, whole, tensor, entries, inner.unshard, rounds=rounds)
         if pipeline is not None:
-            self._watch_stages(pipeline, {change.module: change.kind for change in chosen})
+            self._watch_stages(pipeline, {entry.module: entry.kind for entry in entries})
         else:
-            watch(self._model, chosen, sequence=sequence)
+            watch(self._model, entries, sequence=sequence)
             self._compare_first_pass()
 
     def close(self) -> None:
@@ -195,24 +196,22 @@ class FirstStep:
         after = model.register_forward_hook(ModuleHook(end))
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explain(self) -> Iterator[None]:
         """Add explanations to errors of a pipeline's first training passes, in the ``with`` block."""
-        trail, self._trail = self._trail, None
-        if trail is None:
+        tracker, self._tracker = self._tracker, None
+        if tracker is None:
             yield
             return
-        with trail.explaining(everywhere=False):
+        with tracker.explain_errors(everywhere=False):
             yield
 
     def _watch_stages(self, pipeline: Pipeline, kinds: Mapping[nn.Module, str]) -> None:
         """Search each stage's graph for partial gradients, and compare its first pass with that of the whole layers."""
         search, compared = self._tensor.partial_gradients, self._compared
         varies = _varying_inputs(pipeline.modules, kinds)
-        parts = self._split_sequences(pipeline.modules, kinds)
-        due = {
-            chunk
-            for chunk in pipeline.held
-            if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
+        split_before_chunk = self._split_sequences(pipeline.modules, kinds)
+        pending = {
+            chunk for chunk in pipeline.held if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
         }
 
         def after(chunk: int, inputs: Tensors, outputs: Tensors, run: Run) -> None:
@@ -220,22 +219,20 @@ class FirstStep:
                 if search is not None:
                     given, ends = inputs if varies[chunk] else (), chunk + 1 == len(pipeline.layers)
                     search.after_forward(outputs, given, ends=ends)
-                if compared is not None and chunk in due and torch.is_grad_enabled():
-                    due.discard(chunk)
+                if compared is not None and chunk in pending and torch.is_grad_enabled():
+                    pending.discard(chunk)
                     with torch.no_grad():
-                        begin = join(inputs, self._tensor.comm) if parts[chunk] else inputs
-                        end = join(outputs, self._tensor.comm) if parts[chunk + 1] else outputs
-                    compared.compare_layers(
-                        pipeline.held_layers(chunk), lambda layers: run(layers, begin), end
-                    )
-                    if not due:
+                        begin = gather_activations(inputs, self._tensor.comm) if split_before_chunk[chunk] else inputs
+                        end = (
+                            gather_activations(outputs, self._tensor.comm) if split_before_chunk[chunk + 1] else outputs
+                        )
+                    compared.compare_layers(pipeline.held_layers(chunk), lambda layers: run(layers, begin), end)
+                    if not pending:
                         compared.drop()
 
         pipeline.watch(after)
 
-    def _split_sequences(
-        self, chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Module, str]
-    ) -> list[bool]:
+    def _split_sequences(self, chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Module, str]) -> list[bool]:
         """Return whether sequences are split before each chunk, and at the end."""
         if not self._sequence:
             return [False] * (len(chunks) + 1)
@@ -251,17 +248,17 @@ class FirstStep:
         if not any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
             return
         gradients = self._inner.reduced_gradients()
-        own = [(self._piece(name, each), each) for name, each in gradients if not self._tensor.is_split(name)]
-        everyone = self._tensor.comm.all_gather_object((bool(gradients), sums_of(own)))
-        if not any(given for given, _ in everyone):
+        own = [(self._part_name(name, each), each) for name, each in gradients if not self._tensor.is_split(name)]
+        by_rank = self._tensor.comm.all_gather_object((bool(gradients), gradient_checksums(own)))
+        if not any(given for given, _ in by_rank):
             return  # an optimizer that computes gradients itself, in a closure
         if self._update_hooks is not None:
             self._update_hooks.remove()
             self._update_hooks = None
         with self._raising():
-            check_same([sums for _, sums in everyone])
+            check_same([sums for _, sums in by_rank])
 
-    def _piece(self, name: str, gradient: Tensor) -> str:
+    def _part_name(self, name: str, gradient: Tensor) -> str:
         """Return a name of this rank's part of a gradient, which the data axis may cut differently on other ranks."""
         split = self._inner.split
         boxes = [] if split is None else [(each.start, each.extent) for each in split.shards(name, gradient)]

@@ -17,9 +17,9 @@ from hpctrain.errors import UsageError
 
 def bounds(length: int, rank: int, size: int) -> tuple[int, int]:
     """Return the begin and end of a rank's slice; with a remainder, the first ranks hold one element more."""
-    share, more = divmod(length, size)
-    begin = rank * share + min(rank, more)
-    return begin, begin + share + (rank < more)
+    base, remainder = divmod(length, size)
+    begin = rank * base + min(rank, remainder)
+    return begin, begin + base + (rank < remainder)
 
 
 def lengths(length: int, size: int) -> list[int]:
@@ -27,9 +27,9 @@ def lengths(length: int, size: int) -> list[int]:
     return [end - begin for begin, end in (bounds(length, rank, size) for rank in range(size))]
 
 
-def degrees(length: int, most: int = 64) -> str:
-    """Return the tensor degrees, up to ``most``, that divide a length, as text."""
-    return ", ".join(str(size) for size in range(1, min(length, most) + 1) if length % size == 0)
+def degrees(length: int, limit: int = 64) -> str:
+    """Return the tensor degrees, up to ``limit``, that divide a length, as text."""
+    return ", ".join(str(size) for size in range(1, min(length, limit) + 1) if length % size == 0)
 
 
 # Reusable buffers for in-place collectives ----------------------------------------------------------------------------
@@ -41,91 +41,91 @@ def degrees(length: int, most: int = 64) -> str:
 # communicator can reuse its prepared call.
 
 
-_ROOMS: WeakKeyDictionary[Communicator, dict[torch.dtype, Tensor]] = WeakKeyDictionary()
+_BUFFERS: WeakKeyDictionary[Communicator, dict[torch.dtype, Tensor]] = WeakKeyDictionary()
 
 
-def take(comm: Communicator, shape: Sequence[int], like: Tensor) -> Tensor:
+def get_buffer(comm: Communicator, shape: Sequence[int], like: Tensor) -> Tensor:
     """Return a buffer of a shape, to be filled and reduced at once. Collective, with the same shape on all ranks.
 
     On the host the buffer belongs to the communicator; on a device it is a new tensor.
     """
     if like.device.type != "cpu":
         return torch.empty(shape, dtype=like.dtype, device=like.device)
-    rooms, numel = _ROOMS.setdefault(comm, {}), prod(shape)
-    room = rooms.get(like.dtype)
-    if room is None or room.numel() < numel:
+    buffers, numel = _BUFFERS.setdefault(comm, {}), prod(shape)
+    buffer = buffers.get(like.dtype)
+    if buffer is None or buffer.numel() < numel:
         # Such memory lives as long as the communicator. With sizes rounded up to powers of two, all buffers
         # together take at most twice the largest.
-        room = rooms[like.dtype] = comm.empty(1 << (numel - 1).bit_length() if numel else 1, like.dtype)
-    return room[:numel].view(*shape)
+        buffer = buffers[like.dtype] = comm.empty(1 << (numel - 1).bit_length() if numel else 1, like.dtype)
+    return buffer[:numel].view(*shape)
 
 
-def out_of(lent: Tensor) -> Tensor:
-    """Return the contents of a buffer from ``take`` as a tensor that the caller may keep."""
-    return lent.clone() if lent.device.type == "cpu" else lent
+def copy_from_buffer(buffer: Tensor) -> Tensor:
+    """Return the contents of a buffer from ``get_buffer`` as a tensor that the caller may keep."""
+    return buffer.clone() if buffer.device.type == "cpu" else buffer
 
 
 # Communication functions of tensor parallelism, with and without autograd (Megatron-LM's ``mappings``) ----------------
 
 
-Move = Callable[..., Tensor]
+Communication = Callable[..., Tensor]
 
 
 # Without autograd -----------------------------------------------------------------------------------------------------
 
 
-def total(tensor: Tensor, comm: Communicator) -> Tensor:
+def all_reduce(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return the sum over the ranks."""
-    room = take(comm, tensor.shape, tensor)
-    room.copy_(tensor)
-    comm.all_reduce(room)
-    return out_of(room)
+    buffer = get_buffer(comm, tensor.shape, tensor)
+    buffer.copy_(tensor)
+    comm.all_reduce(buffer)
+    return copy_from_buffer(buffer)
 
 
-def part_of_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
+def slice_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return this rank's part of ``[batch, length, ...]`` along the length."""
-    begin, end = _bounds_of_sequence(tensor, comm)
+    begin, end = _sequence_bounds(tensor, comm)
     return tensor[:, begin:end].contiguous()
 
 
-def whole_sequence(part: Tensor, comm: Communicator) -> Tensor:
+def all_gather_sequence(part: Tensor, comm: Communicator) -> Tensor:
     """Return the whole ``[batch, length, ...]``; each rank passes its part along the length."""
     _check_dims(part)
-    room = take(comm, (comm.size, *part.shape), part)
-    room[comm.rank].copy_(part)
-    comm.all_gather(room, room[comm.rank])
+    buffer = get_buffer(comm, (comm.size, *part.shape), part)
+    buffer[comm.rank].copy_(part)
+    comm.all_gather(buffer, buffer[comm.rank])
     whole = torch.empty(part.shape[0], comm.size, *part.shape[1:], dtype=part.dtype, device=part.device)
-    return whole.copy_(room.transpose(0, 1)).flatten(1, 2)
+    return whole.copy_(buffer.transpose(0, 1)).flatten(1, 2)
 
 
-def into_parts(tensor: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+def reduce_scatter_buffers(tensor: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Return a buffer with the parts of ``[batch, length, ...]`` in rank order, and a new tensor for one of them."""
-    _bounds_of_sequence(tensor, comm)
+    _sequence_bounds(tensor, comm)
     batch, length, *rest = tensor.shape
     parts = tensor.view(batch, comm.size, length // comm.size, *rest).transpose(0, 1)
-    room = take(comm, parts.shape, tensor)
-    room.copy_(parts)
-    return room, torch.empty(parts.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    buffer = get_buffer(comm, parts.shape, tensor)
+    buffer.copy_(parts)
+    return buffer, torch.empty(parts.shape[1:], dtype=tensor.dtype, device=tensor.device)
 
 
-def total_part(tensor: Tensor, comm: Communicator) -> Tensor:
+def reduce_scatter_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return this rank's part, along the length, of the sum of ``[batch, length, ...]`` over the ranks."""
-    room, part = into_parts(tensor.contiguous(), comm)
-    comm.reduce_scatter(part, room)
+    buffer, part = reduce_scatter_buffers(tensor.contiguous(), comm)
+    comm.reduce_scatter(part, buffer)
     return part
 
 
-def whole_outputs(piece: Tensor, features: int, comm: Communicator) -> Tensor:
+def all_gather_outputs(part: Tensor, features: int, comm: Communicator) -> Tensor:
     """Return the whole ``[..., features]``; each rank passes its slice, with the length from ``bounds``."""
     own, *rest = sizes = lengths(features, comm.size)
     # The buffer has equal slots. A slice that is one shorter leaves the last element of each row unset.
-    room = take(comm, (comm.size, *piece.shape[:-1], own), piece)
-    room[comm.rank][..., : piece.shape[-1]].copy_(piece)
-    comm.all_gather(room, room[comm.rank])
-    return torch.cat([room[rank][..., :size] for rank, size in enumerate(sizes)], dim=-1)
+    buffer = get_buffer(comm, (comm.size, *part.shape[:-1], own), part)
+    buffer[comm.rank][..., : part.shape[-1]].copy_(part)
+    comm.all_gather(buffer, buffer[comm.rank])
+    return torch.cat([buffer[rank][..., :size] for rank, size in enumerate(sizes)], dim=-1)
 
 
-def _bounds_of_sequence(tensor: Tensor, comm: Communicator) -> tuple[int, int]:
+def _sequence_bounds(tensor: Tensor, comm: Communicator) -> tuple[int, int]:
     _check_dims(tensor)
     length = tensor.shape[1]
     if length % comm.size:
@@ -148,22 +148,25 @@ def _check_dims(tensor: Tensor) -> None:
 # With autograd --------------------------------------------------------------------------------------------------------
 
 
-class _Move(torch.autograd.Function):
+class _Communicate(torch.autograd.Function):
     """Communication of a tensor forward and of its gradient backward, by two functions with common arguments."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, *known: Any) -> Tensor:
-        ctx.back, ctx.known = back, known
-        ctx.varies = back in (total, total_part)  # ranks use a result differently if its gradient is summed
-        return there(tensor, *known)
+    def forward(
+        ctx: Any, tensor: Tensor, forward_function: Communication, backward_function: Communication, *arguments: Any
+    ) -> Tensor:
+        ctx.backward_function, ctx.arguments = backward_function, arguments
+        # Ranks use a result differently if its gradient is summed.
+        ctx.varies = backward_function in (all_reduce, reduce_scatter_sequence)
+        return forward_function(tensor, *arguments)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad.contiguous(), *ctx.known), None, None, *[None] * len(ctx.known)
+        return ctx.backward_function(grad.contiguous(), *ctx.arguments), None, None, *[None] * len(ctx.arguments)
 
 
-class _Summed(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
     """Identity forward; sums the gradients over the ranks backward, in one message."""
 
     varies = True
@@ -183,54 +186,54 @@ class _Summed(torch.autograd.Function):
         return None, *owned
 
 
-def _same(tensor: Tensor, *_: Any) -> Tensor:
+def _identity(tensor: Tensor, *_: Any) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _own_outputs(whole: Tensor, features: int, comm: Communicator) -> Tensor:
+def _slice_outputs(whole: Tensor, features: int, comm: Communicator) -> Tensor:
     begin, end = bounds(features, comm.rank, comm.size)
     return whole[..., begin:end].contiguous()
 
 
-_move: Move = _Move.apply
-_summed: Callable[..., tuple[Tensor, ...]] = _Summed.apply
+_communicate: Communication = _Communicate.apply
+_sum_gradients: Callable[..., tuple[Tensor, ...]] = _SumGradients.apply
 
 
-def spread(tensor: Tensor, comm: Communicator) -> Tensor:
+def copy_to_tensor_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return a tensor that all ranks hold alike, unchanged; the gradient is summed over the ranks."""
-    return _move(tensor, _same, total, comm)
+    return _communicate(tensor, _identity, all_reduce, comm)
 
 
-def reduce(tensor: Tensor, comm: Communicator) -> Tensor:
+def reduce_from_tensor_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return the sum over the ranks, which all ranks use alike; the gradient passes unchanged."""
-    return _move(tensor, total, _same, comm)
+    return _communicate(tensor, all_reduce, _identity, comm)
 
 
-def gather_outputs(piece: Tensor, features: int, comm: Communicator) -> Tensor:
+def gather_from_tensor_region(part: Tensor, features: int, comm: Communicator) -> Tensor:
     """Return all ranks' slices along the last dim; the gradient of each is its slice."""
-    return _move(piece, whole_outputs, _own_outputs, features, comm)
+    return _communicate(part, all_gather_outputs, _slice_outputs, features, comm)
 
 
-def split_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
+def scatter_to_sequence_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return this rank's part of a sequence that all ranks hold; the gradients are gathered."""
-    return _move(tensor, part_of_sequence, whole_sequence, comm)
+    return _communicate(tensor, slice_sequence, all_gather_sequence, comm)
 
 
-def join_sequence(part: Tensor, comm: Communicator) -> Tensor:
+def gather_replicated_sequence(part: Tensor, comm: Communicator) -> Tensor:
     """Return the whole sequence, which all ranks use alike: the gradient is this rank's part."""
-    return _move(part, whole_sequence, part_of_sequence, comm)
+    return _communicate(part, all_gather_sequence, slice_sequence, comm)
 
 
-def gather_sequence(part: Tensor, comm: Communicator) -> Tensor:
+def gather_from_sequence_region(part: Tensor, comm: Communicator) -> Tensor:
     """Return the whole sequence, which each rank uses differently: the gradient is this rank's part of the sum."""
-    return _move(part, whole_sequence, total_part, comm)
+    return _communicate(part, all_gather_sequence, reduce_scatter_sequence, comm)
 
 
-def scatter_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
+def reduce_scatter_to_sequence_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return this rank's part of the sum over the ranks; the gradients are gathered."""
-    return _move(tensor, total_part, whole_sequence, comm)
+    return _communicate(tensor, reduce_scatter_sequence, all_gather_sequence, comm)
 
 
-def summed(tensors: list[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
+def copy_parameters_to_region(tensors: list[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """Return parameters that each rank applies to its part of the batch; the gradients are summed in one message."""
-    return _summed(comm, *tensors)
+    return _sum_gradients(comm, *tensors)

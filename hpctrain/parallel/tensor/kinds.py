@@ -39,8 +39,8 @@ _REPEATS = ("num_key_value_groups", "n_rep")
 
 
 @dataclass
-class Change:
-    """Change of a module by the plan; ``counters`` are the new values of its parent's head counts."""
+class PlanEntry:
+    """Split of one module as the plan says; ``counters`` are the new values of its parent's head counts."""
 
     name: str
     module: nn.Module
@@ -49,75 +49,75 @@ class Change:
     pattern: str
     options: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
-    shares: bool = False  # whether several ranks compute the same head
+    shares_heads: bool = False  # whether several ranks compute the same head
 
     def __str__(self) -> str:
         return f"{self.name} ({self.pattern}={self.kind})"
 
     @property
-    def become(self) -> type[Parallel]:
+    def parallel_class(self) -> type[Parallel]:
         """Return the class that the module gets."""
-        return SharedHeads if self.shares else _CLASSES[self.kind]
+        return SharedHeads if self.shares_heads else _CLASSES[self.kind]
 
-    def check(self, size: int, beside: Sequence[Change] = ()) -> None:
-        """Raise ``UsageError`` if the module cannot be split over ``size`` ranks; ``beside`` contains all changes."""
+    def check(self, size: int, entries: Sequence[PlanEntry] = ()) -> None:
+        """Raise ``UsageError`` if ``size`` ranks cannot share the module; ``entries`` are those of all modules."""
         if self.kind == "vocabulary":
             self.options["gathers"] = True
         try:
             if isinstance(self.module, Parallel):
                 raise UsageError("it is split already")
             if isinstance(self.parent, nn.MultiheadAttention):
-                raise UsageError(
-                    "nn.MultiheadAttention takes its weight and never calls it: split layers of your own"
-                )
+                raise UsageError("nn.MultiheadAttention takes its weight and never calls it: split layers of your own")
             if self.module._parameters.get("weight") is None:
                 raise UsageError("its weight is computed (a parametrization), not a parameter")
             if self.kind == "heads":
-                self._check_heads(size, [each for each in beside if each.parent is self.parent and each is not self])
-            self.become.check(self.module, size, **self.options)
+                self._check_heads(size, [each for each in entries if each.parent is self.parent and each is not self])
+            self.parallel_class.check(self.module, size, **self.options)
         except UsageError as error:
             raise UsageError(f"tensor plan {self.pattern}={self.kind}: module {self.name}: {error}", everywhere=True)
 
-    def _check_heads(self, size: int, beside: Sequence[Change]) -> None:
+    def _check_heads(self, size: int, entries: Sequence[PlanEntry]) -> None:
         ColumnParallel.check(self.module, 1)
         counts = {name: count for name in _COUNTS if (count := self._of_parent((name,))) is not None}
-        few = {name: count for name in _SHARED_COUNTS if (count := self._of_parent((name,))) is not None}
+        kv_counts = {name: count for name in _SHARED_COUNTS if (count := self._of_parent((name,))) is not None}
         own = self.count_heads()
-        others = [each for each in beside if each.kind == "heads" and isinstance(each.module, nn.Linear)]
-        most = max([own, *counts.values(), *(each._heads_or_none() for each in others)])
-        if own < most and size % own == 0 and size > own and most % size == 0:
-            self.shares, self.options = True, {"heads": own}
-        for heads in {most if self.shares else own, *counts.values()}:
+        others = [each for each in entries if each.kind == "heads" and isinstance(each.module, nn.Linear)]
+        query_heads = max([own, *counts.values(), *(each._heads_or_none() for each in others)])
+        if own < query_heads and size % own == 0 and size > own and query_heads % size == 0:
+            self.shares_heads, self.options = True, {"heads": own}
+        for heads in {query_heads if self.shares_heads else own, *counts.values()}:
             if heads % size:
-                more = "" if own == most else f", and multiples of {own} that divide the {most} query heads"
+                more = (
+                    "" if own == query_heads else f", and multiples of {own} that divide the {query_heads} query heads"
+                )
                 raise UsageError(
                     f"{heads} heads cannot be split over {size} tensor ranks: tensor degrees that divide them are "
                     f"{degrees(heads)}{more}"
                 )
         self.counters = {name: count // size for name, count in counts.items()}
-        if own < most:
-            self.counters |= {name: max(1, count // size) for name, count in few.items()}
-            repeats = (most // size) // max(1, own // size)
-            self.counters |= {name: repeats for name in _REPEATS if self._of_parent((name,)) == most // own}
-        elif any(count == own for count in few.values()):  # as many key heads as query heads
-            self.counters |= {name: count // size for name, count in few.items()}
+        if own < query_heads:
+            self.counters |= {name: max(1, count // size) for name, count in kv_counts.items()}
+            repeats = (query_heads // size) // max(1, own // size)
+            self.counters |= {name: repeats for name in _REPEATS if self._of_parent((name,)) == query_heads // own}
+        elif any(count == own for count in kv_counts.values()):  # as many key heads as query heads
+            self.counters |= {name: count // size for name, count in kv_counts.items()}
 
     def count_heads(self) -> int:
         """Return the number of heads of the outputs: from the parent's count, or from its width of a head."""
         width, counted = self._of_parent(_WIDTHS), self._of_parent(_COUNTS)
         if width is None and counted is None:
             raise UsageError(
-                f"how many heads there are must stand in its parent: as {_or(_COUNTS)}, or the width of one as "
-                f"{_or(_WIDTHS)}"
+                f"how many heads there are must stand in its parent: as {_alternatives(_COUNTS)}, or the width of one "
+                f"as {_alternatives(_WIDTHS)}"
             )
         module = cast(nn.Linear, self.module)
         inputs, outputs = module.in_features, module.out_features
-        few = self._of_parent(_SHARED_COUNTS)
-        if few is not None and counted is not None and few < counted:
+        kv_counts = self._of_parent(_SHARED_COUNTS)
+        if kv_counts is not None and counted is not None and kv_counts < counted:
             # Queries or, with fewer heads of the same width, keys or values.
             width = width or (inputs // counted if inputs % counted == 0 else None)
-            if width is not None and outputs == few * width:
-                return few
+            if width is not None and outputs == kv_counts * width:
+                return kv_counts
         if counted is not None and outputs % (counted * (width or 1)) == 0:
             return counted
         if width is None:
@@ -143,5 +143,5 @@ class Change:
         return None
 
 
-def _or(names: Sequence[str]) -> str:
+def _alternatives(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + f" or {names[-1]}"

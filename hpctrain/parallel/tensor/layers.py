@@ -22,60 +22,68 @@ from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.parallel.rng import RngRegion
 from hpctrain.parallel.tensor import functional
-from hpctrain.parallel.tensor.functional import bounds, degrees, into_parts, out_of, take, total_part, whole_sequence
+from hpctrain.parallel.tensor.functional import (
+    all_gather_sequence,
+    bounds,
+    copy_from_buffer,
+    degrees,
+    get_buffer,
+    reduce_scatter_buffers,
+    reduce_scatter_sequence,
+)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-class _Column(torch.autograd.Function):
-    varies = True  # whether each rank uses the result differently (``flow``)
+class _ColumnLinear(torch.autograd.Function):
+    varies = True  # whether each rank uses the result differently (``partial_gradients``)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, comm: Communicator, sequence: bool) -> Tensor:
         ctx.comm, ctx.sequence = comm, sequence
         ctx.save_for_backward(x, weight)  # with sequence parallelism only the part: backward gathers again
-        return torch.nn.functional.linear(whole_sequence(x, comm) if sequence else x, weight, bias)
+        return torch.nn.functional.linear(all_gather_sequence(x, comm) if sequence else x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows, grad_x, grad_weight = _rows(grad), None, None
-        if ctx.sequence and for_weight:
-            x = whole_sequence(x, ctx.comm)
-        start = _start_parts if ctx.sequence else _start_sum
-        work, result = start(rows, weight, (*grad.shape[:-1], weight.shape[1]), ctx.comm) if for_x else (None, None)
-        if for_weight:
+        if ctx.sequence and needs_weight:
+            x = all_gather_sequence(x, ctx.comm)
+        start = _start_reduce_scatter if ctx.sequence else _start_all_reduce
+        work, result = start(rows, weight, (*grad.shape[:-1], weight.shape[1]), ctx.comm) if needs_x else (None, None)
+        if needs_weight:
             grad_weight = rows.t().mm(_rows(x))
-        grad_bias = rows.sum(0) if for_bias else None
+        grad_bias = rows.sum(0) if needs_bias else None
         if work is not None:
             work.wait()
         if result is not None:
-            grad_x = result if ctx.sequence else out_of(result)
+            grad_x = result if ctx.sequence else copy_from_buffer(result)
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _start_sum(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
+def _start_all_reduce(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
     """Start to sum the gradient of the input, in a buffer."""
-    room = take(comm, shape, rows)
-    torch.mm(rows, weight, out=_rows(room))
-    work = comm.all_reduce(room, async_op=True)
+    buffer = get_buffer(comm, shape, rows)
+    torch.mm(rows, weight, out=_rows(buffer))
+    work = comm.all_reduce(buffer, async_op=True)
     assert not isinstance(work, Tensor)
-    return work, room
+    return work, buffer
 
 
-def _start_parts(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
-    """Start a reduce_scatter of the input's gradient; this rank keeps its part of the sequence."""
-    room, part = into_parts(rows.mm(weight).view(shape), comm)
-    work = comm.reduce_scatter(part, room, async_op=True)
+def _start_reduce_scatter(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
+    """Start a reduce_scatter of the input's gradient; this rank gets its part of the sequence."""
+    buffer, part = reduce_scatter_buffers(rows.mm(weight).view(shape), comm)
+    work = comm.reduce_scatter(part, buffer, async_op=True)
     assert not isinstance(work, Tensor)
     return work, part
 
 
-class _RowProduct(torch.autograd.Function):
+class _RowLinear(torch.autograd.Function):
     varies = False
 
     @staticmethod
@@ -84,30 +92,30 @@ class _RowProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         if sequence:
-            part = total_part(_rows(x).mm(weight.t()).view(shape), comm)
+            part = reduce_scatter_sequence(_rows(x).mm(weight.t()).view(shape), comm)
             return part if bias is None else part.add_(bias)
-        room = take(comm, shape, x)
-        torch.mm(_rows(x), weight.t(), out=_rows(room))
-        comm.all_reduce(room)
-        return out_of(room) if bias is None else room + bias
+        buffer = get_buffer(comm, shape, x)
+        torch.mm(_rows(x), weight.t(), out=_rows(buffer))
+        comm.all_reduce(buffer)
+        return copy_from_buffer(buffer) if bias is None else buffer + bias
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         # With sequence parallelism, a rank adds the bias only to its part.
-        grad_bias = _rows(grad).sum(0) if for_bias else None
+        grad_bias = _rows(grad).sum(0) if needs_bias else None
         if grad_bias is not None and ctx.sequence:
             ctx.comm.all_reduce(grad_bias)
-        rows = _rows(whole_sequence(grad, ctx.comm) if ctx.sequence else grad)
-        grad_x = rows.mm(weight).view(x.shape) if for_x else None
-        grad_weight = rows.t().mm(_rows(x)) if for_weight else None
+        rows = _rows(all_gather_sequence(grad, ctx.comm) if ctx.sequence else grad)
+        grad_x = rows.mm(weight).view(x.shape) if needs_x else None
+        grad_weight = rows.t().mm(_rows(x)) if needs_weight else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
-column_linear: Callable[[Tensor, Tensor, Tensor | None, Communicator, bool], Tensor] = _Column.apply
-row_linear: Callable[[Tensor, Tensor, Tensor | None, Communicator, bool], Tensor] = _RowProduct.apply
+column_linear: Callable[[Tensor, Tensor, Tensor | None, Communicator, bool], Tensor] = _ColumnLinear.apply
+row_linear: Callable[[Tensor, Tensor, Tensor | None, Communicator, bool], Tensor] = _RowLinear.apply
 
 
 # Linear layers split over the tensor ranks; each rank holds a slice ---------------------------------------------------
@@ -121,7 +129,7 @@ class Parallel(nn.Module, ABC):
     """Module whose parameters in ``dims`` are each split along one dim; the others are whole on all ranks."""
 
     dims: dict[str, int]
-    plain: type[nn.Module]  # torch's own class
+    torch_class: type[nn.Module]  # torch's own class
     comm: Communicator | None = None
 
     @classmethod
@@ -133,7 +141,7 @@ class Parallel(nn.Module, ABC):
         cls.check(module, comm.size, **options)
         for name, parameter in module._parameters.items():
             if parameter is not None and name in cls.dims:
-                parameter.data = cls.cut(comm, name, parameter.data)
+                parameter.data = cls.slice_of(comm, name, parameter.data)
         return cls.adopt(module, comm, **options)
 
     @classmethod
@@ -141,11 +149,11 @@ class Parallel(nn.Module, ABC):
         """Convert a module whose parameters are already split to this class, in place."""
         module.__class__ = cls
         parallel = cast(Self, module)
-        parallel._set(comm, **options)
+        parallel._configure(comm, **options)
         return parallel
 
     @classmethod
-    def cut(cls, comm: Communicator, name: str, whole: Tensor) -> Tensor:
+    def slice_of(cls, comm: Communicator, name: str, whole: Tensor) -> Tensor:
         """Return this rank's slice of a whole parameter, in its own memory."""
         if name not in cls.dims:
             return whole
@@ -156,15 +164,15 @@ class Parallel(nn.Module, ABC):
     @classmethod
     def check(cls, module: nn.Module, size: int, **options: Any) -> None:
         """Raise ``UsageError`` if a module cannot be split over ``size`` ranks."""
-        if not isinstance(module, cls.plain) or type(module).forward is not cls.plain.forward:
-            raise UsageError(f"{_article(type(module))} is not {_article(cls.plain)}", everywhere=True)
+        if not isinstance(module, cls.torch_class) or type(module).forward is not cls.torch_class.forward:
+            raise UsageError(f"{_article(type(module))} is not {_article(cls.torch_class)}", everywhere=True)
         cls._check_sizes(module, size, **options)
 
     @classmethod
     @abstractmethod
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None: ...
 
-    def _set(self, comm: Communicator, **options: Any) -> None:
+    def _configure(self, comm: Communicator, **options: Any) -> None:
         self.comm = comm
         for name, value in options.items():
             setattr(self, name, value)
@@ -178,15 +186,15 @@ class Parallel(nn.Module, ABC):
     def reset_parameters(self) -> None:
         """Initialise the whole module as torch does, and keep this rank's slice."""
         if self.comm is None:  # in torch's constructor: not split yet
-            cast(Any, self.plain).reset_parameters(self)
+            cast(Any, self.torch_class).reset_parameters(self)
             return
-        whole = self._whole()
+        whole = self._whole_module()
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                parameter.copy_(self.cut(self.comm, name, cast(Tensor, whole._parameters[name])))
+                parameter.copy_(self.slice_of(self.comm, name, cast(Tensor, whole._parameters[name])))
 
     @abstractmethod
-    def _whole(self) -> nn.Module: ...
+    def _whole_module(self) -> nn.Module: ...
 
 
 def _article(kind: type) -> str:
@@ -194,7 +202,7 @@ def _article(kind: type) -> str:
 
 
 class _ParallelLinear(Parallel, nn.Linear):
-    plain = nn.Linear
+    torch_class = nn.Linear
     overlaps = True  # whether one function overlaps communication and computation; else a backward pass can be split
     sequence = False  # whether activations outside split regions are split along the sequence
     region: RngRegion | None = None  # in which dropout draws per rank, if the model has dropout
@@ -214,10 +222,10 @@ class _ParallelLinear(Parallel, nn.Linear):
         self._check_sizes(self, comm.size, **options)
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                parameter.data = self.cut(comm, name, parameter.data)
-        self._set(comm, **options)
+                parameter.data = self.slice_of(comm, name, parameter.data)
+        self._configure(comm, **options)
 
-    def _whole(self) -> nn.Module:
+    def _whole_module(self) -> nn.Module:
         weight, bias = self.weight, self.bias is not None
         return nn.Linear(self.in_features, self.out_features, bias, weight.device, weight.dtype)
 
@@ -248,7 +256,7 @@ class ColumnParallel(_ParallelLinear):
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
         features = module.out_features
         if options.get("gathers") or options.get("uneven"):
-            check_enough(features, size, "outputs")
+            check_length(features, size, "outputs")
         else:
             _check_divides(features, size, "outputs")
 
@@ -259,10 +267,14 @@ class ColumnParallel(_ParallelLinear):
             if result.grad_fn is not None:
                 result.grad_fn.layer = self  # type: ignore[attr-defined]  # for messages about the graph
         else:
-            x = functional.gather_sequence(x, self._comm) if self.sequence else functional.spread(x, self._comm)
+            x = (
+                functional.gather_from_sequence_region(x, self._comm)
+                if self.sequence
+                else functional.copy_to_tensor_region(x, self._comm)
+            )
             result = F.linear(x, self.weight, self.bias)
         if self.gathers:
-            return functional.gather_outputs(result, self.out_features, self._comm)
+            return functional.gather_from_tensor_region(result, self.out_features, self._comm)
         if self.region is not None and self.training:
             self.region.enter(x.device)
         return result
@@ -291,14 +303,18 @@ class SharedHeads(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., head_width]``, this rank's head."""
-        x = functional.gather_sequence(x, self._comm) if self.sequence else functional.spread(x, self._comm)
+        x = (
+            functional.gather_from_sequence_region(x, self._comm)
+            if self.sequence
+            else functional.copy_to_tensor_region(x, self._comm)
+        )
         bias: Tensor | None = self.bias
-        held = [self.weight] if bias is None else [self.weight, bias]
-        if torch.is_grad_enabled() and all(one.requires_grad for one in held):
-            held = list(functional.summed(held, self._comm))
+        parameters = [self.weight] if bias is None else [self.weight, bias]
+        if torch.is_grad_enabled() and all(one.requires_grad for one in parameters):
+            parameters = list(functional.copy_parameters_to_region(parameters, self._comm))
         width = self.out_features // self.heads
         begin = self._comm.rank * self.heads // self._comm.size * width
-        weight, *rest = (one[begin : begin + width] for one in held)
+        weight, *rest = (one[begin : begin + width] for one in parameters)
         result = F.linear(x, weight, *rest)
         if self.region is not None and self.training:
             self.region.enter(x.device)
@@ -323,11 +339,13 @@ class RowParallel(_ParallelLinear):
             self.region.leave(x.device)
         if self.overlaps:
             return row_linear(*self._arguments(x), self._comm, self.sequence)
-        sum_up = functional.scatter_sequence if self.sequence else functional.reduce
-        result = sum_up(F.linear(x, self.weight), self._comm)
+        combine = (
+            functional.reduce_scatter_to_sequence_region if self.sequence else functional.reduce_from_tensor_region
+        )
+        result = combine(F.linear(x, self.weight), self._comm)
         bias: Tensor | None = self.bias
         if bias is not None and self.sequence:
-            bias = functional.summed([bias], self._comm)[0]
+            bias = functional.copy_parameters_to_region([bias], self._comm)[0]
         return result if bias is None else result + bias.to(result.dtype)
 
 
@@ -340,7 +358,7 @@ def _check_divides(length: int, size: int, what: str) -> None:
         )
 
 
-def check_enough(length: int, size: int, what: str) -> None:
+def check_length(length: int, size: int, what: str) -> None:
     """Raise ``UsageError`` if a dim is too short for each rank to hold a part of it."""
     if length < size:
         raise UsageError(

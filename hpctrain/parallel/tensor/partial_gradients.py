@@ -33,7 +33,7 @@ from hpctrain.parallel.tensor.layers import Parallel
 from hpctrain.parallel.tensor.sequence import sum_gradients
 
 Node = Any  # torch.autograd.graph.Node
-_MARK = "hpctrain.summed"
+_METADATA_KEY = "hpctrain.summed"
 
 
 class PartialGradients:
@@ -55,9 +55,9 @@ class PartialGradients:
         self._comm, self._split, self._entries = comm, tuple(split), entries
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._model = model
-        self._searches, self._always = True, False
-        self._settled: set[nn.Module] = set()
-        self._told = False
+        self._searches, self._in_every_pass = True, False
+        self._summed_modules: set[nn.Module] = set()
+        self._logged = False
         self._uncalled = {
             module: module.register_forward_pre_hook(lambda called, args: self._called(called))  # copies share it
             for module in model.modules()
@@ -86,25 +86,25 @@ class PartialGradients:
             self._check_result(nodes[0], states)
         found: list[Node] = []
         for node, own in states.items():
-            if own and _mark(node) is None:
-                places = _partial(node, states)
-                if places and _MARK not in node.metadata:
-                    node.metadata[_MARK] = True
-                    node.register_hook(_summing(places, self._comm))
-                    found += [node.next_functions[place][0] for place in places]
+            if own and _declared_varying(node) is None:
+                indices = _replicated_operands(node, states)
+                if indices and _METADATA_KEY not in node.metadata:
+                    node.metadata[_METADATA_KEY] = True
+                    node.register_hook(_summing_hook(indices, self._comm))
+                    found += [node.next_functions[index][0] for index in indices]
         if found:
-            self._always = not self._settle(found, states) or self._always
-        self._searches = bool(found) or self._always
-        self._tell(found)
+            self._in_every_pass = not self._sum_in_modules(found, states) or self._in_every_pass
+        self._searches = bool(found) or self._in_every_pass
+        self._log(found)
 
-    def _settle(self, found: Sequence[Node], states: Mapping[Node, bool]) -> bool:
+    def _sum_in_modules(self, found: Sequence[Node], states: Mapping[Node, bool]) -> bool:
         """Let modules sum the gradients of their own parameters from the next pass on, if no other sums are needed.
 
         Return whether that is the case; then the search ends with the first pass that needs no sum.
         """
         leaves = {id(leaf.variable) for leaf in found if hasattr(leaf, "variable")}
         owners = {id(one): module for module in self._model.modules() for one in module._parameters.values()}
-        kept = {  # parameters that functions of replicated operands also use
+        also_replicated = {  # parameters that functions of replicated operands also use
             id(child.variable)
             for node, varying in states.items()
             if not varying
@@ -114,23 +114,28 @@ class PartialGradients:
         held = {owners[leaf] for leaf in leaves if leaf in owners}
         own = [one for owner in held for one in owner._parameters.values()]
         used = {id(one) for one in own if one is not None and one.requires_grad}
-        if len(leaves) < len({id(node) for node in found}) or used != leaves or used & kept or held & self._settled:
+        if (
+            len(leaves) < len({id(node) for node in found})
+            or used != leaves
+            or used & also_replicated
+            or held & self._summed_modules
+        ):
             return False
         for owner in held:
             sum_gradients(owner, self._comm)
-        self._settled |= held
+        self._summed_modules |= held
         return True
 
     def _check(self, states: Mapping[Node, bool]) -> None:
         """Raise ``UsageError`` if inputs of a column-parallel layer vary: it would sum their gradients over ranks."""
         for node in states:
-            fed = node.next_functions[0][0] if node.next_functions else None
+            input_node = node.next_functions[0][0] if node.next_functions else None
             layer = getattr(node, "layer", None)
-            if layer is not None and fed is not None and states[fed]:
+            if layer is not None and input_node is not None and states[input_node]:
                 raise UsageError(
                     f"module {self._entries.get(layer, 'of kind column')} takes whole features; its inputs are "
-                    f"{self._source(fed, states)}; a row must come between two columns, and replicated is only for "
-                    "modules between a column and its row",
+                    f"{self._source(input_node, states)}; a row must come between two columns, and replicated is only "
+                    "for modules between a column and its row",
                     everywhere=True,
                 )
 
@@ -146,13 +151,13 @@ class PartialGradients:
             )
 
     def _source(self, node: Node, states: Mapping[Node, bool]) -> str:
-        layer = _nearest(node, states)
+        layer = _nearest_column(node, states)
         if layer is None:
             return "each tensor rank's own, as a replicated module has computed them"
         return f"each tensor rank's own, behind {self._entries.get(layer, 'a column')}"
 
-    def _tell(self, found: list[Node]) -> None:
-        if found and not self._told and not self._comm.rank:
+    def _log(self, found: list[Node]) -> None:
+        if found and not self._logged and not self._comm.rank:
             leaves = {id(leaf.variable) for leaf in found if hasattr(leaf, "variable")}
             named = [self._names[each] for each in leaves if each in self._names]
             logger.debug(
@@ -161,7 +166,7 @@ class PartialGradients:
                 ", ".join(sorted(named)) or "no parameters",
                 len(found) - len(leaves),
             )
-        self._told = self._told or bool(found)
+        self._logged = self._logged or bool(found)
 
 
 def replicate(module: nn.Module, comm: Communicator) -> None:
@@ -173,18 +178,18 @@ def replicate(module: nn.Module, comm: Communicator) -> None:
     for inner in module.modules():
         if any(parameter is not None for parameter in inner._parameters.values()):
             sum_gradients(inner, comm)
-    same: dict[int, bool] = {}  # whether all ranks hold an input alike, by its index among the leaves
+    replicated: dict[int, bool] = {}  # whether all ranks hold an input alike, by its index among the leaves
 
     def spread(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         if not torch.is_grad_enabled():
             return None
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                if place not in same:
-                    same[place] = not varies([leaf.grad_fn])[leaf.grad_fn]
-                if same[place]:
-                    leaves[place] = functional.spread(leaf, comm)
+                if index not in replicated:
+                    replicated[index] = not varies([leaf.grad_fn])[leaf.grad_fn]
+                if replicated[index]:
+                    leaves[index] = functional.copy_to_tensor_region(leaf, comm)
         return tree_unflatten(leaves, structure)
 
     module.register_forward_pre_hook(spread, with_kwargs=True)
@@ -206,29 +211,29 @@ def varies(nodes: Iterable[Node], leaves: Collection[int] = ()) -> dict[Node, bo
             continue
         stack.pop()
         if node not in states:
-            mark = _mark(node)
+            mark = _declared_varying(node)
             leaf = getattr(node, "variable", None)
             own = id(leaf) in leaves if leaf is not None else any(states[child] for child in below)
             states[node] = own if mark is None else mark
     return states
 
 
-def _nearest(node: Node, states: Mapping[Node, bool]) -> nn.Module | None:
+def _nearest_column(node: Node, states: Mapping[Node, bool]) -> nn.Module | None:
     """Return the nearest column-parallel layer below a varying node."""
-    near, seen = deque([node]), {node}
-    while near:
-        each = near.popleft()
+    queue, seen = deque([node]), {node}
+    while queue:
+        each = queue.popleft()
         layer: nn.Module | None = getattr(each, "layer", None)
         if layer is not None:
             return layer
-        if _mark(each) is None:
+        if _declared_varying(each) is None:
             new = [child for child, _ in each.next_functions if child is not None and states[child]]
-            near.extend(child for child in new if child not in seen)
+            queue.extend(child for child in new if child not in seen)
             seen.update(new)
     return None
 
 
-def _mark(node: Node) -> bool | None:
+def _declared_varying(node: Node) -> bool | None:
     """Return whether a function of this package declares its result varying; None for any other function."""
     kind = getattr(type(node), "_forward_cls", None)
     if kind is None:
@@ -237,26 +242,26 @@ def _mark(node: Node) -> bool | None:
     return mark
 
 
-def _partial(node: Node, states: dict[Node, bool]) -> list[int]:
+def _replicated_operands(node: Node, states: dict[Node, bool]) -> list[int]:
     """Return the indices of the replicated operands of a function with a varying result."""
-    places = []
-    for place, (child, _) in enumerate(node.next_functions):
+    indices = []
+    for index, (child, _) in enumerate(node.next_functions):
         if child is not None and not states[child]:
             leaf = getattr(child, "variable", None)
-            if leaf is None or leaf.numel():  # a leaf without elements only triggers a backward node (``deferred``)
-                places.append(place)
-    return places
+            if leaf is None or leaf.numel():  # a leaf without elements only triggers a node (``split_backward``)
+                indices.append(index)
+    return indices
 
 
-def _summing(places: list[int], comm: Communicator) -> Any:
+def _summing_hook(indices: list[int], comm: Communicator) -> Any:
     def hook(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         summed = list(gradients)
         with torch.no_grad(), comm.bucket() as bucket:
-            for place in places:
-                gradient = gradients[place]
+            for index in indices:
+                gradient = gradients[index]
                 if gradient is not None:
-                    whole = summed[place] = gradient.clone(memory_format=torch.contiguous_format)
-                    bucket.all_reduce(whole)
+                    total = summed[index] = gradient.clone(memory_format=torch.contiguous_format)
+                    bucket.all_reduce(total)
         return tuple(summed)
 
     return hook

@@ -13,16 +13,16 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.meta_init import check_initialisable, materialise
 from hpctrain.parallel.model_agreement import check_same_model
-from hpctrain.parallel.rng import RngRegion, synchronize_generators, has_dropout
+from hpctrain.parallel.rng import RngRegion, has_dropout, synchronize_generators
 from hpctrain.parallel.tensor import sequence as sequences
 from hpctrain.parallel.tensor.functional import bounds
-from hpctrain.parallel.tensor.kinds import KINDS, Change
+from hpctrain.parallel.tensor.kinds import KINDS, PlanEntry
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
 from hpctrain.parallel.tensor.partial_gradients import PartialGradients, replicate
 from hpctrain.parallel.tensor.sharding import SlicePosition, TensorSplit
 
 Plan = Mapping[str, str]
-_UNCUT = ("scatter", "gather", "replicated", "whole")
+_UNSPLIT = ("scatter", "gather", "replicated", "whole")
 
 
 def parse(lines: Sequence[str]) -> dict[str, str]:
@@ -72,8 +72,8 @@ def apply(
     ``MismatchError`` if the ranks hold different models.
     """
     chosen = choose(model, plan)
-    changes = check(chosen, comm.size)
-    _check_shared(model, changes)
+    entries = check(chosen, comm.size)
+    _check_shared(model, entries)
     if sequence:
         _check_sequence(chosen)
     check_initialisable(model)
@@ -81,67 +81,67 @@ def apply(
     # Dropout, and modules that are still to be initialised, must draw alike on all ranks.
     synchronize_generators(comm, *dict.fromkeys((torch.device("cpu"), device)))
     region = RngRegion(comm.rank) if has_dropout(model) else None
-    places = _places(changes, model, comm)
-    _cut(model, changes, comm, device)
+    positions = _positions(entries, model, comm)
+    _slice_parameters(model, entries, comm, device)
     split: dict[str, Parallel] = {}
-    for change in changes:
-        split[change.name] = change.become.adopt(change.module, comm, **change.options)
-        _set_up(change, sequence, region)
+    for entry in entries:
+        split[entry.name] = entry.parallel_class.adopt(entry.module, comm, **entry.options)
+        _configure(entry, sequence, region)
     if region is not None:
         model.register_forward_hook(lambda *_: region.end(), always_call=True)
     partial_gradients = None
     if not sequence:
-        for change in chosen:
-            if change.kind == "replicated":
-                replicate(change.module, comm)
+        for entry in chosen:
+            if entry.kind == "replicated":
+                replicate(entry.module, comm)
         partial_gradients = PartialGradients(model, comm, split.values(), {each.module: str(each) for each in chosen})
         model.register_forward_hook(lambda _, args, result: partial_gradients.after_forward(result))
     if sequence:
         _split_sequences(model, comm, chosen, list(split.values()), region, layers)
-    named = {change.name for change in changes if change.kind == "vocabulary"}
+    named = {entry.name for entry in entries if entry.kind == "vocabulary"}
     heads = {name: one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)}
-    return TensorSplit(comm, split, places, heads, partial_gradients)
+    return TensorSplit(comm, split, positions, heads, partial_gradients)
 
 
-def check(chosen: Sequence[Change], size: int) -> list[Change]:
-    """Return the changes that split parameters. Raises ``UsageError`` if ``size`` ranks cannot share a module."""
-    changes = [change for change in chosen if change.kind not in _UNCUT and not _is_pruned(change.module)]
-    for change in changes:
-        change.check(size, changes)
-    for outer in (change for change in chosen if change.kind == "replicated"):
+def check(chosen: Sequence[PlanEntry], size: int) -> list[PlanEntry]:
+    """Return the entries that split parameters. Raises ``UsageError`` if ``size`` ranks cannot share a module."""
+    entries = [entry for entry in chosen if entry.kind not in _UNSPLIT and not _is_pruned(entry.module)]
+    for entry in entries:
+        entry.check(size, entries)
+    for outer in (entry for entry in chosen if entry.kind == "replicated"):
         inside = set(outer.module.modules())
-        for change in changes:
-            if change.module in inside:
+        for entry in entries:
+            if entry.module in inside:
                 raise UsageError(
-                    f"tensor plan {outer.pattern}=replicated: module {outer.name} contains {change.name}, which is "
-                    f"split ({change.pattern}={change.kind}); a replicated module is whole on all tensor ranks; write "
+                    f"tensor plan {outer.pattern}=replicated: module {outer.name} contains {entry.name}, which is "
+                    f"split ({entry.pattern}={entry.kind}); a replicated module is whole on all tensor ranks; write "
                     "replicated for modules beside the split ones",
                     everywhere=True,
                 )
-    return changes
+    return entries
 
 
 # Interpretation of the plan -------------------------------------------------------------------------------------------
 
 
-def choose(model: nn.Module, plan: Plan) -> list[Change]:
-    """Return the change of each module that a plan names. Raises ``UsageError`` for a pattern without a match."""
+def choose(model: nn.Module, plan: Plan) -> list[PlanEntry]:
+    """Return the entry of each module that a plan names. Raises ``UsageError`` for a pattern without a match."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    chosen: dict[nn.Module, Change] = {}
+    chosen: dict[nn.Module, PlanEntry] = {}
     for pattern, kind in plan.items():
         _check_kind(pattern, kind)
         found = [name for name in modules if fnmatchcase(name, pattern)]
         if not found:
             raise UsageError(
-                f"tensor plan {pattern}={kind}: no module has such a name; there are {_some(list(modules))}",
+                f"tensor plan {pattern}={kind}: no module has such a name; there are {_listed(list(modules))}",
                 everywhere=True,
             )
         for name in found:
             parent = model.get_submodule(name.rpartition(".")[0])
             first = chosen[modules[name]].name if modules[name] in chosen else name
-            chosen[modules[name]] = Change(first, modules[name], parent, kind, pattern)
-    order = {module: place for place, module in enumerate(model.modules())}
-    return sorted(chosen.values(), key=lambda change: order[change.module])
+            chosen[modules[name]] = PlanEntry(first, modules[name], parent, kind, pattern)
+    order = {module: index for index, module in enumerate(model.modules())}
+    return sorted(chosen.values(), key=lambda entry: order[entry.module])
 
 
 def _check_kind(pattern: str, kind: str) -> None:
@@ -149,7 +149,7 @@ def _check_kind(pattern: str, kind: str) -> None:
         raise UsageError(f"tensor plan {pattern}={kind}: allowed kinds are {', '.join(KINDS)}", everywhere=True)
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
@@ -158,9 +158,9 @@ def _is_pruned(module: nn.Module) -> bool:
     return len(own) > 0 and all(parameter is None for parameter in own)
 
 
-def _check_shared(model: nn.Module, changes: Sequence[Change]) -> None:
+def _check_shared(model: nn.Module, entries: Sequence[PlanEntry]) -> None:
     """Raise ``UsageError`` if modules that share a parameter would split it differently, or not all of them."""
-    cuts = {change.module: change.become.dims for change in changes}
+    cuts = {entry.module: entry.parallel_class.dims for entry in entries}
     owners: dict[nn.Parameter, tuple[str, int | None]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -176,8 +176,8 @@ def _check_shared(model: nn.Module, changes: Sequence[Change]) -> None:
                 )
 
 
-def _check_sequence(chosen: Sequence[Change]) -> None:
-    kinds = {change.kind for change in chosen}
+def _check_sequence(chosen: Sequence[PlanEntry]) -> None:
+    kinds = {entry.kind for entry in chosen}
     if "scatter" not in kinds or not kinds & {"gather", "vocabulary"}:
         raise UsageError(
             "sequence parallelism needs a module of kind scatter in the tensor plan, behind which sequences are split, "
@@ -189,28 +189,28 @@ def _check_sequence(chosen: Sequence[Change]) -> None:
 # Application of the plan ----------------------------------------------------------------------------------------------
 
 
-def _places(changes: Sequence[Change], model: nn.Module, comm: Communicator) -> dict[str, SlicePosition]:
+def _positions(entries: Sequence[PlanEntry], model: nn.Module, comm: Communicator) -> dict[str, SlicePosition]:
     """Return the shape and offset of this rank's slice for every split tensor, by its names in ``state_dict``."""
-    cuts = {change.module: change.become.dims for change in changes}
-    places = {}
+    cuts = {entry.module: entry.parallel_class.dims for entry in entries}
+    positions = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, dim in cuts.get(module, {}).items():
             parameter = module._parameters.get(attribute)
             if parameter is not None:
                 shape = tuple(parameter.shape)
                 begin, _ = bounds(shape[dim], comm.rank, comm.size)
-                start = tuple(begin if place == dim else 0 for place in range(len(shape)))
-                places[f"{path}.{attribute}"] = SlicePosition(shape, start)
-    return places
+                start = tuple(begin if axis == dim else 0 for axis in range(len(shape)))
+                positions[f"{path}.{attribute}"] = SlicePosition(shape, start)
+    return positions
 
 
 @torch.no_grad()
-def _cut(model: nn.Module, changes: Sequence[Change], comm: Communicator, device: torch.device) -> None:
+def _slice_parameters(model: nn.Module, entries: Sequence[PlanEntry], comm: Communicator, device: torch.device) -> None:
     """Replace parameters by their slices; the parameter objects stay, because modules may share them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             comm.broadcast(tensor)
-    cuts = {change.module: partial(change.become.cut, comm) for change in changes}
+    cuts = {entry.module: partial(entry.parallel_class.slice_of, comm) for entry in entries}
     cut: set[nn.Parameter] = set()
     for module, cutting in cuts.items():
         for name, parameter in module._parameters.items():
@@ -220,31 +220,31 @@ def _cut(model: nn.Module, changes: Sequence[Change], comm: Communicator, device
     materialise(model, device, cuts)
 
 
-def _set_up(change: Change, sequence: bool, region: RngRegion | None) -> None:
-    module = change.module
-    if change.kind != "embedding":
+def _configure(entry: PlanEntry, sequence: bool, region: RngRegion | None) -> None:
+    module = entry.module
+    if entry.kind != "embedding":
         module.sequence = sequence  # type: ignore[assignment]
-    if change.kind in ("column", "heads", "row"):
+    if entry.kind in ("column", "heads", "row"):
         module.region = region  # type: ignore[assignment]
-    for name, count in change.counters.items():
-        setattr(change.parent, name, count)
+    for name, count in entry.counters.items():
+        setattr(entry.parent, name, count)
 
 
 def _split_sequences(
     model: nn.Module,
     comm: Communicator,
-    chosen: Sequence[Change],
+    chosen: Sequence[PlanEntry],
     split: list[Parallel],
     region: RngRegion | None,
     layers: Sequence[nn.Module],
 ) -> None:
-    extent = sequences.SequenceRegion(model, layers, {change.module: change.kind for change in chosen})
-    for change in chosen:
-        if change.kind == "scatter":
-            sequences.begin_behind(change.module, comm, extent)
-        elif change.kind == "gather":
-            sequences.end_before(change.module, comm, extent)
-        elif change.kind == "vocabulary" and isinstance(change.module, ColumnParallel):
-            change.module.register_forward_pre_hook(lambda *_: extent.change(False))
-    whole = [change.module for change in chosen if change.kind in _UNCUT and change.kind != "replicated"]
-    sequences.prepare(model, comm, split, whole, region, extent)
+    sequence_region = sequences.SequenceRegion(model, layers, {entry.module: entry.kind for entry in chosen})
+    for entry in chosen:
+        if entry.kind == "scatter":
+            sequences.scatter_after(entry.module, comm, sequence_region)
+        elif entry.kind == "gather":
+            sequences.gather_before(entry.module, comm, sequence_region)
+        elif entry.kind == "vocabulary" and isinstance(entry.module, ColumnParallel):
+            entry.module.register_forward_pre_hook(lambda *_: sequence_region.change(False))
+    whole = [entry.module for entry in chosen if entry.kind in _UNSPLIT and entry.kind != "replicated"]
+    sequences.prepare(model, comm, split, whole, region, sequence_region)

@@ -21,7 +21,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.rng import RngRegion
 from hpctrain.parallel.tensor import functional
 
-_BEGINS = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split after the module
+_SPLIT_AFTER = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split after the module
 
 
 class SequenceRegion:
@@ -70,64 +70,70 @@ def split_before(layers: Iterable[nn.Module], kinds: Mapping[nn.Module, str]) ->
     found, split = [False], False
     for layer in layers:
         for module in layer.modules():
-            split = _BEGINS.get(kinds.get(module, ""), split)
+            split = _SPLIT_AFTER.get(kinds.get(module, ""), split)
         found.append(split)
     return found
 
 
-def join(values: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
+def gather_activations(values: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """Return tensors with the sequences of all activations gathered, for all ranks."""
-    return tuple(functional.join_sequence(one, comm) if _is_activation(one) else one for one in values)
+    return tuple(functional.gather_replicated_sequence(one, comm) if _is_activation(one) else one for one in values)
 
 
-def begin_behind(module: nn.Module, comm: Communicator, extent: SequenceRegion) -> None:
+def scatter_after(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion) -> None:
     """Register a hook that splits a module's outputs along the sequence; each rank keeps its part."""
 
     def split(_: nn.Module, args: Any, result: Any) -> Any:
-        extent.change(True)
-        return tree_map(lambda leaf: functional.split_sequence(leaf, comm) if _is_activation(leaf) else leaf, result)
+        sequence_region.change(True)
+        return tree_map(
+            lambda leaf: functional.scatter_to_sequence_region(leaf, comm) if _is_activation(leaf) else leaf, result
+        )
 
     module.register_forward_hook(split)
 
 
-def end_before(module: nn.Module, comm: Communicator, extent: SequenceRegion) -> None:
+def gather_before(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion) -> None:
     """Register a hook that gathers the sequences of a module's inputs on all ranks."""
 
-    def join(_: nn.Module, args: Any) -> Any:
-        extent.change(False)
-        return tree_map(lambda leaf: functional.join_sequence(leaf, comm) if _is_activation(leaf) else leaf, args)
+    def gather(_: nn.Module, args: Any) -> Any:
+        sequence_region.change(False)
+        return tree_map(
+            lambda leaf: functional.gather_replicated_sequence(leaf, comm) if _is_activation(leaf) else leaf, args
+        )
 
-    module.register_forward_pre_hook(join)
+    module.register_forward_pre_hook(gather)
 
 
-def sum_gradients(module: nn.Module, comm: Communicator, extent: SequenceRegion | None = None) -> None:
+def sum_gradients(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion | None = None) -> None:
     """Sum the gradients of a module's own parameters over the ranks, if this rank applies them to a part only.
 
-    ``extent`` determines where that is the case; without it, always. The sum uses hooks around
-    ``forward``, so it works with the parameters of any strategy of the data axis.
+    ``sequence_region`` determines where that is the case; without it, always. The sum uses hooks
+    around ``forward``, so it works with the parameters of any strategy of the data axis.
     """
     before: list[tuple[Any, int]] = []
 
-    def lend(_: nn.Module, args: Any) -> None:
-        before.append((module._parameters, extent.changes if extent is not None else 0))
-        if extent is not None and not extent.sees_part.setdefault(module, extent.split is not False):
+    def install_summed(_: nn.Module, args: Any) -> None:
+        before.append((module._parameters, sequence_region.changes if sequence_region is not None else 0))
+        if sequence_region is not None and not sequence_region.sees_part.setdefault(
+            module, sequence_region.split is not False
+        ):
             return
         trained = {name: one for name, one in module._parameters.items() if one is not None and one.requires_grad}
         if trained and torch.is_grad_enabled():
-            summed = functional.summed(list(trained.values()), comm)
+            summed = functional.copy_parameters_to_region(list(trained.values()), comm)
             module.__dict__["_parameters"] = {**module._parameters, **dict(zip(trained, summed))}
 
-    def give_back(_: nn.Module, args: Any, result: Any) -> None:
+    def restore(_: nn.Module, args: Any, result: Any) -> None:
         if before:
             module.__dict__["_parameters"], changes = before.pop()
-            if extent is not None and result is not None:  # None: forward has raised
-                extent.check_not_inside(module, changes)
+            if sequence_region is not None and result is not None:  # None: forward has raised
+                sequence_region.check_not_inside(module, changes)
 
-    module.register_forward_pre_hook(lend)
-    module.register_forward_hook(give_back, always_call=True)
+    module.register_forward_pre_hook(install_summed)
+    module.register_forward_hook(restore, always_call=True)
 
 
-def draw_apart(module: nn.Module, region: RngRegion) -> None:
+def draw_per_rank(module: nn.Module, region: RngRegion) -> None:
     """Make a dropout module draw per rank, for each rank's own part."""
     entered: list[torch.device] = []
 
@@ -150,17 +156,17 @@ def prepare(
     split: Collection[nn.Module],
     whole: Collection[nn.Module],
     region: RngRegion | None,
-    extent: SequenceRegion,
+    sequence_region: SequenceRegion,
 ) -> None:
     """Prepare all modules that see a part of the sequence: modules neither split nor in ``whole``."""
-    apart = {inner for module in whole for inner in module.modules()} | set(split)
+    excluded = {inner for module in whole for inner in module.modules()} | set(split)
     for module in model.modules():
-        if module in apart:
+        if module in excluded:
             continue
         if any(parameter is not None for parameter in module._parameters.values()):
-            sum_gradients(module, comm, extent)
+            sum_gradients(module, comm, sequence_region)
         if region is not None and isinstance(module, _DropoutNd):
-            draw_apart(module, region)
+            draw_per_rank(module, region)
 
 
 def _is_activation(value: Any) -> bool:

@@ -26,9 +26,9 @@ class SlicePosition:
 
 
 class TensorSplit:
-    """Model that is split over the ranks of ``comm``: ``modules`` by name, ``places`` by names of ``state_dict``.
+    """Model that is split over the ranks of ``comm``: ``modules`` by name, ``positions`` by names of ``state_dict``.
 
-    It is the ``Split`` of a model that is not split otherwise. ``over`` composes it with the split
+    It is the ``Split`` of a model that is not split otherwise. ``compose`` composes it with the split
     of the data axis.
     """
 
@@ -36,34 +36,34 @@ class TensorSplit:
         self,
         comm: Communicator,
         modules: Mapping[str, Parallel],
-        places: Mapping[str, SlicePosition],
+        positions: Mapping[str, SlicePosition],
         heads: Mapping[str, ColumnParallel],
         partial_gradients: PartialGradients | None = None,
     ) -> None:
         self.comm = comm
         self.partial_gradients = partial_gradients
         self.modules = dict(modules)
-        self.places = dict(places)
+        self.positions = dict(positions)
         self._heads = dict(heads)  # layers whose outputs are the vocabulary
 
     def is_split(self, name: str) -> bool:
         """Return whether this rank holds only a slice of a tensor; other tensors are equal on all tensor ranks."""
-        return name in self.places
+        return name in self.positions
 
     def shards(self, name: str, tensor: Any) -> list[Shard]:
         """Return this rank's shard of a tensor, or of an optimizer state of its shape."""
         return [self._shifted(name, Shard.whole(name, tensor))]
 
-    def over(self, inner: Split | None) -> Split:
+    def compose(self, inner: Split | None) -> Split:
         """Return the split of tensors whose local slice is itself split by ``inner``."""
         return self if inner is None else _Composed(self, inner)
 
     def _shifted(self, name: str, shard: Shard) -> Shard:
-        place = self.places.get(name)
-        if place is None:
+        position = self.positions.get(name)
+        if position is None:
             return shard
-        start = tuple(outer + inner for outer, inner in zip(place.start, shard.start))
-        return replace(shard, shape=place.shape, start=start)
+        start = tuple(outer + inner for outer, inner in zip(position.start, shard.start))
+        return replace(shard, shape=position.shape, start=start)
 
     # Losses of split logits -------------------------------------------------------------------------------------------
 

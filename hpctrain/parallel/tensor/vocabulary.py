@@ -14,7 +14,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.tensor import functional
 from hpctrain.parallel.tensor.functional import bounds
-from hpctrain.parallel.tensor.layers import Parallel, check_enough
+from hpctrain.parallel.tensor.layers import Parallel, check_length
 
 
 class ParallelEmbedding(Parallel, nn.Embedding):
@@ -24,7 +24,7 @@ class ParallelEmbedding(Parallel, nn.Embedding):
     where checking needs no device synchronisation.
     """
 
-    plain = nn.Embedding
+    torch_class = nn.Embedding
     dims = {"weight": 0}
 
     def __init__(
@@ -39,17 +39,17 @@ class ParallelEmbedding(Parallel, nn.Embedding):
     ) -> None:
         nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self._check_sizes(self, comm.size)
-        self.weight.data = self.cut(comm, "weight", self.weight.data)
-        self._set(comm)
+        self.weight.data = self.slice_of(comm, "weight", self.weight.data)
+        self._configure(comm)
 
     @classmethod
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
-        check_enough(module.num_embeddings, size, "rows")
+        check_length(module.num_embeddings, size, "rows")
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, name) not in (None, False):
                 raise UsageError(f"an embedding with {name} cannot be split", everywhere=True)
 
-    def _whole(self) -> nn.Module:
+    def _whole_module(self) -> nn.Module:
         weight = self.weight
         return nn.Embedding(
             self.num_embeddings, self.embedding_dim, self.padding_idx, device=weight.device, dtype=weight.dtype
@@ -66,7 +66,7 @@ class ParallelEmbedding(Parallel, nn.Embedding):
         if self.padding_idx is not None and begin <= self.padding_idx < end:
             fixed = self.weight.detach()[self.padding_idx - begin]  # a row that gets no gradient
             rows = torch.where((input == self.padding_idx).unsqueeze(-1), fixed, rows)
-        return functional.reduce(rows, self._comm)
+        return functional.reduce_from_tensor_region(rows, self._comm)
 
 
 # Cross entropy of logits split along the vocabulary over the ranks; no rank ever holds all logits ---------------------
@@ -95,7 +95,7 @@ def cross_entropy(
     flat = targets.reshape(-1)
     if targets.device.type == "cpu":  # on a device the check would need synchronisation
         check_tokens(flat[flat != ignore_index], vocabulary, "target")
-    return _apply(logits.reshape(-1, logits.shape[-1]), flat, begin, comm, ignore_index)
+    return _cross_entropy(logits.reshape(-1, logits.shape[-1]), flat, begin, comm, ignore_index)
 
 
 def check_tokens(tokens: Tensor, vocabulary: int, what: str) -> None:
@@ -120,29 +120,29 @@ class _CrossEntropy(torch.autograd.Function):
         largest = logits.amax(-1).float()
         comm.all_reduce(largest, "max")
         softmax = logits.float().sub(largest.unsqueeze(1))  # a new tensor, which becomes the softmax in place
-        own = targets - begin
-        missing = (own < 0) | (own >= logits.shape[-1]) | (targets == ignored)
-        own = own.masked_fill(missing, 0).unsqueeze(1)
+        indices = targets - begin
+        missing = (indices < 0) | (indices >= logits.shape[-1]) | (targets == ignored)
+        indices = indices.masked_fill(missing, 0).unsqueeze(1)
         sums = torch.empty(2, len(targets), device=logits.device)
-        sums[0] = softmax.gather(1, own).squeeze(1).masked_fill(missing, 0)
+        sums[0] = softmax.gather(1, indices).squeeze(1).masked_fill(missing, 0)
         torch.sum(softmax.exp_(), 1, out=sums[1])
         comm.all_reduce(sums)
         softmax.div_(sums[1].unsqueeze(1))
-        kept = targets != ignored
-        share = kept / kept.sum()
-        ctx.save_for_backward(softmax, own, missing, share)
+        counted = targets != ignored
+        weights = counted / counted.sum()
+        ctx.save_for_backward(softmax, indices, missing, weights)
         ctx.dtype = logits.dtype
-        losses = (sums[1].log() - sums[0]).masked_fill(~kept, 0)
-        return losses.sum() / kept.sum()
+        losses = (sums[1].log() - sums[0]).masked_fill(~counted, 0)
+        return losses.sum() / counted.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        softmax, own, missing, share = ctx.saved_tensors
-        share = (share * grad).unsqueeze(1)
-        result = softmax * share
-        result.scatter_add_(1, own, share.masked_fill(missing.unsqueeze(1), 0).neg())
+        softmax, indices, missing, weights = ctx.saved_tensors
+        weights = (weights * grad).unsqueeze(1)
+        result = softmax * weights
+        result.scatter_add_(1, indices, weights.masked_fill(missing.unsqueeze(1), 0).neg())
         return result.to(ctx.dtype), None, None, None, None
 
 
-_apply: Callable[[Tensor, Tensor, int, Communicator, int], Tensor] = _CrossEntropy.apply
+_cross_entropy: Callable[[Tensor, Tensor, int, Communicator, int], Tensor] = _CrossEntropy.apply

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,17 +26,17 @@ from hpctrain.errors import MismatchError
 from hpctrain.log import logger
 from hpctrain.parallel.inputs import CallArguments, flatten
 from hpctrain.parallel.pipeline.layers import Layer
-from hpctrain.parallel.rng import has_dropout, generator_of
+from hpctrain.parallel.rng import generator_of, has_dropout
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.parallel.tensor.kinds import Change
+from hpctrain.parallel.tensor.kinds import PlanEntry
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
 from hpctrain.parallel.tensor.sharding import TensorSplit
 
-SHARE = 0.25  # fraction of the free memory that the whole model may take
+MAX_MEMORY_FRACTION = 0.25  # fraction of the free memory that the whole model may take
 # Largest difference of outputs, relative to their norm, that rounding explains.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 TF32 = 1e-2
-SAMPLE = 4096  # elements that are kept of a module's output
+SAMPLE = 4096  # elements that are stored of a module's output
 Trace = list[tuple[str, Tensor]]  # outputs of modules, in order
 
 
@@ -82,7 +82,7 @@ def fits(model: nn.Module, comm: Communicator, device: torch.device) -> bool:
     """Return whether all ranks have enough memory for the whole model. Collective."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory() // comm.local_size
     needed = sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
-    return bool(needed <= SHARE * min(comm.all_gather_object(free)))
+    return bool(needed <= MAX_MEMORY_FRACTION * min(comm.all_gather_object(free)))
 
 
 class WholeModel:
@@ -98,20 +98,20 @@ class WholeModel:
         model: nn.Module,
         whole: nn.Module,
         split: TensorSplit,
-        chosen: Sequence[Change],
-        summon: Callable[[], AbstractContextManager[None]],
+        entries: Sequence[PlanEntry],
+        unshard: Callable[[], AbstractContextManager[None]],
         *,
         rounds: bool,
     ) -> None:
-        self._model, self._whole, self._split, self._summon, self._rounds = model, whole, split, summon, rounds
-        self._entries = {change.name: f"{change.pattern}={change.kind}" for change in chosen}
+        self._model, self._whole, self._split, self._unshard, self._rounds = model, whole, split, unshard, rounds
+        self._entries = {entry.name: f"{entry.pattern}={entry.kind}" for entry in entries}
         self._names = {module: name for name, module in model.named_modules()}
         self._expected: list[Tensor] | None = None
         self._traces: tuple[Trace, Trace] = ([], [])  # of the split model and the whole one
         self._rows: tuple[Trace, Trace] = ([], [])  # inputs of layers of kind row
-        self._kinds = {change.name: change.kind for change in chosen}
+        self._kinds = {entry.name: entry.kind for entry in entries}
         self._handles: list[Any] = []
-        self._drops = has_dropout(model)
+        self._has_dropout = has_dropout(model)
         self.done = False
 
     # The pass ---------------------------------------------------------------------------------------------------------
@@ -128,30 +128,31 @@ class WholeModel:
                 "strategy.data.size, or pass the DataLoader itself to job.run",
                 everywhere=True,
             )
-        with self._summon():
+        with self._unshard():
             self._fill()
-        with _evaluating(self._model) if self._drops else _nothing(), _generators(args, kwargs) as drew:
+        mode = _evaluation_mode(self._model) if self._has_dropout else nullcontext()
+        with mode, _restored_generators(args, kwargs) as used_generators:
             draws = _has_own_hooks(self._model)
             if not draws:
                 self._compute(args, kwargs)
-            if any(comm.all_gather_object(draws or drew())):
+            if any(comm.all_gather_object(draws or used_generators())):
                 logger.debug("tensor parallelism: no comparison with the whole model, which is random, or has hooks")
                 self._expected, self.done = None, True
-            elif self._drops:
+            elif self._has_dropout:
                 self.done = True
-                self._follow(self._model, 0)
+                self._record(self._model, 0)
                 with torch.no_grad():
-                    self._judge(self._model(*args, **kwargs))
+                    self._compare_outputs(self._model(*args, **kwargs))
             else:
-                self._follow(self._model, 0)
+                self._record(self._model, 0)
         self.drop()
         if self.done:
-            self._let_go()
+            self._remove_hooks()
 
     def after(self, result: Any) -> None:
         """Compare the outputs of the pass. Raises ``MismatchError`` if they differ. Collective."""
         self.done = True
-        self._judge(result)
+        self._compare_outputs(result)
 
     def drop(self) -> None:
         """Free the memory of the whole model."""
@@ -160,9 +161,9 @@ class WholeModel:
     def join_pass(self, contribute: Callable[[], None]) -> None:
         """Take part in the comparison on a rank without samples; ``contribute`` does so in a forward pass."""
         self.done = True
-        with self._summon():
+        with self._unshard():
             pass
-        if self._drops:
+        if self._has_dropout:
             contribute()
 
     @torch.no_grad()
@@ -174,7 +175,7 @@ class WholeModel:
         ``outputs``, and the return value of ``run(layers)`` for other layers, have whole sequences.
         """
         self._fill()
-        with _generators(outputs, {}) as drew:
+        with _restored_generators(outputs, {}) as used_generators:
             if self._split.comm.rank == 0:
                 held = dict(self._whole.named_modules())
                 whole = [
@@ -183,10 +184,10 @@ class WholeModel:
                 ]
                 try:
                     found = flatten(run(whole))[1]
-                    self._expected = None if drew() else _floating(found)
+                    self._expected = None if used_generators() else _floating(found)
                 except Exception as error:
                     logger.debug("tensor parallelism: no comparison of a stage with the whole model: %s", error)
-        self._judge(outputs, f"layers {layers[0].name} to {layers[-1].name}, which are split")
+        self._compare_outputs(outputs, f"layers {layers[0].name} to {layers[-1].name}, which are split")
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
@@ -212,11 +213,11 @@ class WholeModel:
                     module._buffers[name] = buffer.detach().clone()
 
     def _gathered(self, name: str, tensor: Tensor, comm: Communicator) -> Tensor:
-        place, local = self._split.places.get(name), tensor.detach().as_subclass(Tensor)
-        if place is None:
+        position, local = self._split.positions.get(name), tensor.detach().as_subclass(Tensor)
+        if position is None:
             return local.clone() if comm.rank == 0 else local
-        whole = local.new_zeros(place.shape)
-        whole[tuple(slice(at, at + extent) for at, extent in zip(place.start, local.shape))] = local
+        whole = local.new_zeros(position.shape)
+        whole[tuple(slice(start, start + extent) for start, extent in zip(position.start, local.shape))] = local
         comm.reduce(whole, "sum", 0)
         return whole
 
@@ -228,35 +229,35 @@ class WholeModel:
         modes = {name: module.training for name, module in self._model.named_modules()}
         for name, module in self._whole.named_modules():
             module.training = modes.get(name, module.training)
-        self._follow(self._whole, 1)
+        self._record(self._whole, 1)
         try:
             self._expected = _floating(self._whole(*args, **kwargs))
         except Exception as error:  # if the batch is the cause, the split model's own pass raises
             logger.debug("tensor parallelism: no comparison with the whole model: %s", error)
 
-    def _follow(self, model: nn.Module, which: int) -> None:
+    def _record(self, model: nn.Module, index: int) -> None:
         """Record samples of the outputs of modules, and of the inputs of rows, on rank 0."""
         if self._split.comm.rank:
             return
         names = {module: name for name, module in model.named_modules() if name}
 
-        def keep(module: nn.Module, args: Any, result: Any) -> None:
-            _sample(result, names[module], self._traces[which])
+        def record_outputs(module: nn.Module, args: Any, result: Any) -> None:
+            _sample(result, names[module], self._traces[index])
 
-        def keep_given(module: nn.Module, args: Any) -> None:
-            _sample(args, names[module], self._rows[which])
+        def record_inputs(module: nn.Module, args: Any) -> None:
+            _sample(args, names[module], self._rows[index])
 
-        self._handles += [module.register_forward_hook(keep) for module in names]
+        self._handles += [module.register_forward_hook(record_outputs) for module in names]
         rows = [module for module, name in names.items() if self._kinds.get(name) == "row"]
-        self._handles += [module.register_forward_pre_hook(keep_given) for module in rows]
+        self._handles += [module.register_forward_pre_hook(record_inputs) for module in rows]
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _judge(self, result: Any, what: str = "the split model") -> None:
-        self._let_go()
+    def _compare_outputs(self, result: Any, what: str = "the split model") -> None:
+        self._remove_hooks()
         found = "" if self._expected is None else self._difference(_floating(result), self._expected, what)
         if self._expected is not None and not found:
             found = self._different_rows()
@@ -267,20 +268,20 @@ class WholeModel:
 
     def _difference(self, results: list[Tensor], expected: list[Tensor], what: str) -> str:
         """Return how outputs differ, and after which module; empty if they do not."""
-        for result, wanted in zip(results, expected):
-            given = tuple(result.shape)
-            if self._split.has_head and given[:-1] == wanted.shape[:-1]:
-                wanted = wanted[..., : given[-1]]  # the logits of rank 0
-            if given != wanted.shape:
+        for result, reference in zip(results, expected):
+            shape = tuple(result.shape)
+            if self._split.has_head and shape[:-1] == reference.shape[:-1]:
+                reference = reference[..., : shape[-1]]  # the logits of rank 0
+            if shape != reference.shape:
                 return (
-                    f"outputs of {what} in the first pass: shape {given}, of the whole model {tuple(wanted.shape)}; "
-                    f"{self._culprit()}"
+                    f"outputs of {what} in the first pass: shape {shape}, of the whole model {tuple(reference.shape)}; "
+                    f"{self._first_difference()}"
                 )
-            far = _distance(result, wanted)
-            if far > self._tolerance(result):
+            distance = _distance(result, reference)
+            if distance > self._tolerance(result):
                 return (
-                    f"outputs of {what} differ from those of the whole model in the first pass: by {far:.1e} of their "
-                    f"norm; allowed is {self._tolerance(result):.0e}; {self._culprit()}"
+                    f"outputs of {what} differ from those of the whole model in the first pass: by {distance:.1e} of "
+                    f"their norm; allowed is {self._tolerance(result):.0e}; {self._first_difference()}"
                 )
         return ""
 
@@ -289,35 +290,35 @@ class WholeModel:
 
         Weights of zeros would hide such a difference in the outputs.
         """
-        for (name, mine), (other, wanted) in zip(*self._rows):
+        for (name, actual), (other, reference) in zip(*self._rows):
             if name != other:
                 break
-            far = _distance(mine, wanted[: len(mine)])
-            if len(mine) <= len(wanted) and far > self._tolerance(mine):
+            distance = _distance(actual, reference[: len(actual)])
+            if len(actual) <= len(reference) and distance > self._tolerance(actual):
                 return (
-                    f"what {self._name(name)} is given in the first pass differs from the whole model by {far:.1e} of "
-                    "its norm: between a column- and a row-parallel layer only functions of each feature, or of each "
-                    "head, by itself are allowed; write whole for both layers in parallel.tensor_plan, or set "
-                    "parallel.check_split = false if the whole model would differ, too"
+                    f"what {self._name(name)} is given in the first pass differs from the whole model by "
+                    f"{distance:.1e} of its norm: between a column- and a row-parallel layer only functions of each "
+                    "feature, or of each head, by itself are allowed; write whole for both layers in "
+                    "parallel.tensor_plan, or set parallel.check_split = false if the whole model would differ, too"
                 )
         return ""
 
     def _tolerance(self, result: Tensor) -> float:
-        narrow = self._rounds or torch.is_autocast_enabled(result.device.type)
-        if narrow and result.dtype is not torch.float64:
+        reduced_precision = self._rounds or torch.is_autocast_enabled(result.device.type)
+        if reduced_precision and result.dtype is not torch.float64:
             return TOLERANCES[torch.bfloat16]
         if result.device.type == "cuda" and result.dtype is torch.float32:
             precise = torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
             return TOLERANCES[result.dtype] if precise else TF32
         return TOLERANCES.get(result.dtype, 0.1)
 
-    def _culprit(self) -> str:
+    def _first_difference(self) -> str:
         modules, before = {name: module for module, name in self._names.items()}, ""
-        for (name, mine), (other, wanted) in zip(*self._traces):
+        for (name, actual), (other, reference) in zip(*self._traces):
             if name != other:
                 break
-            size = min(len(mine), len(wanted))
-            if _distance(mine[:size], wanted[:size]) > self._tolerance(mine):
+            size = min(len(actual), len(reference))
+            if _distance(actual[:size], reference[:size]) > self._tolerance(actual):
                 if isinstance(modules[name], RowParallel):
                     where = f"between {before} and {self._name(name)}" if before else f"before {self._name(name)}"
                     where += " (a layer whose outputs are cut into several, as gate and up, must be several layers)"
@@ -336,7 +337,7 @@ class WholeModel:
 
     def _name(self, name: str) -> str:
         module = self._model.get_submodule(name)
-        kind = type(module).plain.__name__ if isinstance(module, Parallel) else type(module).__name__
+        kind = type(module).torch_class.__name__ if isinstance(module, Parallel) else type(module).__name__
         return f"{name} ({kind}, {self._entries.get(name, 'not in the plan')})"
 
 
@@ -355,19 +356,14 @@ def _distance(one: Tensor, other: Tensor) -> float:
     """Return the norm of the difference relative to the norm of the second tensor; 0 if that is not finite."""
     one, other = one.detach().to(torch.float64), other.detach().to(torch.float64)
     norm = float(other.norm())
-    far = float((one - other).norm())
+    distance = float((one - other).norm())
     if norm != norm or norm == float("inf"):
         return 0.0
-    return far / norm if norm else far
+    return distance / norm if norm else distance
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes: Mapping[nn.Module, bool] = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -378,21 +374,21 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _generators(args: Any, kwargs: Any) -> Iterator[Callable[[], bool]]:
+def _restored_generators(args: Any, kwargs: Any) -> Iterator[Callable[[], bool]]:
     """Restore torch's generators after the block; yield a function that returns whether they were used."""
     devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} | {torch.device("cpu")}
     generators = [generator_of(device) for device in devices if device.type in ("cpu", "cuda")]
     states = [generator.get_state() for generator in generators]
-    moved: list[bool] = []
+    used: list[bool] = []
 
-    def drew() -> bool:
-        if moved:
-            return moved[0]
+    def used_generators() -> bool:
+        if used:
+            return used[0]
         return any(not torch.equal(one.get_state(), state) for one, state in zip(generators, states))
 
     try:
-        yield drew
+        yield used_generators
     finally:
-        moved.append(drew())
+        used.append(used_generators())
         for generator, state in zip(generators, states):
             generator.set_state(state)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.staging import MODES, train
+from support.asynchronous_training import MODES, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(2, 3, 4)]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.staging import train
+from support.asynchronous_training import train
 
 from hpctrain.parallel.asynchronous import replica
 from hpctrain.parallel.asynchronous.partition import ServedVector

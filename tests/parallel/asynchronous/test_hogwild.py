@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.replicas_apart import RATE, batch, flat, gradient, make_model
+from support.asynchronous_fixtures import RATE, batch, flat, gradient, make_model
 from torch import nn
 
 from hpctrain.parallel.asynchronous.hogwild import Hogwild

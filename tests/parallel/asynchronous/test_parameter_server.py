@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.replicas_apart import batch, flat, make_model
+from support.asynchronous_fixtures import batch, flat, make_model
 from torch import nn
 
 from hpctrain.errors import SettingsError, UsageError

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.nodes import alone, in_pairs, placed
+from support.nodes import in_pairs, on_nodes, one_per_node
 from support.tables import Lookups, make_lookups, passes, plain, values_of
 
 from hpctrain.errors import UsageError
@@ -16,10 +16,10 @@ from hpctrain.parallel.asynchronous.hogwild import Hogwild
 pytestmark = pytest.mark.ranks
 
 
-@pytest.fixture(params=[None, alone], ids=["in_place", "apart"])
+@pytest.fixture(params=[None, one_per_node], ids=["in_place", "apart"])
 def world(comm: Any, request: pytest.FixtureRequest) -> Any:
     """Return a communicator of all ranks on their real nodes, or one simulated node per rank."""
-    own = comm.split(0) if request.param is None else placed(comm, request.param)
+    own = comm.split(0) if request.param is None else on_nodes(comm, request.param)
     yield own
     own.free()
 
@@ -62,7 +62,7 @@ def counted(add: Any, added: list[int]) -> Any:
 
 
 def test_between_nodes_only_rows_looked_up_are_read_and_added(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = placed(comm, in_pairs if comm.size > 2 else alone)
+    own = on_nodes(comm, in_pairs if comm.size > 2 else one_per_node)
     strategy, optimizer = make(own, "sparse_adam")
     memory, added = strategy._memory, list[int]()
     for name in ("add", "add_rows"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.replicas_apart import RATE, batch, make_model
+from support.asynchronous_fixtures import RATE, batch, make_model
 from torch import nn
 
 from hpctrain.errors import DeadlineError

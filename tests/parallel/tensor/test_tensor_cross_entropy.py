@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.matrices import CLOSE
+from support.tensor_fixtures import CLOSE
 from torch import Tensor
 
 from hpctrain.errors import UsageError

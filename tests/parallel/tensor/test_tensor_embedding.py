@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import CLOSE
+from support.tensor_fixtures import CLOSE
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import CLOSE, assert_slices, learn, make_gpt, split, token_loss, tokens
+from support.tensor_fixtures import CLOSE, assert_slices, learn, make_gpt, split, token_loss, tokens
 from torch import Tensor, nn
 
 from hpctrain.parallel.meta_init import is_meta, materialise

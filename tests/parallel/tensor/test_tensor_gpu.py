@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import BLOCKS, CLOSE, assert_slices, make_blocks, make_gpt, split, token_loss, tokens, vectors
+from support.tensor_fixtures import (
+    BLOCKS,
+    CLOSE,
+    assert_slices,
+    make_blocks,
+    make_gpt,
+    split,
+    token_loss,
+    tokens,
+    vectors,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +42,9 @@ def test_masks_are_equal_outside_regions_and_differ_inside(comm: Any) -> None:
     split(model, comm, BLOCKS, device=torch.device("cuda"))
     masks: dict[str, list[Any]] = {"inner_dropout": [], "dropout": []}
     for name, found in masks.items():
-        getattr(model[0], name).register_forward_hook(lambda _, args, result, found=found: found.append(
-            (result != 0).cpu().numpy().tobytes()))
+        getattr(model[0], name).register_forward_hook(
+            lambda _, args, result, found=found: found.append((result != 0).cpu().numpy().tobytes())
+        )
     for step in range(2):
         model(vectors(step).cuda())
     everyone = comm.all_gather_object(masks)

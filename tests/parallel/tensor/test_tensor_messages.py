@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import BATCH, BLOCKS, LENGTH, WIDTH, make_blocks, make_gpt, split, tokens, vectors
+from support.tensor_fixtures import BATCH, BLOCKS, LENGTH, WIDTH, make_blocks, make_gpt, split, tokens, vectors
 
 from hpctrain.models.gpt import GPT
 

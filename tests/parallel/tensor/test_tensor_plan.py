@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.matrices import (
+from support.tensor_fixtures import (
     BLOCKS,
     CLOSE,
     WIDTH,
@@ -251,10 +251,13 @@ def test_modules_emptied_by_a_pipeline_are_unchanged(comm: Any) -> None:
                 if (path, name) != ("embedding", "token"):  # shared with the head, which is here
                     module._parameters[attribute] = None
     found = split(model, comm)
-    assert set(found.modules) == {"embedding.token", "head", *(f"blocks.1.{name}" for name in (
-        "attention.qkv", "attention.project", "mlp.fc", "mlp.project"))}
+    assert set(found.modules) == {
+        "embedding.token",
+        "head",
+        *(f"blocks.1.{name}" for name in ("attention.qkv", "attention.project", "mlp.fc", "mlp.project")),
+    }
     assert type(model.blocks[0].mlp.fc) is nn.Linear
-    assert not any(name.startswith("blocks.0") for name in found.places)
+    assert not any(name.startswith("blocks.0") for name in found.positions)
     alone = make_gpt()
     torch.testing.assert_close(model.blocks[1](vectors()), alone.blocks[1](vectors()), **CLOSE)
     assert model.head.weight is model.embedding.token.weight and model.head.weight.shape[0] < 31

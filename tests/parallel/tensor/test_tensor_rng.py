@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import BLOCKS, CLOSE, make_blocks, make_gpt, split, tokens, vectors
+from support.tensor_fixtures import BLOCKS, CLOSE, make_blocks, make_gpt, split, tokens, vectors
 from torch import Tensor, nn
 
 from hpctrain.parallel.recompute import recompute
@@ -24,8 +24,9 @@ class Masks:
         self.found: dict[str, list[Tensor]] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout):
-                module.register_forward_hook(lambda _, args, result, name=name: self.found.setdefault(name, []).append(
-                    result.detach() != 0))
+                module.register_forward_hook(
+                    lambda _, args, result, name=name: self.found.setdefault(name, []).append(result.detach() != 0)
+                )
 
 
 @RANKS

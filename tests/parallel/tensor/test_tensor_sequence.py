@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import BLOCKS, CLOSE, LENGTH, WIDTH, assert_slices, make_blocks, make_gpt, split, tokens, vectors
+from support.tensor_fixtures import (
+    BLOCKS,
+    CLOSE,
+    LENGTH,
+    WIDTH,
+    assert_slices,
+    make_blocks,
+    make_gpt,
+    split,
+    tokens,
+    vectors,
+)
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
@@ -56,8 +67,11 @@ def test_one_message_sums_the_gradients_of_a_module(own: Any, monkeypatch: pytes
     result = model(vectors())
     sizes: list[int] = []
     reduce = own.all_reduce
-    monkeypatch.setattr(own, "all_reduce", lambda tensor, *args, **kwargs: (
-        sizes.append(tensor.numel()), reduce(tensor, *args, **kwargs))[1])
+    monkeypatch.setattr(
+        own,
+        "all_reduce",
+        lambda tensor, *args, **kwargs: (sizes.append(tensor.numel()), reduce(tensor, *args, **kwargs))[1],
+    )
     result.sum().backward()
     norm, row_bias, between = 2 * WIDTH, WIDTH, WIDTH * WIDTH + WIDTH
     assert sizes == [between, row_bias, norm, row_bias, norm]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import BLOCKS, CLOSE, make_blocks, split, vectors
+from support.tensor_fixtures import BLOCKS, CLOSE, make_blocks, split, vectors
 from torch import nn
 
 pytestmark = pytest.mark.ranks(2, 3)

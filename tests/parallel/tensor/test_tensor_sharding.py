@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrices import VOCABULARY, WIDTH, learn, make_blocks, make_gpt, piece, split, token_loss
+from support.tensor_fixtures import VOCABULARY, WIDTH, learn, make_blocks, make_gpt, piece, split, token_loss
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
@@ -48,7 +48,7 @@ def test_boxes_of_all_ranks_make_up_the_whole_model(comm: Any, tied: bool) -> No
     assert shard.is_whole
     (shard,) = found.shards("head.weight", model.head.weight)
     assert shard.shape == (VOCABULARY, WIDTH) and shard.extent == tuple(model.head.weight.shape)
-    assert found.over(None) is found
+    assert found.compose(None) is found
 
 
 class HalfRows:
@@ -65,9 +65,9 @@ def test_boxes_of_slices_are_shifted(comm: Any) -> None:
     model = make_gpt()
     found = split(model, comm)
     begin, end = bounds(2 * 4 * WIDTH // 2, comm.rank, comm.size)
-    (shard,) = found.over(HalfRows()).shards("blocks.0.mlp.fc.weight", model.blocks[0].mlp.fc.weight)
+    (shard,) = found.compose(HalfRows()).shards("blocks.0.mlp.fc.weight", model.blocks[0].mlp.fc.weight)
     assert (shard.shape, shard.start, shard.extent) == ((4 * WIDTH, WIDTH), (begin + 1, 0), (end - begin - 1, WIDTH))
-    (shard,) = found.over(HalfRows()).shards("norm.weight", model.norm.weight)
+    (shard,) = found.compose(HalfRows()).shards("norm.weight", model.norm.weight)
     assert (shard.shape, shard.start) == ((WIDTH,), (1,))
 
 
@@ -90,7 +90,7 @@ def test_fsdp_splits_slices_once_more(comm: Any, data: Any, sequence: bool) -> N
     mean = [sum(each) / comm.size for each in zip(*comm.all_gather_object(ours))]
     assert mean == pytest.approx(theirs, rel=1e-5)
     assert strategy.split is not None
-    composed = found.over(strategy.split)
+    composed = found.compose(strategy.split)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     whole = assemble(comm, {name: composed.shards(name, tensor) for name, tensor in state.items()})
     for name, expected in alone.state_dict().items():
