@@ -20,7 +20,7 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass  # usage: ``with plain_ten
 guarded_tensors = torch._C._EnableTorchFunction  # nested inside it, for code of the program
 
 
-def as_parts(function: Callable[P, T]) -> Callable[P, T]:
+def on_shards(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that it computes with shards as they are; not for generators."""
 
     @functools.wraps(function)

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from hpctrain.errors import HpctrainError, SettingsError
 from hpctrain.util.owner import foreign_file, is_standard
 from hpctrain.util.reading import read_text
-from hpctrain.util.text import LINE, printable, shorten, shown
+from hpctrain.util.text import LINE, printable, shorten, short_repr
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -98,9 +98,9 @@ def assign(tree: Tree, assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
-        raise SettingsError(f"cannot read --set {shown(assignment)}: write it as section.key=value")
+        raise SettingsError(f"cannot read --set {short_repr(assignment)}: write it as section.key=value")
     if len(parts) > _MOST_PARTS:
-        raise SettingsError(f"cannot read --set {shown(assignment)}: its key has more than {_MOST_PARTS} parts")
+        raise SettingsError(f"cannot read --set {short_repr(assignment)}: its key has more than {_MOST_PARTS} parts")
     try:
         value = parse_toml(f"value = {text.strip()}")["value"]
     except ValueError:
@@ -111,7 +111,7 @@ def assign(tree: Tree, assignment: str) -> None:
     for part in parts[:-1]:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise SettingsError(f"cannot set {_named(key.strip())}: {_named(part)} is a value, no section")
+            raise SettingsError(f"cannot set {_key_text(key.strip())}: {_key_text(part)} is a value, no section")
     node[parts[-1]] = value
 
 
@@ -122,7 +122,7 @@ def build(kind: type[T], tree: Mapping[str, Any], path: str = "") -> T:
     values: Tree = {}
     for key, value in tree.items():
         if key not in known:
-            raise SettingsError(unknown(f"setting {_named(path + key)}", key, known))
+            raise SettingsError(unknown(f"setting {_key_text(path + key)}", key, known))
         values[key] = _convert(hints[key], value, f"{path}{key}")
     return kind(**values)
 
@@ -151,7 +151,7 @@ def check_most(settings: Any, section: str, **limits: int) -> None:
     for name, most in limits.items():
         value = getattr(settings, name)
         if value is not None and not value <= most:
-            raise SettingsError(f"setting {section}.{name} = {shown(value)}: allowed are at most {most}")
+            raise SettingsError(f"setting {section}.{name} = {short_repr(value)}: allowed are at most {most}")
 
 
 def section_of(kind: type[T], value: Any, section: str, *, allowed: str = "") -> T:
@@ -167,7 +167,7 @@ def section_of(kind: type[T], value: Any, section: str, *, allowed: str = "") ->
     if isinstance(value, Mapping):
         return build(kind, value, f"{section}.")
     kinds = f"{kind.__name__}, a dict of its fields{allowed}, or None"
-    raise SettingsError(f"{section} = {shown(value)}: allowed are {kinds}")
+    raise SettingsError(f"{section} = {short_repr(value)}: allowed are {kinds}")
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
@@ -188,12 +188,12 @@ def function_named(path: str, setting: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if is_standard(module_name):
         raise SettingsError(_not_standard(path, setting))
-    _look_here()
+    _add_working_folder()
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise SettingsError(
-            f"{setting} {path}: cannot import {module_name}: {type(error).__name__}: {error}{_place_of(error)} "
+            f"{setting} {path}: cannot import {module_name}: {type(error).__name__}: {error}{_location_of(error)} "
             f"(looked in {os.getcwd()} and the Python path)"
         ) from error
     for part in name.split("."):
@@ -221,8 +221,8 @@ def call_named(setting: str, path: str, function: Callable[..., T], *arguments: 
     except Exception as error:
         logger.debug("%s %s:", setting, path, exc_info=True)
         ours = isinstance(error, HpctrainError)
-        told = shorten(" ".join(f"{'' if ours else f'{type(error).__name__}: '}{error}".split()), LINE)
-        text = f"{setting} {path}: {told}{_place_of(error)}"
+        text = shorten(" ".join(f"{'' if ours else f'{type(error).__name__}: '}{error}".split()), LINE)
+        text = f"{setting} {path}: {text}{_location_of(error)}"
         if isinstance(error, HpctrainError):
             raise type(error)(text, everywhere=error.everywhere) from error
         raise UserCodeError(text) from error
@@ -232,15 +232,15 @@ class UserCodeError(HpctrainError):
     """Error inside a function that a setting names."""
 
 
-def _place_of(error: Exception) -> str:
+def _location_of(error: Exception) -> str:
     """Return file and line of the innermost frame of the user's code: of no installed package, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     outside = [one for one in frames if not one.filename.startswith("<") and not _is_below(one.filename, _PACKAGE)]
     standard = Path(sysconfig.get_paths()["stdlib"])
-    own = [one for one in outside if not _INSTALLED & {*Path(one.filename).parts}]
-    own = [one for one in own if not _is_below(one.filename, standard)]
-    place = own[-1] if own else outside[0] if outside else None
-    return "" if place is None else f" ({place.filename}:{place.lineno})"
+    user_frames = [one for one in outside if not _INSTALLED & {*Path(one.filename).parts}]
+    user_frames = [one for one in user_frames if not _is_below(one.filename, standard)]
+    frame = user_frames[-1] if user_frames else outside[0] if outside else None
+    return "" if frame is None else f" ({frame.filename}:{frame.lineno})"
 
 
 def _is_below(file: str, folder: Path) -> bool:
@@ -256,7 +256,7 @@ def check_code(path: str, setting: str, uid: int | None = None) -> None:
     module_name, _, name = path.partition(":")
     if is_standard(module_name):
         raise SettingsError(_not_standard(path, setting))
-    _look_here()
+    _add_working_folder()
     foreign = foreign_file(module_name, uid)
     if foreign:
         raise SettingsError(
@@ -265,7 +265,7 @@ def check_code(path: str, setting: str, uid: int | None = None) -> None:
         )
 
 
-def _look_here() -> None:
+def _add_working_folder() -> None:
     """Append the current folder to the module path.
 
     ``python -m`` searches it too: a console script has its own folder on the path, but not the
@@ -337,37 +337,37 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if isinstance(value, typing.cast(type, hint)):
             return value
         if not isinstance(value, Mapping):
-            raise SettingsError(f"setting {path} is a section, not the value {shown(value)}")
+            raise SettingsError(f"setting {path} is a section, not the value {short_repr(value)}")
         return build(typing.cast(type, hint), value, f"{path}.")
     if origin in (typing.Union, types.UnionType):
         return _convert(_without_none(hint), value, path)
     if origin is typing.Literal:
         allowed = typing.get_args(hint)
         if not isinstance(value, (str, int, float)) or value not in allowed:
-            text = f"setting {path} = {shown(value)}: allowed are {', '.join(map(str, allowed))}"
-            raise SettingsError(text + meant(value, allowed))
+            text = f"setting {path} = {short_repr(value)}: allowed are {', '.join(map(str, allowed))}"
+            raise SettingsError(text + suggestion(value, allowed))
         return value
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
-            raise SettingsError(f"setting {path} = {shown(value)}: expected a list")
+            raise SettingsError(f"setting {path} = {short_repr(value)}: expected a list")
         if any(isinstance(item, str) and not item.strip() for item in items):
-            raise SettingsError(f"setting {path} = {shown(list(items))}: a name is empty")
+            raise SettingsError(f"setting {path} = {short_repr(list(items))}: a name is empty")
         converted = tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
         return value if isinstance(value, tuple) and all(map(operator.is_, converted, value)) else converted
     plain = origin or hint
     if plain in (int, float) and isinstance(value, int) and value.bit_length() > 63:
-        raise SettingsError(f"setting {path} = {shown(value)}: allowed are whole numbers of at most 63 bits")
+        raise SettingsError(f"setting {path} = {short_repr(value)}: allowed are whole numbers of at most 63 bits")
     if plain in _ABSTRACT and isinstance(value, _ABSTRACT[plain]) and not isinstance(value, (bool, plain)):
         return plain(value)  # a whole number for a float, NumPy's numbers
     if plain is str and isinstance(value, os.PathLike):
         return os.fspath(value)
     if hint is Any or isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
         return dict(value) if plain is dict else value
-    raise SettingsError(f"setting {path} = {shown(value)}: expected {_NAMES.get(plain, plain.__name__)}")
+    raise SettingsError(f"setting {path} = {short_repr(value)}: expected {_NAMES.get(plain, plain.__name__)}")
 
 
-def meant(value: Any, allowed: Sequence[Any]) -> str:
+def suggestion(value: Any, allowed: Sequence[Any]) -> str:
     """Return a hint at the choice that was probably meant, or an empty text."""
     if not isinstance(value, str):
         return ""
@@ -384,7 +384,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _named(key: str) -> str:
+def _key_text(key: str) -> str:
     """Return a key for an error message; keys may come from untrusted files."""
     return shorten(printable(key), _LONGEST_NAME)
 

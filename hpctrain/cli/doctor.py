@@ -94,10 +94,10 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _login(args: argparse.Namespace) -> int:
-    from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.cluster.launcher import rank_from_environment
     from hpctrain.doctor.login.examine import examine
 
-    if first_guess_of_rank():
+    if rank_from_environment():
         return 0  # rank 0 prints for all ranks
     facts, findings = examine(args.script)
     report = {"kind": "login", **facts.to_json(), **_as_json(findings)}
@@ -135,11 +135,11 @@ def _preflight(args: argparse.Namespace) -> int:
     # This measurement looks for nodes that do not answer: a wait for one must not take ten minutes.
     os.environ.setdefault("HPCTRAIN_TIMEOUT", f"{max(_PATIENCE, 4 * (args.seconds or _SECONDS)):g}")
     with init(device=args.device or "auto", oversubscribe=True) as job:
-        say = _StageProgress(shown=job.rank == 0)
+        progress = _StageProgress(shown=job.rank == 0)
         plan = SurveyPlan(seconds=args.seconds or _SECONDS, folder=args.folder or Path("."))
-        report = survey(job.comm, job.device, plan, say)
+        report = survey(job.comm, job.device, plan, progress)
         findings = verdict.findings(report, detect().scheduler)
-        on_first_rank(job.comm, lambda: _tell(args, report, findings))
+        on_first_rank(job.comm, lambda: _print_preflight(args, report, findings))
     return exit_code(findings, strict=args.strict)
 
 
@@ -153,16 +153,16 @@ class _StageProgress:
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown
-        self._stage, self._spoken = "", 0.0
+        self._stage, self._last_line = "", 0.0
 
     def __call__(self, what: str) -> None:
         stage, now = what.partition(",")[0], time.monotonic()
-        if self._shown and (stage != self._stage or now - self._spoken > _LINE_EVERY):
-            self._stage, self._spoken = stage, now
+        if self._shown and (stage != self._stage or now - self._last_line > _LINE_EVERY):
+            self._stage, self._last_line = stage, now
             print(printable_lines(f"preflight: {what}"), file=sys.stderr, flush=True)
 
 
-def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
+def _print_preflight(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
     """Print, write and draw a preflight report."""
     from hpctrain.doctor.preflight import report as text
     from hpctrain.doctor.preflight import verdict
@@ -173,5 +173,5 @@ def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> Non
     lines = [*text.lines(report), "", *table(findings, _width()), "", took]
     _print(args, found, [*lines, *([f"--exclude={leave}"] if leave and detect().scheduler != "pbs" else [])])
     if args.picture:
-        title = f"preflight of {len(report.seats)} ranks on {len(report.hosts)} nodes"
+        title = f"preflight of {len(report.placements)} ranks on {len(report.hosts)} nodes"
         save_figure(text.figure(report, title), args.picture)

@@ -221,6 +221,6 @@ def _check(args: argparse.Namespace) -> int:
 def _list(args: argparse.Namespace) -> int:
     for name in profiles.names():
         profile, where = profiles.load(name)
-        told = profile.site if where.startswith(name) else f"{profile.site} ({where})".strip()
-        print(printable_lines(f"{name:14} {profile.scheduler:5}  {told}; {profile.tried}"))
+        text = profile.site if where.startswith(name) else f"{profile.site} ({where})".strip()
+        print(printable_lines(f"{name:14} {profile.scheduler:5}  {text}; {profile.tried}"))
     return 0

@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
-from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
+from hpctrain.cluster.launcher import is_launched, rank_from_environment
 from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
 from hpctrain.train.control import interrupt_message
 from hpctrain.train.exit import end_job, end_unstarted, in_world, print_once
-from hpctrain.util.text import LINE, fitted, printable, printable_lines, shorten
+from hpctrain.util.text import LINE, fit_message, printable, printable_lines, shorten
 
 VERBS = {
     "train": "train a model from the settings in a TOML file",
@@ -107,8 +107,8 @@ def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
     if not any("\n" in word for word in arguments):  # otherwise the line break is in an argument
         first, colon, table = first.partition(":\n")
         first += colon.strip()
-    told = fitted(first, values(arguments), LINE - len("hpctrain: error: "))
-    print_once("\n".join([told, *([printable_lines(table)] if table else [])]), first_guess_of_rank())
+    text = fit_message(first, values(arguments), LINE - len("hpctrain: error: "))
+    print_once("\n".join([text, *([printable_lines(table)] if table else [])]), rank_from_environment())
     end_unstarted(error.exit_code)
     return error.exit_code
 
@@ -118,9 +118,9 @@ def interrupted(error: KeyboardInterrupt) -> int:
     if in_world():
         raise error
     why, code = interrupt_message(type(error))
-    where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
-    said = printable(f"hpctrain: {where}{why}")
-    print(said, file=sys.stderr, flush=True)
+    where = f"rank {rank_from_environment()} on {socket.gethostname()}: " if is_launched() else ""
+    text = printable(f"hpctrain: {where}{why}")
+    print(text, file=sys.stderr, flush=True)
     if is_launched():
         end_job(code)
     return code

@@ -74,7 +74,7 @@ def add_scheduler(
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help=what)
     _add_run(parser)
     _add_resources(parser, scheduler)
-    _add_coming_back(parser)
+    _add_restarts(parser)
     return parser
 
 
@@ -116,7 +116,7 @@ def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
     )
 
 
-def _add_coming_back(parser: argparse.ArgumentParser) -> None:
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("end and restarts")
     for option, default, meaning in (
         ("--margin", 300, "seconds before the end at which the job signals the run to save"),

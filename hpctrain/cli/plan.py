@@ -107,9 +107,9 @@ _OF_RUN = (
 
 def run(args: argparse.Namespace) -> int:
     """Print the result, and draw it if requested; return the exit code."""
-    from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.cluster.launcher import rank_from_environment
 
-    if first_guess_of_rank():
+    if rank_from_environment():
         return 0  # rank 0 prints for all ranks
     _check(args)
     if args.config:

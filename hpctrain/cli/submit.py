@@ -58,19 +58,19 @@ def run(args: argparse.Namespace) -> int:
 def _submit(args: argparse.Namespace) -> int:
     script, request, profile = script_of(args)
     warnings = _warnings(request, profile)
-    tell = partial(_tell, warnings=warnings, as_json=args.json)
-    submit(profile.scheduler, script, request.folder, after=args.after, tell=tell)
+    on_submitted = partial(_print_submitted, warnings=warnings, as_json=args.json)
+    submit(profile.scheduler, script, request.folder, after=args.after, on_submitted=on_submitted)
     return 0
 
 
-def _tell(done: Submitted, *, warnings: list[str], as_json: bool) -> None:
+def _print_submitted(done: Submitted, *, warnings: list[str], as_json: bool) -> None:
     """Print the id of a job that has just been submitted."""
     if as_json:
         facts = {"job_id": done.job_id, "script": str(done.script), "environment_removed": list(done.removed)}
         print(json.dumps({**facts, "warnings": warnings}), flush=True)
         return
-    told = f"job {done.job_id} runs {done.script}; {done.script.parent}/{NAME} records it"
-    print(printable(told), flush=True)
+    text = f"job {done.job_id} runs {done.script}; {done.script.parent}/{NAME} records it"
+    print(printable(text), flush=True)
     for text in warnings:
         print(printable(f"warning: {text}"), file=sys.stderr)
     if done.removed:

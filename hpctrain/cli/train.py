@@ -72,5 +72,7 @@ def _refuse_program(config: str) -> None:
     """Raise ``UsageError`` for a Python file; the message tells how to start programs."""
     if not config.endswith(".py"):
         return
-    ways = f"python {config}, mpiexec -n 4 python {config}, or hpctrain submit slurm {config} --folder runs/a"
-    raise UsageError(f"{config} is a program, hpctrain train takes the settings of a run (.toml); start it by {ways}")
+    commands = f"python {config}, mpiexec -n 4 python {config}, or hpctrain submit slurm {config} --folder runs/a"
+    raise UsageError(
+        f"{config} is a program, hpctrain train takes the settings of a run (.toml); start it by {commands}"
+    )

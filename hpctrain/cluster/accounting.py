@@ -16,7 +16,7 @@ from hpctrain.util.probe import output_of
 _MOST = 1e15  # joules; Slurm writes 2**64 - 2 if its plugin has no value
 _ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT".split()
 # Job states of PBS in which no process of the job runs: ended (F, X), moved, and waiting, maybe after an earlier start.
-_AWAY = "FXMQHWT"
+_NOT_RUNNING = "FXMQHWT"
 _UNKNOWN = "unknown to PBS"
 _ID = re.compile(r"[0-9]+(_[0-9]+)?", re.ASCII)
 
@@ -33,7 +33,7 @@ class JobAccount:
     @property
     def has_ended(self) -> bool:
         """Return whether no process of the job runs any more."""
-        return self.state in (*_ENDED, *_AWAY, _UNKNOWN)
+        return self.state in (*_ENDED, *_NOT_RUNNING, _UNKNOWN)
 
 
 def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, JobAccount]:
@@ -79,12 +79,12 @@ class _Line:
 
 
 def _account(job_id: str, lines: Sequence[_Line]) -> JobAccount | None:
-    mine = [line for line in lines if line.is_of(job_id)]
-    whole = [line for line in mine if not line.step]
+    of_job = [line for line in lines if line.is_of(job_id)]
+    whole = [line for line in of_job if not line.step]
     if not whole:
         return None
     # Energy of the steps of srun, over all starts. The steps batch and extern measure the same
     # nodes at the same time, so they count only if there is no other value.
-    steps = sum(line.joules for line in mine if line.step.isdecimal())
-    joules = steps or sum(line.joules for line in mine if line.step == "batch") or sum(line.joules for line in whole)
+    steps = sum(line.joules for line in of_job if line.step.isdecimal())
+    joules = steps or sum(line.joules for line in of_job if line.step == "batch") or sum(line.joules for line in whole)
     return JobAccount(whole[-1].state.split()[0] if whole[-1].state else "", joules or None)

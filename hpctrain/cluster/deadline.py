@@ -78,9 +78,9 @@ def _epoch(text: str) -> float:
 
 
 def _slurm(environ: Mapping[str, str], ask: Ask) -> Deadline | None:
-    told = environ.get("SLURM_JOB_END_TIME", "")
-    if told.isdecimal():
-        return Deadline(float(told), "Slurm")
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    if text.isdecimal():
+        return Deadline(float(text), "Slurm")
     answer = ask(["squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%e"]).split()
     return _deadline(answer[0] if answer else "", "%Y-%m-%dT%H:%M:%S", 0.0, "Slurm")
 

@@ -105,8 +105,20 @@ _TABLE = (
 _SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 # Prefixes of variables that launchers and schedulers set, and those among them that the user chooses.
-_THEIRS = ("HYDI_", "MPI_LOCAL", "OMPI_", "PALS_", "PBS_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "SLURM_", "SPANK_")
-_USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PMIX_MCA_", "PMIX_PREFIX", "PRTE_MCA_", "PRTE_PREFIX")
+_LAUNCHER_PREFIXES = (
+    "HYDI_",
+    "MPI_LOCAL",
+    "OMPI_",
+    "PALS_",
+    "PBS_",
+    "PMI_",
+    "PMI2_",
+    "PMIX_",
+    "PRTE_",
+    "SLURM_",
+    "SPANK_",
+)
+_USER_PREFIXES = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PMIX_MCA_", "PMIX_PREFIX", "PRTE_MCA_", "PRTE_PREFIX")
 
 
 def detect(environ: Environ = os.environ) -> Launch:
@@ -115,7 +127,7 @@ def detect(environ: Environ = os.environ) -> Launch:
     Without a launcher the kind is "none" and the process is rank 0 of 1.
     """
     scheduler, job_id, restarts = _job(environ)
-    row = next((row for row in _TABLE if _speaks(row, environ)), None)
+    row = next((row for row in _TABLE if _is_set(row, environ)), None)
     if row is None:
         return Launch("none", 0, 1, 0, 1, job_id, scheduler, restarts)
     rank, size = _number(environ, row.rank), _first(environ, row.size)
@@ -126,7 +138,7 @@ def detect(environ: Environ = os.environ) -> Launch:
     return Launch(row.kind, rank, size, local_rank, local_size, job_id, scheduler, restarts)
 
 
-def first_guess_of_rank(environ: Environ = os.environ) -> int:
+def rank_from_environment(environ: Environ = os.environ) -> int:
     """Return the rank from the launcher; 0 if it is missing or contradicts the size."""
     try:
         return detect(environ).rank or 0
@@ -186,7 +198,11 @@ def _is_alive(process: str) -> bool:
 
 def without_launcher(environ: Environ = os.environ) -> dict[str, str]:
     """Return a copy of the environment for a child process that is neither a rank nor a part of this job."""
-    return {name: value for name, value in environ.items() if name.startswith(_USERS) or not name.startswith(_THEIRS)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_USER_PREFIXES) or not name.startswith(_LAUNCHER_PREFIXES)
+    }
 
 
 def _job(environ: Environ) -> tuple[Scheduler | None, str | None, int | None]:
@@ -198,7 +214,7 @@ def _job(environ: Environ) -> tuple[Scheduler | None, str | None, int | None]:
     return None, None, None
 
 
-def _speaks(row: _LauncherRow, environ: Environ) -> bool:
+def _is_set(row: _LauncherRow, environ: Environ) -> bool:
     if not all(sign in environ for sign in row.signs):
         return False
     if row.kind != "slurm":

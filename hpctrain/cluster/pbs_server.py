@@ -31,10 +31,10 @@ def jobs(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Facts] | N
     for history in (["-x"], []):
         missing = [job_id for job_id in wanted if job_id not in found]
         if missing:
-            told = _told(["qstat", *history, "-f", "-F", "json", *missing], ask)
-            if told is None:
+            answer = _query(["qstat", *history, "-f", "-F", "json", *missing], ask)
+            if answer is None:
                 return None
-            known = told.get("Jobs", {})
+            known = answer.get("Jobs", {})
             # PBS appends the name of its server to an id.
             for job_id in missing:
                 full = next((name for name in known if name == job_id or name.partition(".")[0] == job_id), None)
@@ -51,12 +51,12 @@ def own_jobs(user: str, ask: Ask | None = None) -> dict[str, Facts] | None:
 
 def server(ask: Ask | None = None) -> Facts | None:
     """Return the attributes of the server: flatuid, default_queue, job_history_enable..."""
-    return _first(_told(["qstat", "-B", "-f", "-F", "json"], ask), "Server")
+    return _first(_query(["qstat", "-B", "-f", "-F", "json"], ask), "Server")
 
 
 def queue(name: str, ask: Ask | None = None) -> Facts | None:
     """Return the attributes of a queue: kill_delay..."""
-    return _first(_told(["qstat", "-Q", "-f", "-F", "json", name], ask), "Queue")
+    return _first(_query(["qstat", "-Q", "-f", "-F", "json", name], ask), "Queue")
 
 
 def may_submit_itself(server_facts: Facts) -> bool:
@@ -66,21 +66,21 @@ def may_submit_itself(server_facts: Facts) -> bool:
 
 def kill_delay(queue_facts: Facts) -> int:
     """Return the seconds between the SIGTERM of qdel and SIGKILL."""
-    told = str(queue_facts.get("kill_delay", KILL_DELAY))
-    return int(told) if told.isdecimal() else KILL_DELAY
+    answer = str(queue_facts.get("kill_delay", KILL_DELAY))
+    return int(answer) if answer.isdecimal() else KILL_DELAY
 
 
-def _first(told: Facts | None, what: str) -> Facts | None:
-    found = (told or {}).get(what)
+def _first(answer: Facts | None, what: str) -> Facts | None:
+    found = (answer or {}).get(what)
     return next(iter(found.values()), None) if isinstance(found, Mapping) else None
 
 
-def _told(command: Sequence[str], ask: Ask | None) -> dict[str, Any] | None:
+def _query(command: Sequence[str], ask: Ask | None) -> dict[str, Any] | None:
     try:
-        told = json.loads((ask or _run)(command))
+        answer = json.loads((ask or _run)(command))
     except ValueError:
         return None
-    return told if isinstance(told, dict) and "pbs_version" in told else None
+    return answer if isinstance(answer, dict) and "pbs_version" in answer else None
 
 
 def _run(command: Sequence[str]) -> str:

@@ -34,8 +34,8 @@ class BatchOrder:
 
     def start_at(self, number: int) -> Iterator[list[int]]:
         """Yield the batches of this epoch from batch ``number`` on."""
-        for place in range(number, len(self)):
-            begin = place * self.batch
+        for index in range(number, len(self)):
+            begin = index * self.batch
             end = min(begin + self.batch, self.samples)
             if self.shuffle:
                 yield self._order.indices(self.epoch * self.samples + begin, end - begin).tolist()
@@ -63,14 +63,14 @@ class JobLoader(DataLoader[Any]):
 
     def _shares(self) -> Iterator[Any]:
         """Yield this rank's shares; if a batch has fewer samples than ranks, some ranks get none."""
-        twin = split_loader(self, self._rank, self._parts, RandomStreams(self.seed))
-        drawn = shares_of(twin)
-        for batch in twin:
+        split_copy = split_loader(self, self._rank, self._parts, RandomStreams(self.seed))
+        drawn = shares_of(split_copy)
+        for batch in split_copy:
             if drawn.popleft().samples:
                 yield batch
 
 
-class Rows:
+class SampleDataset:
     """Map-style dataset over one that returns several samples at once, as hpctrain's files do."""
 
     def __init__(self, dataset: Any) -> None:
@@ -116,7 +116,7 @@ def job_loader(
         raise DataError(f"{len(dataset)} samples do not fill a batch of {batch}: take a smaller one or drop_last=False")
     order = BatchOrder(len(dataset), batch, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if not hasattr(type(dataset), "__getitem__") and hasattr(dataset, "batch"):
-        dataset, collate_fn = Rows(dataset), collate_fn or _as_it_is
+        dataset, collate_fn = SampleDataset(dataset), collate_fn or _as_it_is
     if workers:
         options = {"persistent_workers": True, **options}
     return JobLoader(

@@ -34,7 +34,7 @@ _NUMPY_SEED = 2**32
 _GLOBAL: Any = np.random  # get_bit_generator and set_bit_generator have no type annotations
 
 
-def mixed(*numbers: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """Return a 63-bit seed that depends on all numbers and their order."""
     packed = struct.pack(f"<{len(numbers)}q", *(number % 2**63 for number in numbers))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
@@ -50,14 +50,14 @@ def seed_sample(seed: int) -> None:
 class RandomStreams:
     """Generators of this process, with an outer stream outside of steps and an inner stream within a step.
 
-    ``seed`` is the run's seed. ``place`` distinguishes this rank from those that must draw other
+    ``seed`` is the run's seed. ``coordinates`` distinguishes this rank from those that must draw other
     numbers: its index on the data axis and its pipeline stage.
     """
 
-    def __init__(self, seed: int = 0, place: tuple[int, ...] = (0, 0)) -> None:
-        self.seed, self.place = seed, place
+    def __init__(self, seed: int = 0, coordinates: tuple[int, ...] = (0, 0)) -> None:
+        self.seed, self.coordinates = seed, coordinates
         self._inner = np.random.MT19937(0)
-        self._saved: _Saved | None = None  # state of the outer stream while an inner one is in use
+        self._saved: _OuterStream | None = None  # state of the outer stream while an inner one is in use
 
     @property
     def inside(self) -> bool:
@@ -66,53 +66,53 @@ class RandomStreams:
 
     def enter_step(self, iteration: int) -> None:
         """Save the outer stream and seed the generators for an iteration, counted over the whole run."""
-        self._keep()
-        random.seed(mixed(self.seed, iteration))
-        self._seed(mixed(self.seed, iteration, *self.place))
+        self._save()
+        random.seed(mix_seed(self.seed, iteration))
+        self._seed(mix_seed(self.seed, iteration, *self.coordinates))
 
     def leave_step(self) -> None:
         """Restore the outer stream; no effect outside of a step."""
-        self._put_back()
+        self._restore()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Save the outer stream while this process loads samples, whose transforms seed the generators themselves."""
-        self._keep()
+        self._save()
         try:
             yield
         finally:
-            self._put_back()
+            self._restore()
 
     @contextmanager
     def outer(self) -> Iterator[None]:
         """Draw from the outer stream while an inner one is in use; afterwards the inner one must be seeded again."""
         inside = self._saved is not None
-        self._put_back()
+        self._restore()
         try:
             yield
         finally:
             if inside:
-                self._keep()
+                self._save()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def outer_only(self) -> Iterator[None]:
         """Draw from the outer stream in the ``with`` block; the inner stream continues as if nothing was drawn."""
         inner = torch.get_rng_state(), random.getstate()
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         inside = self.inside
-        self._put_back()
+        self._restore()
         try:
             yield
         finally:
             if inside:
-                self._keep()  # NumPy's inner generator is a separate object, whose state has not changed
+                self._save()  # NumPy's inner generator is a separate object, whose state has not changed
                 torch.set_rng_state(inner[0])
                 random.setstate(inner[1])
                 if cuda is not None:
                     torch.cuda.set_rng_state(cuda)
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """Restore the state of all generators at the end of the ``with`` block."""
         state = OuterState.capture()
         try:
@@ -120,13 +120,13 @@ class RandomStreams:
         finally:
             state.restore()
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         if self._saved is None:
-            self._saved = _Saved(self._inner)
+            self._saved = _OuterStream(self._inner)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         if self._saved is not None:
-            self._saved.put_back()
+            self._saved.restore()
             self._saved = None
 
     def _seed(self, seed: int) -> None:
@@ -136,7 +136,7 @@ class RandomStreams:
             torch.cuda.manual_seed(seed)
 
 
-class _Saved:
+class _OuterStream:
     """Saved state of the outer stream of torch (host and device), NumPy and Python."""
 
     def __init__(self, inner: np.random.MT19937) -> None:
@@ -148,7 +148,7 @@ class _Saved:
         self._numpy = _GLOBAL.get_bit_generator()
         _GLOBAL.set_bit_generator(inner)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the generators."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
@@ -183,7 +183,7 @@ class OuterState:
             torch.cuda.set_rng_state(self.cuda)
 
 
-def draw_alike(comm: Communicator) -> None:
+def broadcast_generators(comm: Communicator) -> None:
     """Set the generators of all ranks to the state of rank 0. Collective."""
     outer = comm.broadcast_object(OuterState.capture())
     if comm.rank:

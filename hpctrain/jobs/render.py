@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs import pbs, slurm
+from hpctrain.jobs import directives
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import FOLDER, Request
@@ -129,14 +129,14 @@ _PROGRAMS: dict[str, Callable[[Request], Words]] = {"train": _train, "array": _a
 # Rendering of job scripts: a request and a site's profile in, text out ------------------------------------------------
 
 
-_PLACES = {"slurm": slurm.places, "pbs": pbs.places}
+_VALUES = {"slurm": directives.slurm_values, "pbs": directives.pbs_values}
 ENDINGS = {"slurm": "sbatch", "pbs": "pbs"}
 
 
 def render(request: Request, profile: Profile) -> str:
     """Return the job's script; raises ``UsageError`` if the scheduler would misinterpret it."""
     request = with_defaults(request, profile)
-    values = {**_shared(request, profile), **_PLACES[profile.scheduler](request, profile)}
+    values = {**_shared(request, profile), **_VALUES[profile.scheduler](request, profile)}
     script = fill(read_template(profile.scheduler, request.template), values)
     if found := problems(script):
         raise UsageError(f"the script would be invalid: {'; '.join(found)}")

@@ -112,16 +112,16 @@ LARGEST = 2**26  # bytes of a history
 
 # Variables that change how sbatch and qsub interpret a script, and variables that a script sets for
 # its own run. The latter must not reach another job: with the chain of another job it would take
-# over that job's lock. Variables that locate the scheduler are kept (``_PLACES``).
+# over that job's lock. Variables that locate the scheduler are kept (``_LOCATIONS``).
 _OVERRIDES = (
     *("SBATCH_", "SLURM_", "PBS_", "HPCTRAIN_CHAIN", "HPCTRAIN_START", "HPCTRAIN_TASK", "HPCTRAIN_DEADLINE"),
     "HPCTRAIN_ASKED_BY",
 )
-_PLACES = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "PBS_CONF_FILE", "PBS_DEFAULT", "PBS_EXEC", "PBS_SERVER"}
+_LOCATIONS = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "PBS_CONF_FILE", "PBS_DEFAULT", "PBS_EXEC", "PBS_SERVER"}
 _COMMANDS = {"slurm": ["sbatch", "--parsable"], "pbs": ["qsub"]}
 # 1234, 1234;cluster of --parsable, 1234.server, 1234[].server of an array.
 _ID = re.compile(r"[0-9]+(?:_[0-9]+|\[[0-9]*\])?(?:\.[\w.-]+)?", re.ASCII)
-_TOLD = re.compile(rf"({_ID.pattern})(?:;[\w.-]+)?", re.ASCII)
+_PRINTED_ID = re.compile(rf"({_ID.pattern})(?:;[\w.-]+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ def submit(
     *,
     after: str = "",
     environ: Mapping[str, str] = os.environ,
-    tell: Callable[[Submitted], object] = lambda done: None,
+    on_submitted: Callable[[Submitted], object] = lambda done: None,
 ) -> Submitted:
     """Submit a script for the run in this folder; raises ``LaunchError`` if the scheduler rejects it.
 
     ``after`` is the id of a job that must end first, with any result. It is looked up before any
-    file is written; raises ``UsageError`` if the scheduler cannot wait for it. ``tell`` is called
+    file is written; raises ``UsageError`` if the scheduler cannot wait for it. ``on_submitted`` is called
     as soon as the job has an id, before the id is recorded in the run's folder.
     """
     _check_history(Path(folder) / NAME)
@@ -155,7 +155,7 @@ def submit(
     command = [*_COMMANDS[scheduler], *waits, str(path)]
     job_id = _run(command, environment)
     done = Submitted(job_id, path, removed)
-    tell(done)  # first: the job exists from here on, even if recording it fails
+    on_submitted(done)  # first: the job exists from here on, even if recording it fails
     facts = {"job_id": job_id, "scheduler": scheduler, "command": command, "environment_removed": list(removed)}
     try:
         record(Path(folder), facts)
@@ -171,10 +171,10 @@ def clean(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
 
     Variables of an enclosing job are removed, too, as the new job must not inherit its size.
     """
-    kept = without_launcher(environ)
-    kept = {name: value for name, value in kept.items() if not name.startswith(_OVERRIDES)}
-    kept |= {name: environ[name] for name in _PLACES if name in environ}
-    return kept, tuple(sorted(set(environ) - set(kept)))
+    cleaned = without_launcher(environ)
+    cleaned = {name: value for name, value in cleaned.items() if not name.startswith(_OVERRIDES)}
+    cleaned |= {name: environ[name] for name in _LOCATIONS if name in environ}
+    return cleaned, tuple(sorted(set(environ) - set(cleaned)))
 
 
 def write(script: str, folder: Path, scheduler: str) -> Path:
@@ -196,21 +196,21 @@ def record(folder: Path, facts: Mapping[str, Any]) -> None:
     """
     path = folder / NAME
     entry = {**facts, "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    handle = _open_alone(path)
+    handle = _open_locked(path)
     try:
         text = os.pread(handle, LARGEST, 0).decode("utf-8", "replace")
         if _entries(text) is None:
             aside = atomic.set_aside(path)
             logger.warning("%s is damaged: it was moved to %s, and a new one begun", path, aside.name)
             os.close(handle)
-            handle, text = _open_alone(path), ""
+            handle, text = _open_locked(path), ""
         begin = "" if not text or text.endswith("\n") else "\n"
         atomic.append_line(handle, begin + json.dumps(entry))
     finally:
         os.close(handle)
 
 
-def _open_alone(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     """Open the history for appending, locked until it is closed; raises ``OSError``."""
     while True:
         handle = atomic.open_growing(path)
@@ -285,7 +285,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
     if done.returncode:
         raise LaunchError(f"{shlex.join(command)} failed (exit code {done.returncode}): {_line(done.stderr)}")
     for line in reversed(done.stdout.splitlines()):
-        if found := _TOLD.fullmatch(line.strip()):
+        if found := _PRINTED_ID.fullmatch(line.strip()):
             return found[1]
     raise LaunchError(f"{command[0]} printed no job id: {_line(done.stdout) or 'it printed nothing'}")
 

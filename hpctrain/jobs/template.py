@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-_PLACE = re.compile(r"@([a-z_]+)@")
+_PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
 class Raw(str):
@@ -25,7 +25,7 @@ class Raw(str):
 Value = str | int | tuple[str, ...] | list[str] | None
 
 
-def shipped() -> Traversable:
+def package_templates() -> Traversable:
     """Return the folder of templates and profiles, wherever the package is installed."""
     return resources.files("hpctrain.jobs") / "templates"
 
@@ -33,29 +33,29 @@ def shipped() -> Traversable:
 def read_template(scheduler: str, name: str) -> str:
     """Return the template of this name: train, benchmark or array."""
     ending = {"slurm": "sbatch", "pbs": "pbs"}[scheduler]
-    return (shipped() / scheduler / f"{name}.{ending}.in").read_text(encoding="utf-8")
+    return (package_templates() / scheduler / f"{name}.{ending}.in").read_text(encoding="utf-8")
 
 
 def fill(
     template: str,
     values: Mapping[str, Value],
-    aside: str = "#%",
+    comment_prefix: str = "#%",
     write: Callable[[Value], str] | None = None,
 ) -> str:
     """Return the script that a template becomes with these values.
 
-    For a template in another language, ``aside`` is the prefix of its reader comments, and
+    For a template in another language, ``comment_prefix`` is the prefix of its reader comments, and
     ``write`` formats a value.
     """
     lines: list[str] = []
     for line in template.splitlines():
-        if not f"{line} ".startswith(aside):
+        if not f"{line} ".startswith(comment_prefix):
             lines += _fill_line(line, values, write or (_as_is if line.startswith("#") else quoted))
     return "\n".join(lines) + "\n"
 
 
 def _fill_line(line: str, values: Mapping[str, Value], write: Callable[[Value], str]) -> list[str]:
-    names = _PLACE.findall(line)
+    names = _PLACEHOLDER.findall(line)
     found = [values[name] for name in names]
     if any(value is None for value in found):
         return []
@@ -69,7 +69,7 @@ def _fill_line(line: str, values: Mapping[str, Value], write: Callable[[Value], 
 
 def _replaced(line: str, values: Mapping[str, Value], write: Callable[[Value], str]) -> str:
     """Insert all values in one pass, so that a placeholder within a value stays unchanged."""
-    return _PLACE.sub(lambda match: write(values[match[1]]), line)
+    return _PLACEHOLDER.sub(lambda match: write(values[match[1]]), line)
 
 
 def _as_is(value: Value) -> str:

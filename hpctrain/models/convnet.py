@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.weights import blank, draw_weights, give_memory, initialise_as_torch
+from hpctrain.models.weights import allocate, draw_weights, initialise_as_torch, without_memory
 
 
 class ConvNet(nn.Module):
@@ -29,10 +29,10 @@ class ConvNet(nn.Module):
                 f"needs numbers above 0 and at least {shrink} x {shrink} pixels"
             )
         pixels = (height // shrink) * (width // shrink)
-        with blank():
+        with without_memory():
             self.features = nn.Sequential(*_layers([depth, *channels]))
             self.head = nn.Linear([depth, *channels][-1] * pixels, outputs)
-        give_memory(self)
+        allocate(self)
         draw_weights(self, self.initialise)
 
     def forward(self, images: Tensor) -> Tensor:

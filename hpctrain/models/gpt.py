@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.models.weights import blank, draw, draw_weights, generator_for, give_memory, has_weights, reset_norm
+from hpctrain.models.weights import allocate, draw_weights, fill, generator_for, has_weights, reset_norm, without_memory
 
 
 class Embedding(nn.Module):
@@ -118,12 +118,12 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        with blank():
+        with without_memory():
             self.embedding = Embedding(config)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        give_memory(self)
+        allocate(self)
         if config.tied:
             self.head.weight = self.embedding.token.weight
         draw_weights(self, self.initialise)
@@ -152,7 +152,7 @@ class GPT(nn.Module):
             std = 0.02 / math.sqrt(2 * self.config.layers) if name.endswith(".project") else 0.02
             shared = self.config.tied and name == "head"
             generator = generator_for("embedding.token" if shared else name)
-            draw(module.weight, lambda host: host.normal_(std=std, generator=generator))
+            fill(module.weight, lambda host: host.normal_(std=std, generator=generator))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.weights import blank, draw_weights, give_memory, initialise_as_torch
+from hpctrain.models.weights import allocate, draw_weights, initialise_as_torch, without_memory
 
 
 class MultiLayerPerceptron(nn.Sequential):
@@ -22,7 +22,7 @@ class MultiLayerPerceptron(nn.Sequential):
         if min(sizes) < 1:
             raise SettingsError(f"mlp with sizes {sizes}: allowed are whole numbers above 0")
         layers: list[nn.Module] = [nn.Flatten()]
-        with blank():
+        with without_memory():
             for size, next_size in zip(sizes, sizes[1:]):
                 layers += [nn.Linear(size, next_size), nn.ReLU()]
         super().__init__(*layers[:-1])
@@ -30,7 +30,7 @@ class MultiLayerPerceptron(nn.Sequential):
         linear = [str(place) for place in range(1, len(layers), 2)]
         pairs = zip(linear[::2], linear[1::2])
         self.tensor_plan = {name: kind for pair in pairs for name, kind in zip(pair, ("column", "row"))}
-        give_memory(self)
+        allocate(self)
         draw_weights(self, self.initialise)
 
     def initialise(self, name: str, module: nn.Module) -> None:

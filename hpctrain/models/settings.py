@@ -10,7 +10,7 @@ from hpctrain.errors import SettingsError
 from hpctrain.models.shapes import SHAPES, GPTConfig
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import check_most, names_function, unknown
-from hpctrain.util.text import shown
+from hpctrain.util.text import short_repr
 
 BUILTIN = ("convnet", "mlp")
 _GPT_FIELDS = ("layers", "heads", "width", "vocab_size", "dropout", "tied")
@@ -50,7 +50,7 @@ class ModelSettings:
         if self.factory is not None:
             self._check_factory()
         elif self.name not in SHAPES and self.name not in BUILTIN:
-            raise SettingsError(unknown(f"model.name {shown(self.name)}", self.name, [*SHAPES, *BUILTIN]))
+            raise SettingsError(unknown(f"model.name {short_repr(self.name)}", self.name, [*SHAPES, *BUILTIN]))
         elif self.name in SHAPES:
             if self.options:
                 raise SettingsError(f"model.options do not apply to {self.name}: set {', '.join(_GPT_FIELDS)}, context")
@@ -85,7 +85,7 @@ class ModelSettings:
 
     def _check_factory(self) -> None:
         if not names_function(self.factory or ""):
-            raise SettingsError(f"model.factory = {shown(self.factory)}: write it as package.module:function")
+            raise SettingsError(f"model.factory = {short_repr(self.factory)}: write it as package.module:function")
 
     def _refuse_gpt_fields(self) -> None:
         for name in _GPT_FIELDS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.errors import SettingsError
-from hpctrain.util.text import shown
+from hpctrain.util.text import short_repr
 
 # Far above real models, and low enough to count parameters and bytes, and to list the layers.
 _MOST = {"layers": 10_000, "heads": 2**16, "width": 2**20, "context": 2**24, "vocab_size": 2**24}
@@ -27,9 +27,9 @@ class GPTConfig:
         for name in ("layers", "heads", "width", "context", "vocab_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SettingsError(f"gpt with {name} = {shown(value)}: allowed are whole numbers above 0")
+                raise SettingsError(f"gpt with {name} = {short_repr(value)}: allowed are whole numbers above 0")
             if value > _MOST[name]:
-                raise SettingsError(f"gpt with {name} = {shown(value)}: allowed are at most {_MOST[name]}")
+                raise SettingsError(f"gpt with {name} = {short_repr(value)}: allowed are at most {_MOST[name]}")
         if self.width % self.heads:
             fitting = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
             raise SettingsError(

@@ -31,7 +31,7 @@ def generator_for(name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def draw(tensor: Tensor, how: Callable[[Tensor], object]) -> None:
+def fill(tensor: Tensor, how: Callable[[Tensor], object]) -> None:
     """Fill a tensor of any device and dtype with values that ``how`` draws into a host tensor of the same shape."""
     direct = tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous()
     host = tensor if direct else torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
@@ -47,7 +47,7 @@ def initialise_as_torch(name: str, module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Conv2d)):
         bound, generator = 1 / math.sqrt(module.weight[0].numel()), generator_for(name)
         for tensor in module.parameters(recurse=False):
-            draw(tensor, lambda host: host.uniform_(-bound, bound, generator=generator))
+            fill(tensor, lambda host: host.uniform_(-bound, bound, generator=generator))
     else:
         reset_norm(name, module)
 
@@ -67,7 +67,7 @@ def reset_norm(name: str, module: nn.Module) -> None:
     module.reset_parameters()
 
 
-class _Undrawn(TorchFunctionMode):
+class _NoInitialisers(TorchFunctionMode):
     """Mode that disables torch's initialisers: useless on meta tensors, and some load sympy, which takes seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,13 +77,13 @@ class _Undrawn(TorchFunctionMode):
 
 
 @contextmanager
-def blank() -> Iterator[None]:
+def without_memory() -> Iterator[None]:
     """Build modules without memory and without initialisation in the ``with`` block."""
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), _NoInitialisers():
         yield
 
 
-def give_memory(model: nn.Module) -> None:
+def allocate(model: nn.Module) -> None:
     """Move a model from the meta device to torch's default device, without initialisation."""
     device = torch.get_default_device()
     # not to_empty: it calls empty_like, which loads sympy on the meta device

@@ -38,7 +38,7 @@ from hpctrain.parallel.buckets import GradBucket, assign_buckets, make_buckets, 
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.guard import AddedParameters
-from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, after_gradient
+from hpctrain.parallel.hooks import ModuleHook, StepHooks, after_gradient
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.strategy import Strategy, broadcast_buffers, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -63,7 +63,7 @@ class DataParallel(Strategy):
         named = trainable(model)
         if not named:
             raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
-        self._handles: list[UpdateHooks] = []
+        self._handles: list[StepHooks] = []
         self._parameter_handles: list[RemovableHandle] = []  # for buckets that are rebuilt if parameters are added
         self._running = False  # between the first gradient and the end of a backward pass
         self._works: list[Work] = []
@@ -81,7 +81,7 @@ class DataParallel(Strategy):
         self._frozen: list[nn.Parameter] = []
         if comm.size > 1:
             self._set_parameters(named)
-            self._handles.append(UpdateHooks(self, DataParallel._before_update))
+            self._handles.append(StepHooks(self, DataParallel._before_update))
 
     @property
     def _scale(self) -> float:

@@ -80,11 +80,11 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 Call = Callable[[Any, torch.optim.Optimizer], None]  # arguments: owner and optimizer
 
-_hooks: list[UpdateHooks] = []
+_hooks: list[StepHooks] = []
 _registered = False
 
 
-class UpdateHooks:
+class StepHooks:
     """Registered ``before(owner, optimizer)`` and ``after(owner, optimizer)``, until removed or the owner is freed."""
 
     def __init__(self, owner: Any, before: Call | None = None, after: Call | None = None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -77,6 +77,18 @@ def generator_of(device: torch.device) -> torch.Generator:
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
+
+
+@contextmanager
+def restored_generators(devices: Iterable[torch.device]) -> Iterator[list[tuple[torch.Generator, Tensor]]]:
+    """Restore the generators of devices after the ``with`` block; yield them with their states."""
+    generators = [generator_of(device) for device in devices]
+    saved = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield saved
+    finally:
+        for generator, state in saved:
+            generator.set_state(state)
 
 
 def synchronize_generators(comm: Communicator, *devices: torch.device) -> None:

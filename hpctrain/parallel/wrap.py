@@ -19,8 +19,9 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.asynchronous.config import AsynchronousSettings, is_asynchronous
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.config import check as check_asynchronous
+from hpctrain.parallel.asynchronous.config import is_asynchronous
 from hpctrain.parallel.config import SHARDED, ParallelSettings, shape_of
 from hpctrain.parallel.meta_init import materialise
 from hpctrain.parallel.offload.config import OffloadSettings, check, warn_if_useless

@@ -34,7 +34,7 @@ _MEMORY = ("/", "dev", "shm")  # plain files in memory
 _LONGEST = 150  # bytes of a target's name in the private name: filesystems allow 255 in total
 
 
-def plainly(function: Callable[..., Any], *arguments: Any) -> Any:
+def call_once(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function once: the default ``call`` of this module."""
     return function(*arguments)
 
@@ -42,26 +42,26 @@ def plainly(function: Callable[..., Any], *arguments: Any) -> Any:
 # Whole files ----------------------------------------------------------------------------------------------------------
 
 
-def write_text(path: str | Path, text: str, *, mode: int = 0o666, call: Call = plainly) -> None:
+def write_text(path: str | Path, text: str, *, mode: int = 0o666, call: Call = call_once) -> None:
     """Write a text file in UTF-8. Raises ``OSError``; an existing file then stays."""
     write_bytes(path, text.encode("utf-8"), mode=mode, call=call)
 
 
-def write_bytes(path: str | Path, data: bytes, *, mode: int = 0o666, call: Call = plainly) -> None:
+def write_bytes(path: str | Path, data: bytes, *, mode: int = 0o666, call: Call = call_once) -> None:
     """Write a file. Raises ``OSError``; an existing file then stays."""
     with replacing(path, mode=mode, call=call) as file:
         file.write(data)
 
 
 @contextmanager
-def replacing(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> Iterator[BinaryIO]:
+def replacing(path: str | Path, *, mode: int = 0o666, call: Call = call_once) -> Iterator[BinaryIO]:
     """Open a private file that is renamed to ``path`` if the block ends without an error. Raises ``OSError``."""
     with private_file(path, mode=mode, call=call) as handle, open(handle, "w+b", closefd=False) as file:
         yield file
 
 
 @contextmanager
-def private_file(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> Iterator[int]:
+def private_file(path: str | Path, *, mode: int = 0o666, call: Call = call_once) -> Iterator[int]:
     """Open a private file as a descriptor; at the end of the block it is flushed and renamed to ``path``.
 
     Raises ``OSError`` if it cannot be written. After any error the private file is removed.
@@ -115,7 +115,7 @@ def reopen(path: str | Path) -> int:
     return _checked(os.open(path, _KNOWN), path)
 
 
-def put(private: Path, path: Path, *, call: Call = plainly) -> None:
+def put(private: Path, path: Path, *, call: Call = call_once) -> None:
     """Rename a complete and flushed private file to its target. Raises ``OSError``. The folder is not flushed."""
     check_target(path)
     call(_rename, private, path, _identity(os.lstat(private)))
@@ -179,7 +179,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 # Files that grow ------------------------------------------------------------------------------------------------------
 
 
-def open_growing(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> int:
+def open_growing(path: str | Path, *, mode: int = 0o666, call: Call = call_once) -> int:
     """Open a file for appending, create it if it does not exist, and return its descriptor.
 
     Raises ``OSError`` for a link and for anything but a regular file with one name.
@@ -193,7 +193,7 @@ def open_growing(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -
     return handle
 
 
-def append_line(handle: int, line: str, *, call: Call = plainly) -> None:
+def append_line(handle: int, line: str, *, call: Call = call_once) -> None:
     """Append a line to a growing file in one call, so that lines of several processes do not mix."""
     data = (line + "\n").encode("utf-8")
     done = call(os.write, handle, data)

@@ -22,7 +22,7 @@ def foreign_file(module: str, uid: int | None = None) -> str:
 
     ``uid`` is the user, by default that of this process. A module that is not found has no file.
     """
-    mine = os.geteuid() if uid is None else uid
+    user = os.geteuid() if uid is None else uid
     for path in files_of(module):
         if _of_environment(path):
             continue
@@ -30,7 +30,7 @@ def foreign_file(module: str, uid: int | None = None) -> str:
             status = os.stat(path)
         except OSError:
             return f"{path}, which cannot be examined"
-        if status.st_uid not in (0, mine):
+        if status.st_uid not in (0, user):
             return f"{path}, which belongs to {_name(status.st_uid)}"
         if status.st_mode & stat.S_IWOTH and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
             return f"{path}, which every user may write"

@@ -16,7 +16,7 @@ from typing import Any
 
 MIB = 2**20
 TEXT = 16 * MIB  # bytes of a text that a person wrote, such as a config or a job script
-_PIECE = 4 * MIB
+_BLOCK = 4 * MIB
 
 
 def open_regular(path: str | Path) -> int:
@@ -37,10 +37,10 @@ def read_bytes(path: str | Path, limit: int = TEXT) -> bytes:
         size = os.fstat(file.fileno()).st_size
         found = bytearray()
         while size <= limit and len(found) <= limit:
-            piece = file.read(min(_PIECE, limit + 1 - len(found)))
-            if not piece:
+            block = file.read(min(_BLOCK, limit + 1 - len(found)))
+            if not block:
                 return bytes(found)
-            found += piece
+            found += block
     raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
 
 

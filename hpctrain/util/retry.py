@@ -22,7 +22,7 @@ PATIENCE = 15.0  # seconds: a failover of a file server takes about ten
 _FIRST, _LONGEST = 0.05, 1.0  # seconds of a pause
 # ESTALE: the server has lost a handle. EIO, ETIMEDOUT and similar: a connection or a server is
 # down. ENOSPC and EDQUOT: space may be freed soon. EINTR and EAGAIN: the call must be repeated.
-PASSING = {
+TRANSIENT = {
     getattr(errno, name)
     for name in "EIO ESTALE ENOSPC EDQUOT EINTR EAGAIN ETIMEDOUT EREMOTEIO ENOLINK ECOMM EHOSTDOWN ENOTCONN".split()
     if hasattr(errno, name)
@@ -49,7 +49,7 @@ class Retries:
             try:
                 return function(*arguments)
             except OSError as error:
-                if error.errno not in PASSING or time.monotonic() - began + pause > patience():
+                if error.errno not in TRANSIENT or time.monotonic() - began + pause > patience():
                     raise
                 where = f" of {error.filename}" if error.filename else ""
                 self.note((error.strerror or str(error)).lower(), pause, where)
@@ -102,7 +102,7 @@ def cannot_write(path: Path, error: OSError) -> HpctrainError:
     folder = next((each for each in path.parents if each.exists()), path.parent)
     if error.errno in NO_SPACE and (free := free_bytes(folder)) is not None:
         reason += f", {free} bytes are free in {folder}"
-    if error.errno not in PASSING:
+    if error.errno not in TRANSIENT:
         return UsageError(f"cannot write {path}: {reason}")
     tried = f"calls were repeated for {patience():g} s"
     return FileSystemError(f"cannot write {path}: {reason}; {tried}; start again when the file system works")

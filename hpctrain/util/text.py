@@ -27,7 +27,7 @@ def shorten(text: str, longest: int = VALUE) -> str:
     return f"{text[: longest - 3 - tail]}...{text[len(text) - tail :]}"
 
 
-def fitted(message: str, words: Iterable[str], longest: int = LINE) -> str:
+def fit_message(message: str, words: Iterable[str], longest: int = LINE) -> str:
     """Return an error message that fits into a line: long words from the command line are shortened.
 
     Other messages may be longer, up to five lines.
@@ -41,7 +41,7 @@ def fitted(message: str, words: Iterable[str], longest: int = LINE) -> str:
     return shorten(found, 5 * LINE)
 
 
-def shown(value: object, longest: int = VALUE) -> str:
+def short_repr(value: object, longest: int = VALUE) -> str:
     """Return the ``repr`` of a value for an error message: printable and short, whatever the value is."""
     if isinstance(value, (str, bytes)) and len(value) > longest:
         return shorten(repr(shorten(value, longest) if isinstance(value, str) else value[:longest]), longest)

@@ -1,14 +1,26 @@
-"""Corpora: documents are found in a fixed order, and other files are left out."""
+"""Documents of a corpus: which files they are, the survey of their text, and the held-out split."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
+import zlib
 from pathlib import Path
 
 import pytest
 
-from hpctrain.data.corpus import find_documents, name_sources
+from hpctrain.data import corpus as survey_module
+from hpctrain.data.corpus import (
+    Document,
+    DocumentSize,
+    find_documents,
+    fingerprint,
+    is_held_out,
+    name_sources,
+    plan_splits,
+    read_blocks,
+    survey,
+)
 from hpctrain.errors import DataError
 
 
@@ -91,3 +103,94 @@ def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_sources_are_described_in_words(tmp_path: Path) -> None:
     assert name_sources([tmp_path / "x"]) == [str(tmp_path / "x")]
     assert name_sources([])[0].startswith("python 3.") and name_sources([])[0].endswith("standard library")
+
+
+def _document(folder: Path, name: str, content: bytes) -> Document:
+    (folder / name).write_bytes(content)
+    return Document(name, folder / name)
+
+
+def test_text_is_measured_and_other_files_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey_module, "BLOCK", 3)  # so that characters extend across blocks
+    text = "grüße, 世界\n".encode()
+    documents = [
+        _document(tmp_path, "good", text),
+        _document(tmp_path, "empty", b""),
+        _document(tmp_path, "nul", b"abcdefg\0h"),
+        _document(tmp_path, "latin1", "grüße".encode("latin-1")),
+        _document(tmp_path, "torn", text[:-2]),
+    ]
+    measured, skipped = survey(documents)
+    assert [(found.document.name, found.length, found.crc32) for found in measured] == [
+        ("good", len(text), zlib.crc32(text))
+    ]
+    assert skipped == 3
+
+
+def test_fingerprint_changes_with_name_and_content(tmp_path: Path) -> None:
+    def of(**files: bytes) -> str:
+        return fingerprint(survey([_document(tmp_path, name, content) for name, content in files.items()])[0])
+
+    assert of(a=b"x", b=b"y") == of(a=b"x", b=b"y")
+    assert len({of(a=b"x", b=b"y"), of(a=b"x", c=b"y"), of(a=b"x", b=b"z"), of(a=b"x")}) == 4
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot read .*gone: No such file"):
+        list(read_blocks(tmp_path / "gone"))
+
+
+def _measured(name: str, length: int = 100) -> DocumentSize:
+    return DocumentSize(Document(name, Path(name)), length, 0)
+
+
+def test_the_held_out_share_equals_the_fraction() -> None:
+    held = sum(is_held_out(f"file{number}.txt", 0.05, seed=0) for number in range(20_000))
+    assert abs(held / 20_000 - 0.05) < 0.005
+
+
+def test_a_document_stays_in_its_split_if_others_are_added_removed_or_reordered() -> None:
+    many = [_measured(f"{number}.txt") for number in range(400)]
+    few = many[::-3]
+
+    def held(measured: list[DocumentSize]) -> set[str]:
+        return {piece.source.document.name for piece in plan_splits(measured, 0.1, 0)["validation"]}
+
+    assert held(few) == held(many) & {found.document.name for found in few}
+    assert held(many) == held(many[::-1])
+
+
+def test_splits_are_disjoint_complete_and_follow_the_seed() -> None:
+    many = [_measured(f"{number}.txt") for number in range(400)]
+    splits = plan_splits(many, 0.1, 0)
+    names = {side: {piece.source.document.name for piece in pieces} for side, pieces in splits.items()}
+    assert not names["train"] & names["validation"]
+    assert len(names["train"]) + len(names["validation"]) == 400
+    assert all((piece.start, piece.stop) == (0, 100) for pieces in splits.values() for piece in pieces)
+    other = {piece.source.document.name for piece in plan_splits(many, 0.1, 1)["validation"]}
+    assert other != names["validation"]
+
+
+def test_a_single_document_is_split_near_its_end() -> None:
+    splits = plan_splits([_measured("book.txt", 1000)], 0.1, 0)
+    assert [(piece.start, piece.stop) for piece in splits["train"]] == [(0, 900)]
+    assert [(piece.start, piece.stop) for piece in splits["validation"]] == [(900, 1000)]
+
+
+def test_the_longest_document_is_split_if_a_split_would_be_empty() -> None:
+    documents = [_measured("a", 10), _measured("b", 1000), _measured("c", 20)]
+    tiny = plan_splits(documents, 1e-9, 0)
+    assert [(piece.source.document.name, piece.start, piece.stop) for piece in tiny["train"]] == [
+        ("a", 0, 10),
+        ("b", 0, 999),
+        ("c", 0, 20),
+    ]
+    huge = plan_splits(documents, 1 - 1e-9, 0)
+    assert [(piece.source.document.name, piece.start, piece.stop) for piece in huge["train"]] == [("b", 0, 1)]
+    assert [piece.start for piece in huge["validation"]] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("documents", [[], [_measured("a", 1)]])
+def test_too_small_a_corpus_is_refused(documents: list[DocumentSize]) -> None:
+    with pytest.raises(DataError, match="too small to hold out"):
+        plan_splits(documents, 0.5, 0)

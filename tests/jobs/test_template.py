@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from hpctrain.jobs.template import Raw, fill, read_template, shipped
+from hpctrain.jobs.template import Raw, fill, package_templates, read_template
 
 
 def test_lines_without_a_value_are_dropped_and_lists_repeat_lines() -> None:
@@ -49,4 +49,4 @@ def test_the_common_part_of_train_and_array_is_identical() -> None:
 
 
 def test_the_shipped_folder_has_templates_and_profiles() -> None:
-    assert {entry.name for entry in shipped().iterdir()} >= {"slurm", "pbs", "profiles"}
+    assert {entry.name for entry in package_templates().iterdir()} >= {"slurm", "pbs", "profiles"}

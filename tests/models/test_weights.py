@@ -14,7 +14,7 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.models.weights import draw, draw_weights, generator_for, initialise_as_torch
+from hpctrain.models.weights import draw_weights, fill, generator_for, initialise_as_torch
 
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -80,8 +80,8 @@ def test_no_two_modules_have_the_same_weights(make: Callable[[], Any]) -> None:
 def test_on_meta_no_memory_is_allocated_and_no_number_is_drawn(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpctrain.models.weights.draw", None)
-    monkeypatch.setattr("hpctrain.models.gpt.draw", None)
+    monkeypatch.setattr("hpctrain.models.weights.fill", None)
+    monkeypatch.setattr("hpctrain.models.gpt.fill", None)
     model = made(make, device="meta")
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     for name, module in model.named_modules():
@@ -129,7 +129,7 @@ def test_a_strided_tensor_gets_the_same_numbers() -> None:
     strided, plain = torch.zeros(40, 30).t(), torch.zeros(30, 40)
     for tensor in (strided, plain):
         generator = generator_for("x")
-        draw(tensor, lambda host: host.normal_(generator=generator))
+        fill(tensor, lambda host: host.normal_(generator=generator))
     assert torch.equal(strided, plain) and plain.std() > 0.9
 
 

@@ -71,7 +71,7 @@ def report(nodes: int = 4, local: int = 2, **other: Any) -> PreflightReport:
     placements = [rank_placement(rank, rank // local, rank % local) for rank in range(nodes * local)]
     ranks = range(len(placements))
     parts: dict[str, Any] = {
-        "seats": placements,
+        "placements": placements,
         "nodes": [Host(f"n{node + 1}", LIMITS, 2**36, 2**35) for node in range(nodes)],
         "skews": [Skew(node, f"n{node + 1}", 1e-6, 1e-5) for node in range(1, nodes)],
         "products": [noisy(1e11, rank) for rank in ranks],

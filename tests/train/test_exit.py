@@ -71,12 +71,12 @@ def launcher_crashed(result: Any) -> bool:
 @pytest.mark.parametrize(
     "module, name, then, code, said",
     [
-        ("connect", "check_language", "raise KeyboardInterrupt", 130, "interrupted"),
-        ("connect", "check_promise", "raise KeyboardInterrupt", 130, "interrupted"),
+        ("connect", "check_pmi", "raise KeyboardInterrupt", 130, "interrupted"),
+        ("connect", "check_world", "raise KeyboardInterrupt", 130, "interrupted"),
         ("liveness", "Heartbeat", "signal.raise_signal(signal.SIGINT)", 130, "interrupted"),
         ("liveness", "Heartbeat", "signal.raise_signal(signal.SIGTERM)", 143, "terminated before the run has begun"),
         ("liveness", "Heartbeat", "raise OSError('no room')", 1, "OSError: no room"),
-        ("connect", "check_language", "from hpctrain.errors import LaunchError as E; raise E('no MPI')", 2, "no MPI"),
+        ("connect", "check_pmi", "from hpctrain.errors import LaunchError as E; raise E('no MPI')", 2, "no MPI"),
     ],
 )
 def test_a_failure_of_one_rank_during_startup_ends_the_job(
@@ -91,11 +91,11 @@ def test_a_failure_of_one_rank_during_startup_ends_the_job(
 WHILE_TORCH_IS_IMPORTED = """
 import importlib.abc, signal, sys
 import hpctrain
-from hpctrain.cluster.launcher import first_guess_of_rank
+from hpctrain.cluster.launcher import rank_from_environment
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "torch.nn" and first_guess_of_rank() in (1, None):
+        if name == "torch.nn" and rank_from_environment() in (1, None):
             signal.raise_signal(signal.{name})
 
 sys.meta_path.insert(0, Finder())

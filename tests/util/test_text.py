@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hpctrain.util.text import columns, printable, printable_lines, shorten, shown
+from hpctrain.util.text import columns, printable, printable_lines, short_repr, shorten
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def test_line_breaks_are_kept() -> None:
 
 @pytest.mark.parametrize("value", ["x" * 3000, b"x" * 3000, [[1] * 1000], "\x1b" * 3000, 1.5, None, "a"])
 def test_values_are_short(value: object) -> None:
-    assert len(shown(value)) <= 60 and shown(value).isprintable()
+    assert len(short_repr(value)) <= 60 and short_repr(value).isprintable()
 
 
 def test_a_huge_number_is_short() -> None:
-    assert shown(10**5000) == "a whole number of 16610 bits"
+    assert short_repr(10**5000) == "a whole number of 16610 bits"
 
 
 def test_the_middle_of_a_long_text_is_omitted() -> None:

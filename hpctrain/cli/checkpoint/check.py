@@ -74,8 +74,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verification]:
     """Yield a verdict for each file, in order."""
     if jobs == 1:
-        with progress(files) as told:
-            yield from (inspect.verify(file, told) for file in files)
+        with progress(files) as on_bytes:
+            yield from (inspect.verify(file, on_bytes) for file in files)
         return
     # Processes instead of threads: HDF5 admits one thread at a time. Spawned, so that they inherit no state.
     with safe_path(), ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -91,8 +91,8 @@ def _verdict_line(verdict: Verification) -> str:
 
 def _diff(args: argparse.Namespace) -> int:
     first, second = chosen(args.first), chosen(args.second)
-    with progress([first, second]) as told:
-        found = diff(first, second, told)
+    with progress([first, second]) as on_bytes:
+        found = diff(first, second, on_bytes)
     if args.json:
         print_json({"same": found.same, **dataclasses.asdict(found)})
     else:
@@ -107,8 +107,8 @@ def _lines(found: Diff) -> list[str]:
     for title in ("settings", "values", "versions", "provenance"):
         rows: list[ValueDifference] = getattr(found, title)
         if rows:
-            apart = " (not compared)" if title == "provenance" else ""
-            lines += ["", title + apart, *columns([["", *_value_row(each)] for each in rows])]
+            suffix = " (not compared)" if title == "provenance" else ""
+            lines += ["", title + suffix, *columns([["", *_value_row(each)] for each in rows])]
     return [*lines, "", "no difference" if found.same else "different"]
 
 

@@ -62,8 +62,8 @@ def _export(args: argparse.Namespace) -> int:
     file = chosen(args.file)
     beside = Path(file).with_suffix(convert.EXPORT_SUFFIXES[args.to])
     output = beside if args.output is None else Path(args.output)
-    with progress([file]) as told:
-        count = convert.export(file, args.to, output, model_only=args.model_only, force=args.force, progress=told)
+    with progress([file]) as on_bytes:
+        count = convert.export(file, args.to, output, model_only=args.model_only, force=args.force, progress=on_bytes)
     return _written(output, args.json, tensors=count)
 
 

@@ -41,7 +41,7 @@ examples:
 
 exit code: 0 if the path was printed, 2 if the best cannot be determined
 """
-_GROUPS_APART = ("NX_class", "signal", "axes", "step")  # keys of /train that are for viewers or shown above
+_OMITTED = ("NX_class", "signal", "axes", "step")  # keys of /train that are for viewers or shown above
 
 
 def add_actions(actions: Any) -> None:
@@ -103,8 +103,8 @@ def _entry_row(entry: Entry) -> list[str]:
     ranks = "1 rank" if entry.world_size == 1 else f"{entry.world_size} ranks"
     mark, created = "best" if entry.best else "", printable(str(entry.created))
     named = layout.step_of(name)
-    apart = "" if named in (None, entry.step) else f" (named {named}: not used to resume)"
-    return [name, length, f"step {entry.step}{apart}", ranks, created, mark, printable(told)]
+    suffix = "" if named in (None, entry.step) else f" (named {named}: not used to resume)"
+    return [name, length, f"step {entry.step}{suffix}", ranks, created, mark, printable(told)]
 
 
 def _heading(contents: Contents) -> list[str]:
@@ -115,7 +115,7 @@ def _heading(contents: Contents) -> list[str]:
         f"written {root.get('created')} by {root.get('creator')}, format {root.get('format_version')}",
         *_curves(contents.curves),
     ]
-    rest = {key: value for key, value in contents.train.items() if key not in _GROUPS_APART}
+    rest = {key: value for key, value in contents.train.items() if key not in _OMITTED}
     for title, group in (("train", rest), ("provenance", contents.provenance)):
         if group:
             lines += ["", title, *columns([["", key, one_line(value)] for key, value in group.items()])]

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain.cluster import shared_memory
 from hpctrain.cluster.launcher import Launch, detect, ended_early
-from hpctrain.cluster.promise import check_language, check_promise
+from hpctrain.cluster.world_check import check_pmi, check_world
 from hpctrain.comm.transport.base import Transport
 from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.comm.transport.waiting import timeout_seconds
@@ -34,7 +34,7 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     launch = detect(os.environ)
     if comm is None and launch.kind == "none":
         return SingleTransport(), launch
-    check_language(launch, os.environ)
+    check_pmi(launch, os.environ)
     exclude_unusable_ucx(os.environ)
     _check_node_memory(launch)
     if early := ended_early(launch):
@@ -44,15 +44,15 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
         )
     try:
         with warnings.catch_warnings(), _deadline(timeout_seconds()):
-            # mpi4py guesses this problem from the environment on every rank. check_promise detects
+            # mpi4py guesses this problem from the environment on every rank. check_world detects
             # it reliably and reports it once.
             warnings.filterwarnings("ignore", "\\s*suspicious MPI execution environment", RuntimeWarning)
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        check_promise(launch, 1, None, reason=str(error))
+        check_world(launch, 1, None, reason=str(error))
         return SingleTransport(), launch
 
-    check_promise(launch, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
+    check_world(launch, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
     from hpctrain.comm.transport.mpi import MpiTransport
 
     return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch

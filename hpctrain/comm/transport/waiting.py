@@ -75,8 +75,13 @@ class Activity:
             try:
                 call()
             finally:
+                # As in ``_record``, without the cost of a call.
                 self._depth = 0
-                self._record(monotonic())
+                now = monotonic()
+                self.total += now - self.since
+                if trace.recording:
+                    trace.wait(operation, self.since, now)
+                self.operation = ""
 
         return recorded
 

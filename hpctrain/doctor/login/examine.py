@@ -12,21 +12,7 @@ from typing import Any
 
 from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.findings import Finding, note, ok
-from hpctrain.doctor.login import (
-    gpus,
-    hdf5,
-    interpreter,
-    limits,
-    modules,
-    mpi,
-    pair,
-    pbs,
-    pytorch,
-    script,
-    slurm,
-    storage,
-    variables,
-)
+from hpctrain.doctor.login import environment, libraries, mpi, resources, schedulers, script
 from hpctrain.errors import LaunchError
 from hpctrain.util.probe import Answer
 
@@ -37,47 +23,47 @@ class LoginFacts:
 
     environ: Mapping[str, str]
     host: str
-    interpreter: interpreter.Interpreter
+    interpreter: environment.Interpreter
     torch: Answer
-    gpus: gpus.Gpus
+    gpus: libraries.Gpus
     mpi: mpi.Mpi
     hdf5: Answer
-    slurm: slurm.Slurm
-    pbs: pbs.Pbs
-    limits: limits.ProcessLimits
-    storage: list[storage.FolderFacts]
+    slurm: schedulers.Slurm
+    pbs: schedulers.Pbs
+    limits: resources.ProcessLimits
+    storage: list[resources.FolderFacts]
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as plain values, without environment variables, as those may contain secrets."""
         parts = {name: getattr(self, name) for name in ("interpreter", "limits")}
-        said = {"torch": self.torch, "mpi": self.mpi.probe, "hdf5": self.hdf5, "cupy": self.gpus.cupy}
+        probes = {"torch": self.torch, "mpi": self.mpi.probe, "hdf5": self.hdf5, "cupy": self.gpus.cupy}
         return {
             "host": self.host,
             **{name: asdict(part) for name, part in parts.items()},
-            **{name: {**answer.facts, "trouble": answer.error} for name, answer in said.items()},
+            **{name: {**answer.facts, "trouble": answer.error} for name, answer in probes.items()},
             "gpus": self.gpus.names,
             "mpiexec": self.mpi.mpiexec,
-            "srun_mpi": pair.needed(self.mpi),
-            "storage": {place.role: {"path": place.path, **place.answer.facts} for place in self.storage},
+            "srun_mpi": mpi.needed_type(self.mpi),
+            "storage": {folder.role: {"path": folder.path, **folder.answer.facts} for folder in self.storage},
         }
 
 
 def gather(environ: Mapping[str, str] = os.environ) -> LoginFacts:
     """Collect all facts concurrently; the slowest probe, which has a time limit, determines the duration."""
     tasks: dict[str, Callable[[], Any]] = {
-        "torch": pytorch.gather,
-        "gpus": gpus.gather,
-        "mpi": mpi.gather,
-        "hdf5": hdf5.gather,
-        "slurm": slurm.gather,
-        "pbs": pbs.gather,
-        "storage": lambda: storage.gather(environ),
+        "torch": libraries.load_torch,
+        "gpus": libraries.query_gpus,
+        "mpi": mpi.query_mpi,
+        "hdf5": libraries.load_hdf5,
+        "slurm": schedulers.query_slurm,
+        "pbs": schedulers.query_pbs,
+        "storage": lambda: resources.query_storage(environ),
     }
     with ThreadPoolExecutor(len(tasks)) as pool:
         running: dict[str, Future[Any]] = {name: pool.submit(task) for name, task in tasks.items()}
-        own = interpreter.gather(), limits.gather()
+        local = environment.read_interpreter(), resources.read_limits()
         answers = {name: future.result() for name, future in running.items()}
-    return LoginFacts(environ, socket.gethostname(), interpreter=own[0], limits=own[1], **answers)
+    return LoginFacts(environ, socket.gethostname(), interpreter=local[0], limits=local[1], **answers)
 
 
 def check(facts: LoginFacts, text: str | None = None) -> list[Finding]:
@@ -85,33 +71,33 @@ def check(facts: LoginFacts, text: str | None = None) -> list[Finding]:
     environ = facts.environ
     scheduler = "slurm" if "SLURM_JOB_ID" in environ else "pbs" if "PBS_JOBID" in environ else None
     found = [
-        *_check_place(facts),
-        *interpreter.check(facts.interpreter, environ),
-        *pytorch.check(facts.torch),
-        *gpus.check(facts.gpus, facts.torch, environ),
-        *mpi.check(facts.mpi),
-        *hdf5.check(facts.hdf5, environ),
-        *modules.check(environ, facts.interpreter.venv),
-        *slurm.check(facts.slurm, environ),
-        *pair.check(facts.mpi, facts.slurm, environ),
-        *pbs.check(facts.pbs, environ, facts.slurm.here),
-        *variables.check(environ, facts.limits.cores),
-        *limits.check(facts.limits, scheduler),
-        *storage.check(facts.storage),
+        *_check_node(facts),
+        *environment.check_interpreter(facts.interpreter, environ),
+        *libraries.check_torch(facts.torch),
+        *libraries.check_gpus(facts.gpus, facts.torch, environ),
+        *mpi.check_mpi(facts.mpi),
+        *libraries.check_hdf5(facts.hdf5, environ),
+        *environment.check_modules(environ, facts.interpreter.venv),
+        *schedulers.check_slurm(facts.slurm, environ),
+        *mpi.check_srun(facts.mpi, facts.slurm, environ),
+        *schedulers.check_pbs(facts.pbs, environ, facts.slurm.installed),
+        *environment.check_variables(environ, facts.limits.cores),
+        *resources.check_limits(facts.limits, scheduler),
+        *resources.check_storage(facts.storage),
     ]
-    return found if text is None else [*found, *script.check(text, facts.mpi, facts.slurm, environ)]
+    return found if text is None else [*found, *script.check_script(text, facts.mpi, facts.slurm, environ)]
 
 
 def examine(
     script_path: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[LoginFacts, list[Finding]]:
     """Return the facts and the findings."""
-    text = None if script_path is None else script.read(script_path)  # before any program is run
+    text = None if script_path is None else script.read_script(script_path)  # before any program is run
     facts = gather(environ)
     return facts, check(facts, text)
 
 
-def _check_place(facts: LoginFacts) -> Iterator[Finding]:
+def _check_node(facts: LoginFacts) -> Iterator[Finding]:
     """Yield the node and the job, and whether this process is one of several ranks."""
     try:
         launch = detect(facts.environ)

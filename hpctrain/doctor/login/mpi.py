@@ -1,17 +1,18 @@
-"""Checks of MPI: the library that mpi4py loads, and whether the ``mpiexec`` in PATH belongs to the same one."""
+"""Checks of MPI: the library that mpi4py loads, and whether ``mpiexec`` in PATH and ``srun`` can start its ranks."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster import promise
+from hpctrain.cluster import world_check
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
 from hpctrain.doctor.login.probe import LOAD_TIMEOUT, run_probe
+from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.jobs import profile
 from hpctrain.util.probe import Answer, run_program
 
@@ -41,10 +42,10 @@ class Mpi:
     @property
     def library(self) -> str:
         """Return the short name of the library; empty if none was loaded."""
-        return promise.library(str(self.probe.facts["library"])) if self.probe.facts else ""
+        return world_check.library(str(self.probe.facts["library"])) if self.probe.facts else ""
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """Return the library and its version as text."""
         number = re.search(r"\d+(\.\d+)+", str(self.probe.facts["library"]))
         return f"{self.library} {number[0]}" if number else self.library
@@ -56,7 +57,7 @@ class Mpi:
         return next(known, ("", ()))
 
 
-def gather() -> Mpi:
+def query_mpi() -> Mpi:
     """Load MPI in a subprocess, and query the launcher."""
     mpiexec = shutil.which("mpiexec") or ""
     own = Path(sys.executable).parent / "mpiexec"
@@ -69,7 +70,7 @@ def gather() -> Mpi:
     )
 
 
-def check(mpi: Mpi) -> Iterator[Finding]:
+def check_mpi(mpi: Mpi) -> Iterator[Finding]:
     """Yield the findings on MPI and on its launcher."""
     if len(mpi.wheels) > 1:
         yield error(
@@ -82,7 +83,7 @@ def check(mpi: Mpi) -> Iterator[Finding]:
         yield _not_loaded(mpi.probe)
         return
     via = f"mpi4py {mpi.probe.facts['mpi4py']}"
-    yield ok("MPI", f"{mpi.told} (MPI {mpi.probe.facts['standard']}) through {via}")
+    yield ok("MPI", f"{mpi.described} (MPI {mpi.probe.facts['standard']}) through {via}")
     yield from _check_launcher(mpi)
 
 
@@ -114,19 +115,86 @@ def _check_launcher(mpi: Mpi) -> Iterator[Finding]:
         )
         return
     name, starts = mpi.launcher
-    told = f"{mpi.mpiexec} of {name}" if name else mpi.mpiexec
+    text = f"{mpi.mpiexec} of {name}" if name else mpi.mpiexec
     advice = f"start with {mpi.own}" if mpi.own else f"start with the mpiexec of {mpi.library}, or with srun"
     if name and mpi.library not in starts:
         yield warning(
             "mpiexec",
-            f"{told}, but ranks load {mpi.told}",
+            f"{text}, but ranks load {mpi.described}",
             "it would start processes that do not see each other, each a world of one, which hpctrain refuses",
             advice,
         )
     elif not name:
         first_line = mpi.version.error or " ".join(mpi.version.text.split())[:60] or "nothing"
-        yield note("mpiexec", f"{told} says {first_line!r}", f"whether it starts ranks of {mpi.library} is not known", advice)
+        yield note(
+            "mpiexec", f"{text} says {first_line!r}", f"whether it starts ranks of {mpi.library} is not known", advice
+        )
     elif mpi.own and not Path(mpi.mpiexec).samefile(mpi.own):
-        yield note("mpiexec", f"{told}, not the one of this environment", "their versions may differ", advice)
+        yield note("mpiexec", f"{text}, not the one of this environment", "their versions may differ", advice)
     else:
-        yield ok("mpiexec", told)
+        yield ok("mpiexec", text)
+
+
+# Checks that Slurm's ``srun`` and this MPI support the same PMI, without which each rank is a world of size 1 ---------
+
+
+_SEPARATE_WORLDS = "every rank would be a world of its own, which hpctrain refuses; the wrong type lets MPI_Init abort"
+
+
+def needed_type(mpi: Mpi) -> str:
+    """Return the ``srun --mpi=`` type that this MPI needs; empty if unknown."""
+    return world_check.srun_type(mpi.library)
+
+
+def offers(slurm: Slurm, kind: str) -> bool:
+    """Return whether srun supports this type; ``pmix`` may exist only as ``pmix_v4``."""
+    return any(name == kind or name.startswith(f"{kind}_v") for name in slurm.mpi_types)
+
+
+def check_srun(mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings on how srun starts ranks of this MPI."""
+    if not slurm.installed or not mpi.library:
+        return
+    kind = needed_type(mpi)
+    if not kind:
+        yield note(
+            "srun",
+            f"which --mpi= {mpi.library} needs is not known here",
+            _SEPARATE_WORLDS,
+            "ask the site, or try: srun -n 2 --mpi=TYPE hpctrain doctor --preflight",
+        )
+        return
+    if not slurm.mpi_types:
+        advice = f"write srun --mpi={kind}, and see what srun --mpi=list prints on a login node"
+        yield note(
+            "srun", f"{mpi.described} needs --mpi={kind}; srun does not list its types", _SEPARATE_WORLDS, advice
+        )
+        return
+    if not offers(slurm, kind):
+        yield error(
+            "srun",
+            f"{mpi.described} needs --mpi={kind}, and srun has only {', '.join(slurm.mpi_types)}",
+            _SEPARATE_WORLDS,
+            f"start with {mpi.own or 'the mpiexec of this MPI'}, or use an MPI that srun can start",
+        )
+        return
+    yield ok("srun", f"srun --mpi={kind} starts ranks of {mpi.described}")
+    yield from _check_default(mpi, slurm, environ, kind)
+
+
+def _check_default(mpi: Mpi, slurm: Slurm, environ: Mapping[str, str], kind: str) -> Iterator[Finding]:
+    asked = environ.get("SLURM_MPI_TYPE")
+    default = asked or slurm.setting("MpiDefault")
+    if default and not fits(default, kind):
+        where = "SLURM_MPI_TYPE" if asked else "MpiDefault"
+        yield warning(
+            "srun",
+            f"without --mpi= srun takes {default} ({where}), and {mpi.library} needs {kind}",
+            _SEPARATE_WORLDS,
+            f"write --mpi={kind} on the line of srun, or export SLURM_MPI_TYPE={kind}",
+        )
+
+
+def fits(asked: str, kind: str) -> bool:
+    """Return whether a requested type satisfies the needed one; ``pmix_v4`` is a ``pmix``."""
+    return asked == kind or asked.startswith(f"{kind}_v")

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login import pair
-from hpctrain.doctor.login.mpi import Mpi
-from hpctrain.doctor.login.slurm import Slurm
+from hpctrain.doctor.login.mpi import Mpi, fits, needed_type
+from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
 from hpctrain.util.reading import read_text, reason
 
 _LAUNCHERS = ("srun", "mpirun", "mpiexec")
-_BEFORE = ("exec", "time", "nohup", "if", "!", "then", "else", "do")  # words that may precede a command
+_PREFIX_WORDS = ("exec", "time", "nohup", "if", "!", "then", "else", "do")  # words that may precede a command
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Start:
 
     line: int
     words: tuple[str, ...]
-    behind: bool  # it runs in the background
+    in_background: bool  # it runs in the background
 
     @property
     def launcher(self) -> str:
@@ -46,7 +45,7 @@ class Start:
         return None
 
 
-def read(path: Path) -> str:
+def read_script(path: Path) -> str:
     """Return the text of a script; raises ``UsageError`` if it cannot be read."""
     try:
         return read_text(path)
@@ -65,14 +64,14 @@ def starts(script: str) -> list[Start]:
         except ValueError:
             continue  # a quoted string over several lines: no command begins here
         for command, end in _commands(words):
-            while command and (command[0] in _BEFORE or re.match(r"\w+=", command[0])):
+            while command and (command[0] in _PREFIX_WORDS or re.match(r"\w+=", command[0])):
                 command = command[1:]
             if command and command[0].rpartition("/")[2] in _LAUNCHERS:
                 found.append(Start(number, tuple(command), end == "&"))
     return found
 
 
-def check(script: str, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_script(script: str, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings on a script that is to run with this MPI under this Slurm."""
     wrong = problems(script)
     for text in wrong:
@@ -104,7 +103,7 @@ def _check_srun(script: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapp
     yield from _check_type(where, start, mpi, slurm, environ)
     cpus = re.search(r"^#SBATCH\s+(--cpus-per-task[= ]|-c\s*)(\d+)", script, re.MULTILINE)
     passed = start.value("--cpus-per-task", "-c") is not None or "SRUN_CPUS_PER_TASK" in script
-    if cpus and not passed and slurm.forgets_cpus:
+    if cpus and not passed and slurm.drops_cpus_per_task:
         yield warning(
             "script",
             f"{where} without --cpus-per-task",
@@ -115,24 +114,24 @@ def _check_srun(script: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapp
 
 def _check_type(where: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding if an srun command does not request the ``--mpi`` type of this MPI."""
-    kind = pair.needed(mpi)
+    kind = needed_type(mpi)
     asked = start.value("--mpi")
     default = environ.get("SLURM_MPI_TYPE") or slurm.setting("MpiDefault")
-    if not kind or (asked is None and pair.fits(default, kind)) or pair.fits(asked or "", kind):
+    if not kind or (asked is None and fits(default, kind)) or fits(asked or "", kind):
         return
-    told = f"{where} {f'with --mpi={asked}' if asked else 'without --mpi='}"
-    why = f"ranks of {mpi.told} need {kind}: they do not see each other otherwise, and hpctrain refuses to start"
+    text = f"{where} {f'with --mpi={asked}' if asked else 'without --mpi='}"
+    why = f"ranks of {mpi.described} need {kind}: they do not see each other otherwise, and hpctrain refuses to start"
     advice = f"write srun --mpi={kind}"
     if asked or default:
-        yield error("script", told, why, advice)
+        yield error("script", text, why, advice)
     else:
-        yield note("script", f"{told}, and what it takes then is not known here", why, advice)
+        yield note("script", f"{text}, and what it takes then is not known here", why, advice)
 
 
 def _check_trap(script: str, start: Start) -> Iterator[Finding]:
     """Yield a finding if bash cannot run the script's signal trap before the ranks have ended."""
     caught = re.search(r"^\s*trap\s+(?!-).*\b(USR1|USR2|TERM|SIGUSR1|SIGUSR2|SIGTERM)\b", script, re.MULTILINE)
-    if caught and not start.behind and script.count("\n", 0, caught.start(1)) < start.line:
+    if caught and not start.in_background and script.count("\n", 0, caught.start(1)) < start.line:
         yield warning(
             "script",
             f"line {start.line}: {start.launcher} runs in the foreground, and the script has a trap for {caught[1]}",

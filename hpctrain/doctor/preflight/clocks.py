@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 ROUNDS = 20  # round-trip messages to each node; the fastest counts
-APART = 1.0  # seconds from which on clocks count as too far apart
+MAX_OFFSET = 1.0  # seconds from which on clocks count as too far apart
 
 Sample = tuple[float, float, float]  # times: sent here, received there, returned here
 
@@ -78,22 +78,24 @@ def measure(
 
 def check(skews: Sequence[Skew]) -> Iterator[Finding]:
     """Yield the findings on the clocks."""
-    apart = [skew for skew in skews if abs(skew.seconds) - skew.within > APART]
-    for skew in apart:
+    off = [skew for skew in skews if abs(skew.seconds) - skew.within > MAX_OFFSET]
+    for skew in off:
         yield warning(
             "clocks",
-            f"{skew.host} is {words(skew)} the first node",
+            f"{skew.host} is {describe(skew)} the first node",
             "a run's deadline, the age of its lock and the dates of its checkpoints are off by that",
             "tell the site (NTP or chrony does not run there)",
         )
-    if not skews or apart:
+    if not skews or off:
         return
     most = max(skews, key=lambda skew: abs(skew.seconds))
     seen = abs(most.seconds) > most.within
-    yield ok("clocks", f"{most.host} is furthest off, {words(most)} the first node" if seen else "no difference seen")
+    yield ok(
+        "clocks", f"{most.host} is furthest off, {describe(most)} the first node" if seen else "no difference seen"
+    )
 
 
-def words(skew: Skew) -> str:
+def describe(skew: Skew) -> str:
     """Return an offset as text: ``1.2 ms ahead of (within 0.1 ms)``."""
     side = "ahead of" if skew.seconds >= 0 else "behind"
     return f"{format_seconds(abs(skew.seconds))} (within {format_seconds(skew.within)}) {side}"

@@ -43,16 +43,16 @@ def measure(comm: Communicator, folder: Path, seconds: float) -> list[Written]:
     """Return the results of all ranks; no file is left behind. Collective."""
     from hpctrain.comm.agreement import on_first_rank
 
-    place, most = on_first_rank(comm, lambda: _prepare(folder, comm.size))
+    test_folder, most = on_first_rank(comm, lambda: _prepare(folder, comm.size))
     own = Written(seen=False)
     try:
-        if place.is_dir():
-            own = write(place / f"{comm.rank}.bin", seconds, most)
+        if test_folder.is_dir():
+            own = write(test_folder / f"{comm.rank}.bin", seconds, most)
         everyone: list[Written] = comm.all_gather_object(own)
     finally:
         if comm.rank == 0:
             with suppress(OSError):
-                place.rmdir()
+                test_folder.rmdir()
     return everyone
 
 
@@ -74,41 +74,42 @@ def write(path: Path, seconds: float, most: int = MOST) -> Written:
             path.unlink()
 
 
-def check(found: Sequence[Written], seats: Sequence[RankPlacement], folder: Path) -> Iterator[Finding]:
+def check(found: Sequence[Written], placements: Sequence[RankPlacement], folder: Path) -> Iterator[Finding]:
     """Yield the findings on a folder."""
-    unseen = sorted({seat.host for seat, one in zip(seats, found) if not one.seen})
+    unseen = sorted({each.host for each, one in zip(placements, found) if not one.seen})
     if unseen:
         yield error(
             "files",
-            f"{', '.join(unseen[:8])}{' and more' if len(unseen) > 8 else ''} do not see what {seats[0].host} has made "
+            f"{', '.join(unseen[:8])}{' and more' if len(unseen) > 8 else ''} do not see what "
+            f"{placements[0].host} has made "
             f"in {folder}",
             "all ranks of a run write into one checkpoint, and read it",
             "use a folder of the parallel filesystem for --folder and run.folder",
         )
-    for seat, one in zip(seats, found):
+    for each, one in zip(placements, found):
         if one.trouble:
             yield error(
                 "files",
-                f"rank {seat.rank} on {seat.host} cannot write into {folder}: {one.trouble}",
+                f"rank {each.rank} on {each.host} cannot write into {folder}: {one.trouble}",
                 "no checkpoint will be written",
                 "see quota and df there",
             )
     if not unseen and not any(one.trouble for one in found):
-        rate = together(found)
+        rate = total_rate(found)
         yield ok("files", f"{len(found)} ranks wrote {rate / 1e6:.0f} MB/s together into {folder}, flushed")
 
 
-def together(found: Sequence[Written]) -> float:
+def total_rate(found: Sequence[Written]) -> float:
     """Return the rate of all ranks together, in bytes per second."""
     return sum(one.rate for one in found)
 
 
 def _prepare(folder: Path, ranks: int) -> tuple[Path, int]:
     """Create a folder for the test; return it, and the bytes that each rank may write there."""
-    place = folder.absolute() / f".hpctrain-doctor-{uuid.uuid4().hex}"
+    test_folder = folder.absolute() / f".hpctrain-doctor-{uuid.uuid4().hex}"
     try:
-        place.mkdir(mode=0o700)
-        room = os.statvfs(place)
+        test_folder.mkdir(mode=0o700)
+        status = os.statvfs(test_folder)
     except OSError as failure:
         raise UsageError(f"cannot write into {folder}: {failure.strerror}: give another --folder") from failure
-    return place, min(MOST, room.f_bavail * room.f_frsize // (_PART * ranks))
+    return test_folder, min(MOST, status.f_bavail * status.f_frsize // (_PART * ranks))

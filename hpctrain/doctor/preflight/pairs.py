@@ -46,13 +46,13 @@ def schedule(members: int) -> list[list[tuple[int, int]]]:
 
     With an odd number of members, one of them is idle in every round.
     """
-    seats: list[int] = [*range(members), *([-1] if members % 2 else [])]
-    half = len(seats) // 2
+    circle: list[int] = [*range(members), *([-1] if members % 2 else [])]
+    half = len(circle) // 2
     rounds = []
-    for _ in range(len(seats) - 1):
-        meeting = zip(seats[:half], reversed(seats[half:]))
-        rounds.append([(min(pair), max(pair)) for pair in meeting if -1 not in pair])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+    for _ in range(len(circle) - 1):
+        matches = zip(circle[:half], reversed(circle[half:]))
+        rounds.append([(min(pair), max(pair)) for pair in matches if -1 not in pair])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return rounds
 
 
@@ -63,24 +63,26 @@ def measure(comm: Communicator, seconds: float, progress: Callable[[str], None] 
     """
     import torch
 
-    room = torch.ones(LARGEST, dtype=torch.uint8)
-    rounds, own, played = schedule(comm.size), [], 0
+    buffer = torch.ones(LARGEST, dtype=torch.uint8)
+    rounds, own, measured = schedule(comm.size), [], 0
     end = time.monotonic() + seconds
-    for number, meeting in enumerate(rounds):
+    for number, matches in enumerate(rounds):
         if not comm.broadcast_object(number == 0 or time.monotonic() < end):
             break
         progress(f"round {number + 1} of {len(rounds)}")
-        played += 1
-        partner = next((_other(pair, comm.rank) for pair in meeting if comm.rank in pair), None)
+        measured += 1
+        partner = next((_other(pair, comm.rank) for pair in matches if comm.rank in pair), None)
         if partner is not None and comm.rank < partner:
-            own.append(_lead(comm, partner, room))
+            own.append(_time_pair(comm, partner, buffer))
         elif partner is not None:
-            _follow(comm, partner, room)
+            _echo_pair(comm, partner, buffer)
     everyone: Sequence[list[Pair]] = comm.all_gather_object(own)
-    return Tournament(tuple(sorted((pair for pairs in everyone for pair in pairs), key=_place)), played, len(rounds))
+    return Tournament(
+        tuple(sorted((pair for pairs in everyone for pair in pairs), key=_ranks_of)), measured, len(rounds)
+    )
 
 
-def reach(pairs: Sequence[Pair], members: int) -> dict[int, float]:
+def typical_bandwidth(pairs: Sequence[Pair], members: int) -> dict[int, float]:
     """Return the usual bandwidth of each member: the median over its measured partners."""
     found: dict[int, list[float]] = {member: [] for member in range(members)}
     for pair in pairs:
@@ -89,41 +91,41 @@ def reach(pairs: Sequence[Pair], members: int) -> dict[int, float]:
     return {member: median(rates) for member, rates in found.items() if rates}
 
 
-def _lead(comm: Communicator, partner: int, room: Tensor) -> Pair:
+def _time_pair(comm: Communicator, partner: int, buffer: Tensor) -> Pair:
     """Time round-trip messages with a partner; tell it the number and the size of the large ones."""
     import torch
 
-    latency = median(_there_and_back(comm, partner, room[:8]) for _ in range(PINGS)) / 2
-    _there_and_back(comm, partner, room[:PROBE])  # the first message opens connections
-    rate = PROBE / (_there_and_back(comm, partner, room[:PROBE]) / 2)
+    latency = median(_round_trip(comm, partner, buffer[:8]) for _ in range(PINGS)) / 2
+    _round_trip(comm, partner, buffer[:PROBE])  # the first message opens connections
+    rate = PROBE / (_round_trip(comm, partner, buffer[:PROBE]) / 2)
     nbytes = int(max(PROBE, min(LARGEST, rate * SHARE / 6)))
     times = max(3, min(20, int(SHARE * rate / (2 * nbytes))))
     comm.send(torch.tensor([nbytes, times]), partner)
-    usual = median(_there_and_back(comm, partner, room[:nbytes]) for _ in range(times))
+    usual = median(_round_trip(comm, partner, buffer[:nbytes]) for _ in range(times))
     return Pair(comm.rank, partner, latency, nbytes / (usual / 2))
 
 
-def _follow(comm: Communicator, partner: int, room: Tensor) -> None:
+def _echo_pair(comm: Communicator, partner: int, buffer: Tensor) -> None:
     """Return each message to the leading rank."""
     import torch
 
     wanted = torch.zeros(2, dtype=torch.int64)
     for nbytes in (*(8 for _ in range(PINGS)), PROBE, PROBE):
-        _back(comm, partner, room[:nbytes])
+        _echo(comm, partner, buffer[:nbytes])
     comm.recv(wanted, partner)
     nbytes, times = map(int, wanted)
     for _ in range(times):
-        _back(comm, partner, room[:nbytes])
+        _echo(comm, partner, buffer[:nbytes])
 
 
-def _there_and_back(comm: Communicator, partner: int, message: Tensor) -> float:
+def _round_trip(comm: Communicator, partner: int, message: Tensor) -> float:
     start = time.perf_counter()
     comm.send(message, partner)
     comm.recv(message, partner)
     return time.perf_counter() - start
 
 
-def _back(comm: Communicator, partner: int, message: Tensor) -> None:
+def _echo(comm: Communicator, partner: int, message: Tensor) -> None:
     comm.recv(message, partner)
     comm.send(message, partner)
 
@@ -132,5 +134,5 @@ def _other(pair: tuple[int, int], rank: int) -> int:
     return pair[1] if pair[0] == rank else pair[0]
 
 
-def _place(pair: Pair) -> tuple[int, int]:
+def _ranks_of(pair: Pair) -> tuple[int, int]:
     return pair.first, pair.second

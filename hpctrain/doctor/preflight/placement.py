@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.cluster.binding import cpu_affinity, format_cpus
 from hpctrain.doctor.findings import Finding, Level, advice, error, note, ok
-from hpctrain.doctor.login import limits, storage
-from hpctrain.doctor.login.limits import ProcessLimits
+from hpctrain.doctor.login import resources
+from hpctrain.doctor.login.resources import ProcessLimits
 from hpctrain.util.format import counted
 from hpctrain.util.probe import Answer
 
@@ -36,12 +36,14 @@ class Host:
     shm_free: int
 
 
-def take_hosts(comm: Communicator) -> list[Host]:
+def gather_hosts(comm: Communicator) -> list[Host]:
     """Return the entries of all nodes. Collective."""
     own = None
     if comm.local_rank == 0:
-        room = os.statvfs(_SHM)
-        own = Host(host_name(), limits.gather(), room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
+        status = os.statvfs(_SHM)
+        own = Host(
+            host_name(), resources.read_limits(), status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+        )
     return [host for host in comm.all_gather_object(own) if host is not None]
 
 
@@ -50,8 +52,8 @@ def check_hosts(hosts: Sequence[Host], scheduler: str | None = None) -> Iterator
     where: dict[Finding, list[str]] = defaultdict(list)
     for host in hosts:
         facts = {"there": True, "writable": True, "size": host.shm, "free": host.shm_free, "files": 0}
-        memory = storage.check([storage.FolderFacts("shm", _SHM, Answer(facts=facts))])
-        for finding in (*limits.check(host.limits, scheduler=scheduler or "slurm"), *memory):
+        memory = resources.check_storage([resources.FolderFacts("shm", _SHM, Answer(facts=facts))])
+        for finding in (*resources.check_limits(host.limits, scheduler=scheduler or "slurm"), *memory):
             if finding.level != "ok" and finding.topic != "cores":
                 where[finding].append(host.name)
     for finding, names in where.items():
@@ -86,7 +88,7 @@ class RankPlacement:
     identity: str  # equal in all processes that use the same device
 
 
-def take_placements(comm: Communicator, device: torch.device) -> list[RankPlacement]:
+def gather_placements(comm: Communicator, device: torch.device) -> list[RankPlacement]:
     """Return the placement of all ranks. Collective."""
     import torch
 
@@ -106,8 +108,8 @@ def take_placements(comm: Communicator, device: torch.device) -> list[RankPlacem
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
         identity=identity(device),
     )
-    seats: list[RankPlacement] = comm.all_gather_object(own)
-    return seats
+    placements: list[RankPlacement] = comm.all_gather_object(own)
+    return placements
 
 
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -117,41 +119,41 @@ def host_name(environ: Mapping[str, str] = os.environ) -> str:
 
 def numa_nodes(cpus: Iterable[int], root: Path = _NUMA) -> tuple[int, ...]:
     """Return the NUMA nodes of these cores; empty if the system does not report them."""
-    mine, found = set(cpus), []
+    own, found = set(cpus), []
     for folder in root.glob("node[0-9]*"):
         try:
             listed = (folder / "cpulist").read_text()
         except OSError:
             continue
         ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
-        if mine & {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}:
+        if own & {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}:
             found.append(int(folder.name.removeprefix("node")))
     return tuple(sorted(found))
 
 
-def check_placements(seats: Sequence[RankPlacement], scheduler: str | None = None) -> Iterator[Finding]:
+def check_placements(placements: Sequence[RankPlacement], scheduler: str | None = None) -> Iterator[Finding]:
     """Yield the findings on the placement, with advice for this scheduler."""
-    nodes = by_node(seats)
-    counts = sorted({len(there) for there in nodes.values()})
-    told = f"{counted(len(seats), 'rank')} on {counted(len(nodes), 'node')}"
+    nodes = by_node(placements)
+    counts = sorted({len(on_node) for on_node in nodes.values()})
+    text = f"{counted(len(placements), 'rank')} on {counted(len(nodes), 'node')}"
     if len(counts) > 1:
         yield note(
             "ranks",
-            f"{told}, from {counts[0]} to {counts[-1]} on each",
+            f"{text}, from {counts[0]} to {counts[-1]} on each",
             "nodes with more ranks are slower, and the others wait for them",
             "--ntasks-per-node=N with Slurm, mpiprocs=N with PBS",
         )
     else:
-        yield ok("ranks", told)
+        yield ok("ranks", text)
     yield from _check_cores(nodes, scheduler)
-    yield from _check_devices(seats, scheduler)
+    yield from _check_devices(placements, scheduler)
 
 
-def by_node(seats: Iterable[RankPlacement]) -> dict[int, list[RankPlacement]]:
+def by_node(placements: Iterable[RankPlacement]) -> dict[int, list[RankPlacement]]:
     """Return the ranks of every node."""
     nodes: dict[int, list[RankPlacement]] = defaultdict(list)
-    for seat in seats:
-        nodes[seat.node].append(seat)
+    for each in placements:
+        nodes[each.node].append(each)
     return dict(nodes)
 
 
@@ -163,16 +165,16 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 def _check_cores(nodes: Mapping[int, Sequence[RankPlacement]], scheduler: str | None) -> Iterator[Finding]:
     """Yield the findings on how ranks share cores; nodes with the same finding are reported together."""
-    said: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for there in nodes.values():
-        for kind, told in _sharing(there):
-            said[kind, told].append(there[0].host)
-    for (kind, told), hosts in said.items():
+    observations: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for on_node in nodes.values():
+        for kind, text in _sharing(on_node):
+            observations[kind, text].append(on_node[0].host)
+    for (kind, text), hosts in observations.items():
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes, {hosts[0]} the first"
         level, why, remedy = _SHARING[kind]
         remedy = remedy or advice("more cores", scheduler)
-        yield Finding(level, "binding", f"{told} ({where})", why, remedy)
-    if not said:
+        yield Finding(level, "binding", f"{text} ({where})", why, remedy)
+    if not observations:
         yield ok("binding", "no two ranks share a core")
 
 
@@ -186,51 +188,51 @@ _SHARING: dict[str, tuple[Level, str, str]] = {
 }
 
 
-def _sharing(there: Sequence[RankPlacement]) -> Iterator[tuple[str, str]]:
+def _sharing(on_node: Sequence[RankPlacement]) -> Iterator[tuple[str, str]]:
     """Yield the kind and the text of each observation on one node's ranks."""
-    everything = set().union(*(seat.cpus for seat in there))
-    alike = len({seat.cpus for seat in there}) == 1
-    if len(there) > len(everything):
-        yield "crowded", f"{len(there)} ranks on {counted(len(everything), 'core')}: {format_cpus(everything)}"
-    elif len(there) > 1 and alike:
-        yield "unbound", f"{len(there)} ranks may all use cores {format_cpus(everything)}: they are not bound"
-    elif sum(len(set(seat.cpus)) for seat in there) > len(everything):
-        for one, two in _pairs(there):
+    everything = set().union(*(each.cpus for each in on_node))
+    alike = len({each.cpus for each in on_node}) == 1
+    if len(on_node) > len(everything):
+        yield "crowded", f"{len(on_node)} ranks on {counted(len(everything), 'core')}: {format_cpus(everything)}"
+    elif len(on_node) > 1 and alike:
+        yield "unbound", f"{len(on_node)} ranks may all use cores {format_cpus(everything)}: they are not bound"
+    elif sum(len(set(each.cpus)) for each in on_node) > len(everything):
+        for one, two in _pairs(on_node):
             if shared := set(one.cpus) & set(two.cpus):
                 yield "overlap", f"ranks {one.rank} and {two.rank} share cores {format_cpus(shared)}"
-    if 2 * len(everything) <= there[0].cores:
-        yield "few", f"{counted(len(there), 'rank')} may use {len(everything)} of {there[0].cores} cores"
-    bound = not alike or len(there) == 1 < len(there[0].numa) and len(there[0].cpus) < there[0].cores
-    spread = [seat.rank for seat in there if bound and len(seat.numa) > 1]
+    if 2 * len(everything) <= on_node[0].cores:
+        yield "few", f"{counted(len(on_node), 'rank')} may use {len(everything)} of {on_node[0].cores} cores"
+    bound = not alike or len(on_node) == 1 < len(on_node[0].numa) and len(on_node[0].cpus) < on_node[0].cores
+    spread = [each.rank for each in on_node if bound and len(each.numa) > 1]
     if spread:
         yield "spread", f"the cores of {ranks_in_words(spread)} are in several NUMA nodes"
 
 
-def _pairs(there: Sequence[RankPlacement]) -> Iterator[tuple[RankPlacement, RankPlacement]]:
-    for number, one in enumerate(there):
-        for two in there[number + 1 :]:
+def _pairs(on_node: Sequence[RankPlacement]) -> Iterator[tuple[RankPlacement, RankPlacement]]:
+    for number, one in enumerate(on_node):
+        for two in on_node[number + 1 :]:
             yield one, two
 
 
-def _check_devices(seats: Sequence[RankPlacement], scheduler: str | None) -> Iterator[Finding]:
-    users: dict[tuple[int, str], list[RankPlacement]] = defaultdict(list)
-    for seat in seats:
-        if seat.gpu:
-            users[seat.node, seat.identity].append(seat)
-    for there in users.values():
-        if len(there) > 1:
+def _check_devices(placements: Sequence[RankPlacement], scheduler: str | None) -> Iterator[Finding]:
+    by_device: dict[tuple[int, str], list[RankPlacement]] = defaultdict(list)
+    for each in placements:
+        if each.gpu:
+            by_device[each.node, each.identity].append(each)
+    for users in by_device.values():
+        if len(users) > 1:
             yield error(
                 "GPUs",
-                f"{ranks_in_words(seat.rank for seat in there)} share a GPU of {there[0].host} ({there[0].device})",
+                f"{ranks_in_words(one.rank for one in users)} share a GPU of {users[0].host} ({users[0].device})",
                 "they take turns on it, and a run refuses to start",
                 "start as many ranks per node as it has GPUs",
             )
-    without = [seat.rank for seat in seats if not seat.gpu]
-    if users and without:
+    without = [each.rank for each in placements if not each.gpu]
+    if by_device and without:
         yield error(
             "GPUs", f"{ranks_in_words(without)} see none, others do", "all ranks need one", advice("GPUs", scheduler)
         )
-    elif users:
-        names = sorted({seat.gpu for seat in seats})
+    elif by_device:
+        names = sorted({each.gpu for each in placements})
         level = ok if len(names) == 1 else lambda topic, text: note(topic, text, "the slowest sets the pace")
-        yield level("GPUs", f"{len(users)} x {', '.join(names)}")
+        yield level("GPUs", f"{len(by_device)} x {', '.join(names)}")

@@ -40,24 +40,24 @@ def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Re
     """Return the mean time of each size that fits; all ranks return the same result. Collective."""
     import torch
 
-    part = comm.split(0)  # its memory is released at the end
+    group = comm.split(0)  # its memory is released at the end
     try:
         found: list[ReductionCheck] = []
-        sizes = _fitting(part)
+        sizes = _fitting(group)
         for nbytes in sizes:
             share = seconds / len(sizes)
             if _forecast(found, nbytes) > share:
                 break  # all ranks have the same times, and so make the same decision
-            tensor = part.empty(nbytes // 4) if device.type == "cpu" else torch.empty(nbytes // 4, device=device)
-            tensor.fill_(part.rank + 1)
-            part.all_reduce(tensor)
-            whole = part.size * (part.size + 1) / 2
-            wrong = part.all_gather_object(bool((tensor != whole).any()))
-            took = _timed(part, tensor, share)
-            found.append(ReductionCheck(nbytes, took, tuple(r for r, bad in enumerate(wrong) if bad), part.size))
+            tensor = group.empty(nbytes // 4) if device.type == "cpu" else torch.empty(nbytes // 4, device=device)
+            tensor.fill_(group.rank + 1)
+            group.all_reduce(tensor)
+            expected = group.size * (group.size + 1) / 2
+            wrong = group.all_gather_object(bool((tensor != expected).any()))
+            took = _timed(group, tensor, share)
+            found.append(ReductionCheck(nbytes, took, tuple(r for r, bad in enumerate(wrong) if bad), group.size))
         return found
     finally:
-        part.free()
+        group.free()
 
 
 def check(found: Sequence[ReductionCheck]) -> Iterator[Finding]:
@@ -86,8 +86,8 @@ def _forecast(found: Sequence[ReductionCheck], nbytes: int) -> float:
 
 def _fitting(comm: Communicator) -> list[int]:
     """Return the sizes that fit into the node memory of every node."""
-    room = os.statvfs("/dev/shm")
-    free = room.f_bavail * room.f_frsize // (_ROOM * comm.local_size)
+    status = os.statvfs("/dev/shm")
+    free = status.f_bavail * status.f_frsize // (_ROOM * comm.local_size)
     least = min(comm.all_gather_object(free))
     return [size for size in SIZES if size <= least] or [SIZES[0]]
 

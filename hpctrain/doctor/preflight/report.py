@@ -23,7 +23,7 @@ from hpctrain.util.text import columns, without_math
 class PreflightReport:
     """Measurements of the ranks, indexed by rank unless stated otherwise."""
 
-    seats: Sequence[RankPlacement]
+    placements: Sequence[RankPlacement]
     nodes: Sequence[Host]  # by node
     skews: Sequence[Skew]  # of nodes
     products: Sequence[float]  # operations per second
@@ -39,8 +39,8 @@ class PreflightReport:
     def hosts(self) -> list[str]:
         """Return the names of the nodes, by node."""
         first: dict[int, str] = {}
-        for seat in self.seats:
-            first.setdefault(seat.node, seat.host)
+        for each in self.placements:
+            first.setdefault(each.node, each.host)
         return [first[node] for node in sorted(first)]
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class PreflightReport:
             "seconds": round(self.seconds, 3),
             "hosts": self.hosts,
             "nodes": [asdict(node) for node in self.nodes],
-            "ranks": [self._rank(seat) for seat in self.seats],
+            "ranks": [self._rank(each) for each in self.placements],
             "clocks": [asdict(skew) for skew in self.skews],
             "pairs_inside": {str(node): asdict(tournament) for node, tournament in self.inside.items()},
             "pairs_between": asdict(self.between),
@@ -57,12 +57,12 @@ class PreflightReport:
             "folder": self.folder,
         }
 
-    def _rank(self, seat: RankPlacement) -> dict[str, Any]:
-        written = self.written[seat.rank]
+    def _rank(self, each: RankPlacement) -> dict[str, Any]:
+        written = self.written[each.rank]
         return {
-            **asdict(seat),
-            "flops": self.products[seat.rank],
-            "memory_bandwidth": self.streams[seat.rank],
+            **asdict(each),
+            "flops": self.products[each.rank],
+            "memory_bandwidth": self.streams[each.rank],
             "written": {**asdict(written), "rate": written.rate},
         }
 
@@ -80,7 +80,7 @@ def lines(report: PreflightReport) -> list[str]:
     if report.between.pairs:
         found += ["", *_square("between nodes", report.between.pairs, report.hosts)]
     elif pairs := report.inside.get(0, report.between).pairs:
-        found += ["", *_square("between ranks", pairs, [str(seat.rank) for seat in report.seats])]
+        found += ["", *_square("between ranks", pairs, [str(each.rank) for each in report.placements])]
     if report.reductions:
         rows = [("all_reduce", "time", "bus")]
         rows += [
@@ -94,18 +94,18 @@ def lines(report: PreflightReport) -> list[str]:
 def _ranks(report: PreflightReport) -> list[str]:
     head = ("host", "rank", "local", "cpus", "NUMA", "threads", "device", "GFLOP/s", "memory GB/s", "writes MB/s")
     rows: list[tuple[str, ...]] = [head]
-    for seat, flops, stream, one in zip(report.seats, report.products, report.streams, report.written):
+    for each, flops, stream, one in zip(report.placements, report.products, report.streams, report.written):
         measured = (f"{flops / 1e9:.4g}", f"{stream / 1e9:.3g}", f"{one.rate / 1e6:.0f}" if one.rate else "-")
-        rows.append((*_seat(seat), *measured))
+        rows.append((*_placement_cells(each), *measured))
     left_out = len(rows) - 1 - _ROWS
     shown = columns(rows[: _ROWS + 1], right=(1, 2, 5, 7, 8, 9))
     return [*shown, f"... and {left_out} more ranks"] if left_out > 0 else shown
 
 
-def _seat(seat: RankPlacement) -> tuple[str, ...]:
-    numbers = (seat.host, str(seat.rank), str(seat.local_rank), format_cpus(seat.cpus))
-    device = f"{seat.device} {seat.gpu}".strip()
-    return (*numbers, format_cpus(seat.numa) or "-", str(seat.threads), device)
+def _placement_cells(each: RankPlacement) -> tuple[str, ...]:
+    numbers = (each.host, str(each.rank), str(each.local_rank), format_cpus(each.cpus))
+    device = f"{each.device} {each.gpu}".strip()
+    return (*numbers, format_cpus(each.numa) or "-", str(each.threads), device)
 
 
 def _square(title: str, pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:
@@ -146,7 +146,7 @@ def figure(report: PreflightReport, title: str) -> Any:
 def _map(drawn: Any, axis: Any, report: PreflightReport) -> None:
     """Draw bandwidths as a map; pairs that were not measured stay white."""
     nodes = len(report.hosts) > 1
-    names = report.hosts if nodes else [str(seat.rank) for seat in report.seats]
+    names = report.hosts if nodes else [str(each.rank) for each in report.placements]
     pairs = report.between.pairs if nodes else report.inside[0].pairs
     field = [[float("nan")] * len(names) for _ in names]
     for pair in pairs:
@@ -177,7 +177,7 @@ def _name(axis: Any, names: Sequence[str]) -> None:
 def _shares(axis: Any, report: PreflightReport) -> None:
     """Draw each rank's rates relative to the usual ones, and the threshold of a slow rank."""
     rates = {"products": report.products, "memory": report.streams, "writes": [one.rate for one in report.written]}
-    ranks = range(len(report.seats))
+    ranks = range(len(report.placements))
     for (label, values), marker in zip(rates.items(), "osD"):
         usual = median_high(values) or 1.0
         axis.plot(ranks, [value / usual for value in values], marker, color=_COLOURS[label], label=label, markersize=5)

@@ -21,7 +21,7 @@ _IDLE = 0.7  # minimum shortfall of writes, as filesystems are shared with all o
 def findings(report: PreflightReport, scheduler: str | None = None) -> list[Finding]:
     """Return the findings from a report, with advice for this scheduler."""
     return [
-        *placement.check_placements(report.seats, scheduler),
+        *placement.check_placements(report.placements, scheduler),
         *placement.check_hosts(report.nodes, scheduler),
         *clocks.check(report.skews),
         *_check_rates(report, "products", "matrix products", report.products, "GFLOP/s"),
@@ -29,7 +29,7 @@ def findings(report: PreflightReport, scheduler: str | None = None) -> list[Find
         *_check_inside(report),
         *_check_between(report),
         *reductions.check(report.reductions),
-        *files.check(report.written, report.seats, Path(report.folder)),
+        *files.check(report.written, report.placements, Path(report.folder)),
         *_check_writers(report),
         *_check_nodes(report, scheduler),
     ]
@@ -41,7 +41,7 @@ def slow_nodes(report: PreflightReport) -> list[str]:
     if len(hosts) < 2:
         return []
     by_rank = [*slow(_by_rank(report.products)), *slow(_by_rank(report.streams))]
-    nodes = {report.seats[rank].node for rank in by_rank}
+    nodes = {report.placements[rank].node for rank in by_rank}
     nodes |= {*slow(_inside(report), _FAR), *slow(_between(report)), *slow(_writing(report), _IDLE)}
     return [hosts[node] for node in sorted(nodes)]
 
@@ -60,22 +60,22 @@ def _inside(report: PreflightReport) -> dict[int, float]:
     """Return the usual bandwidth within each node."""
     found = {}
     for node, tournament in report.inside.items():
-        if reached := pairs.reach(tournament.pairs, len(placement.by_node(report.seats)[node])):
-            found[node] = median_high(reached.values())
+        if typical := pairs.typical_bandwidth(tournament.pairs, len(placement.by_node(report.placements)[node])):
+            found[node] = median_high(typical.values())
     return found
 
 
 def _between(report: PreflightReport) -> dict[int, float]:
     """Return the usual bandwidth of each node to others; empty for two nodes, as both would have the same."""
     nodes = len(report.hosts)
-    return pairs.reach(report.between.pairs, nodes) if nodes > 2 else {}
+    return pairs.typical_bandwidth(report.between.pairs, nodes) if nodes > 2 else {}
 
 
 def _writing(report: PreflightReport) -> dict[int, float]:
     """Return the write rate of each node's ranks together."""
     found: dict[int, float] = {}
-    for seat, one in zip(report.seats, report.written):
-        found[seat.node] = found.get(seat.node, 0.0) + one.rate
+    for each, one in zip(report.placements, report.written):
+        found[each.node] = found.get(each.node, 0.0) + one.rate
     return found
 
 
@@ -87,7 +87,7 @@ def _check_rates(
     if not lagging:
         yield ok(topic, f"{middle / 1e9:.3g} {unit} per rank, all at once; the slowest has {min(rates) / 1e9:.3g}")
         return
-    names = [f"rank {rank} on {report.seats[rank].host} ({share:.0%})" for rank, share in lagging.items()]
+    names = [f"rank {rank} on {report.placements[rank].host} ({share:.0%})" for rank, share in lagging.items()]
     yield warning(
         topic,
         f"slow in {what}: {_listed(names)}; the median is {middle / 1e9:.3g} {unit}",
@@ -101,39 +101,41 @@ def _check_inside(report: PreflightReport) -> Iterator[Finding]:
     if not every:
         return
     lagging = slow(_inside(report), _FAR)
-    told = _usual(every)
+    text = _usual(every)
     if lagging:
         names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
         yield warning(
             "messages",
-            f"slow inside of nodes: {_listed(names)}; the median is {told}",
+            f"slow inside of nodes: {_listed(names)}; the median is {text}",
             "messages of such a node's ranks hold up the others",
             "see whether MPI's shared memory works there (/dev/shm)",
         )
     else:
-        yield ok("messages", f"inside of nodes: {told}, {_played(report.inside)}")
+        yield ok("messages", f"inside of nodes: {text}, {_measured_pairs(report.inside)}")
 
 
 def _check_between(report: PreflightReport) -> Iterator[Finding]:
     every = report.between.pairs
     if not every:
         return
-    told = _usual(every)
+    text = _usual(every)
     lagging = slow(_between(report))
     if lagging:
         names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
         yield warning(
             "messages",
-            f"slow between nodes: {_listed(names)}; the median is {told}",
+            f"slow between nodes: {_listed(names)}; the median is {text}",
             "a collective is as slow as its slowest link",
             "exclude them, and tell the site: a cable, an adapter or a switch",
         )
     else:
-        yield ok("messages", f"between nodes: {told}, {_played({0: report.between})}")
-    lame = slow({(pair.first, pair.second): pair.bandwidth for pair in every})
-    alone = {pair: share for pair, share in lame.items() if not set(pair) & set(lagging)}
-    if alone:
-        names = [f"{report.hosts[one]} and {report.hosts[two]} ({share:.0%})" for (one, two), share in alone.items()]
+        yield ok("messages", f"between nodes: {text}, {_measured_pairs({0: report.between})}")
+    slow_pairs = slow({(pair.first, pair.second): pair.bandwidth for pair in every})
+    unexplained = {pair: share for pair, share in slow_pairs.items() if not set(pair) & set(lagging)}
+    if unexplained:
+        names = [
+            f"{report.hosts[one]} and {report.hosts[two]} ({share:.0%})" for (one, two), share in unexplained.items()
+        ]
         yield note("messages", f"slow together: {_listed(names)}", "their network path may be shared with others")
 
 
@@ -170,7 +172,7 @@ def _usual(every: Sequence[pairs.Pair]) -> str:
     return f"{format_bandwidth(rate)}, {format_seconds(median_high(pair.latency for pair in every))}"
 
 
-def _played(tournaments: Mapping[int, pairs.Tournament]) -> str:
+def _measured_pairs(tournaments: Mapping[int, pairs.Tournament]) -> str:
     """Return the number of measured pairs as text."""
     measured = sum(len(one.pairs) for one in tournaments.values())
     done, rounds = (sum(getattr(one, name) for one in tournaments.values()) for name in ("rounds", "of_rounds"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.hooks import UpdateHooks
+from hpctrain.parallel.hooks import StepHooks
 
 
 def clip_shards(shards: Sequence[nn.Parameter], comm: Communicator, max_norm: float) -> Tensor:
@@ -122,9 +122,9 @@ class OptimizerHooks:
         self._replaced = {id(living[name]): (name, old) for name, old in replaced.items() if living[name] is not None}
         self._trusted, self._before, self._after = trusted, before, after
 
-    def attach(self) -> UpdateHooks:
+    def attach(self) -> StepHooks:
         """Hook all optimizers of the process; the hooks last as long as this object."""
-        return UpdateHooks(self, OptimizerHooks._before_step, OptimizerHooks._after_step)
+        return StepHooks(self, OptimizerHooks._before_step, OptimizerHooks._after_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.check(optimizer):

@@ -325,6 +325,3 @@ class ParamGroup:
 def held_in(memory: Tensor, held: HeldRange, shape: torch.Size) -> Tensor:
     """Return a rank's elements of a parameter of ``shape``, as a view of memory with the layout of ``shard_data``."""
     return memory[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))
-
-
-# Boxes of the model's tensors that this rank holds, for checkpoints ---------------------------------------------------

@@ -1,10 +1,10 @@
 """Sharded data parallelism: optimizer states, gradients and parameters are divided over the ranks (ZeRO 1, 2, 3).
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
-2020, and Zhao et al., "PyTorch FSDP", VLDB 2023. The notes of the other files describe the details:
-how parameters are cut (``layout``), sharded and unsharded parameters (``group``), when they are
-unsharded (``resident``, ``on_demand``) and how gradients are reduced (``gradients``). This file
-connects these parts to the model and its optimizer by hooks.
+2020, and Zhao et al., "PyTorch FSDP", VLDB 2023. The notes of the other modules describe the
+details: how parameters are divided into shards (``param_group``), when they are unsharded
+(``residency``, ``unshard``) and how gradients are reduced (``reduce``). This module connects these
+parts to the model and its optimizer by hooks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.guard import AddedParameters
 from hpctrain.parallel.hooks import (
     ModuleHook,
-    UpdateHooks,
+    StepHooks,
     after_gradient,
     around_forward,
     before_backward,
@@ -37,7 +37,7 @@ from hpctrain.parallel.hooks import (
 )
 from hpctrain.parallel.strategy import Strategy, broadcast_buffers
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.plain_tensors import as_parts, plain_tensors
+from hpctrain.plain_tensors import on_shards, plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.setup import MakeHostOptimizer
@@ -83,11 +83,11 @@ class ShardedDataParallel(Strategy):
         self._added_parameters = AddedParameters(
             model, [*model.parameters(), *(member.unsharded for member in members)]
         )
-        self._handles: list[RemovableHandle | UpdateHooks] = [
+        self._handles: list[RemovableHandle | StepHooks] = [
             *self._register_hooks(),
             *self._residency.register_hooks(model, self._begin_backward),
             self._optimizer_hooks.attach(),
-            UpdateHooks(self, lambda strategy, optimizer: strategy._added_parameters.check(optimizer)),
+            StepHooks(self, lambda strategy, optimizer: strategy._added_parameters.check(optimizer)),
         ]
 
     def set_sample_weight(self, weight: float) -> None:
@@ -95,7 +95,7 @@ class ShardedDataParallel(Strategy):
         super().set_sample_weight(weight)
         self._grad_reduction.sample_weight = self._sample_weight
 
-    @as_parts
+    @on_shards
     def join_empty(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the other ranks without a sample.
 
@@ -132,14 +132,14 @@ class ShardedDataParallel(Strategy):
         elif any(True for _ in self.local_gradients()):
             self._record_local_gradients()
 
-    @as_parts
+    @on_shards
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
         if self._host_optimizer is None:
             return clip_shards(self._shards, self._parts.comm, max_norm)
         return self._host_optimizer.clip(self._shards, self._parts.comm, max_norm, plain=self._is_plain)
 
-    @as_parts
+    @on_shards
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
         if self._host_optimizer is None:
@@ -212,13 +212,13 @@ class ShardedDataParallel(Strategy):
         finally:
             self._reshard_all()
 
-    @as_parts
+    @on_shards
     def _unshard_all(self) -> None:
         self._apply_writes()
         self._residency.unshard()
         self._is_unsharded = True
 
-    @as_parts
+    @on_shards
     def _reshard_all(self) -> None:
         self._is_unsharded = False
         self._residency.reshard()
@@ -231,20 +231,20 @@ class ShardedDataParallel(Strategy):
                 everywhere=True,
             )
 
-    @as_parts
+    @on_shards
     def refresh(self) -> None:
         """Mark the parameters as changed by something other than the optimizer. Collective."""
         if self._host_optimizer is not None:
             self._host_optimizer.refresh()
         self._residency.mark_stale(frozen=True)
 
-    @as_parts
+    @on_shards
     def drain(self) -> None:
         """Complete an update that overlaps with the steps, and mark the parameters as changed. Collective."""
         if self._host_optimizer is not None and self._host_optimizer.drain():
             self._residency.mark_stale()
 
-    @as_parts
+    @on_shards
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
         """Return this rank's slices of the averaged gradients, by name."""
         held = ((member.name, self._gradient(member.shard)) for member in self._parts.members if member.shard.numel())
@@ -295,7 +295,7 @@ class ShardedDataParallel(Strategy):
             if member.unsharded.grad is not None:
                 yield member.name, member.unsharded.grad
 
-    @as_parts
+    @on_shards
     def drop_gradients(self) -> None:
         """Drop all gradients, reduced or not."""
         for member in self._parts.members:
@@ -320,13 +320,13 @@ class ShardedDataParallel(Strategy):
         if self._host_optimizer is not None and self._syncing:
             self._host_optimizer.announce()
 
-    @as_parts
+    @on_shards
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._residency.wait_for_readers()
         if self._host_optimizer is not None:
             self._host_optimizer.before(optimizer)
 
-    @as_parts
+    @on_shards
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._host_optimizer is not None:
             self._host_optimizer.after(optimizer)
@@ -348,7 +348,7 @@ class ShardedDataParallel(Strategy):
         assert self._parts.compute_dtype is not None
         return cast((args, kwargs), self._parts.compute_dtype)
 
-    @as_parts
+    @on_shards
     def _before_forward(self, args: Any, kwargs: Any) -> None:
         if self._is_unsharded or self._in_backward:
             return
@@ -359,7 +359,7 @@ class ShardedDataParallel(Strategy):
                 self._broadcast_buffers()
         self._residency.begin_forward(records=torch.is_grad_enabled())
 
-    @as_parts
+    @on_shards
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
         if self._is_unsharded or self._in_backward:
             return
@@ -368,7 +368,7 @@ class ShardedDataParallel(Strategy):
             before_backward(result, self._begin_backward)
         self._residency.end_forward(needs_backward=needs_backward)
 
-    @as_parts
+    @on_shards
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
@@ -378,7 +378,7 @@ class ShardedDataParallel(Strategy):
         Variable._execution_engine.queue_callback(self._end_backward)
         self._residency.begin_backward(reduces=self._syncing)
 
-    @as_parts
+    @on_shards
     def _after_gradient(self, index: int, number: int, _: Tensor) -> None:
         if self._is_unsharded:
             return
@@ -390,7 +390,7 @@ class ShardedDataParallel(Strategy):
             self._gradient_hooks.check_reduced(reduction.group.members[number].name)
             self._record_local_gradients()
 
-    @as_parts
+    @on_shards
     def _end_backward(self) -> None:
         self._in_backward = False
         self._residency.end_backward()
@@ -400,7 +400,7 @@ class ShardedDataParallel(Strategy):
         if self._host_optimizer is not None and self._host_optimizer.share_finder is not None:
             self._host_optimizer.share_finder.end()
 
-    @as_parts
+    @on_shards
     def _finish_reduction(self) -> None:
         """Reduce the remaining gradients; afterwards this rank has no unreduced gradient."""
         hooked = self._grad_reduction.records_received = self._gradient_hooks.any

@@ -22,7 +22,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.param_group import CommStream, ParamGroup, StreamWork
 from hpctrain.parallel.fsdp.pass_plan import Action, PassPlan, PlanCursor, hoist_gathers
 from hpctrain.parallel.hooks import after_backward, after_gradient, around_forward, before_backward
-from hpctrain.plain_tensors import as_parts
+from hpctrain.plain_tensors import on_shards
 
 # Hooks of a unit: forward hooks of its module, and gradient hooks of its outputs and inputs ---------------------------
 #
@@ -51,7 +51,7 @@ class UnitHooks:
             handles.append(after_gradient(member.unsharded, self._after_gradient, member.name))
         return handles
 
-    @as_parts
+    @on_shards
     def _before(self, args: Any, kwargs: Any) -> None:
         if self._residency.idle:
             return
@@ -59,7 +59,7 @@ class UnitHooks:
         if torch.is_grad_enabled() and not self._residency.in_backward:
             after_backward((args, kwargs), self._after_inputs)
 
-    @as_parts
+    @on_shards
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
         # The recomputation of activations does not end the unit's backward pass.
         if self._residency.idle or self._residency.in_backward:
@@ -68,18 +68,18 @@ class UnitHooks:
             before_backward(result, self._begin_backward)
         self._unit.reshard()
 
-    @as_parts
+    @on_shards
     def _begin_backward(self) -> None:
         self._on_backward()
         self._inputs_done = False
         self._residency.unshard_unit(self._unit)
 
-    @as_parts
+    @on_shards
     def _after_inputs(self) -> None:
         self._inputs_done = True
         self._reshard_if_done()
 
-    @as_parts
+    @on_shards
     def _after_gradient(self, name: str, _: Tensor) -> None:
         self._received.add(name)
         if self._inputs_done:

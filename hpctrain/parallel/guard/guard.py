@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.errors import UsageError
 from hpctrain.parallel.guard import torch_functions
 from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, ShardTensor, mark, part_of
-from hpctrain.parallel.hooks import ModuleHook, UpdateHooks, around_forward, before_backward
-from hpctrain.plain_tensors import as_parts, plain_tensors
+from hpctrain.parallel.hooks import ModuleHook, StepHooks, around_forward, before_backward
+from hpctrain.plain_tensors import on_shards, plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.strategy import Strategy
@@ -44,7 +44,7 @@ class WholeStates:
         self._handles.clear()
 
     def _hook(self, path: str) -> Any:
-        @as_parts
+        @on_shards
         def hook(module: nn.Module, given: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
             if metadata.get("assign_to_params_buffers"):
                 raise UsageError(
@@ -131,7 +131,7 @@ class ParameterGuard:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._suspensions = 0  # number of active ``suspend`` blocks and passes
         self._in_backward = self._updating = False
-        self._handles: list[RemovableHandle | UpdateHooks] = []
+        self._handles: list[RemovableHandle | StepHooks] = []
         owner = weakref.ref(strategy)
         for name, parameter in parameters.items():
             parameter.__dict__[ATTRIBUTE] = ShardInfo(name, owner, description)
@@ -178,7 +178,7 @@ class ParameterGuard:
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        self._handles.append(UpdateHooks(self, ParameterGuard._before_update, ParameterGuard._after_update))
+        self._handles.append(StepHooks(self, ParameterGuard._before_update, ParameterGuard._after_update))
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._holds(optimizer):

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from hpctrain.errors import UsageError
 from hpctrain.parallel.guard.shard_tensor import ShardInfo, ShardParameter, ShardTensor, part_of
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.plain_tensors import as_parts, plain_tensors
+from hpctrain.plain_tensors import on_shards, plain_tensors
 
 _installed = 0
 _undo: list[Callable[[], None]] = []
@@ -44,7 +44,7 @@ def install() -> None:
     scaler: Any = torch.amp.GradScaler
     _set(scaler, "_unscale_grads_", _agreed_unscale(scaler._unscale_grads_))
     for kind in (torch.optim.Optimizer, nn.Module):
-        _set(kind, "zero_grad", as_parts(kind.zero_grad))
+        _set(kind, "zero_grad", on_shards(kind.zero_grad))
 
 
 def uninstall() -> None:
@@ -60,7 +60,7 @@ def _replace(inside: str, outside: str, new: Callable[..., Any] | None) -> None:
     cell = _cell(outer)
     original = outer if cell is None else cell.cell_contents
     _originals[inside] = original
-    new = as_parts(original) if new is None else new
+    new = on_shards(original) if new is None else new
     if cell is None:
         for module, name in ((clip_grad, inside), (torch.nn.utils, outside)):
             if hasattr(module, name):
@@ -86,7 +86,7 @@ def _set(owner: Any, name: str, new: Any) -> None:
 
 
 def _agreed_unscale(unscale: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a GradScaler find infinities in the parts of all ranks; otherwise a rank would skip a step alone."""
+    """Make a GradScaler find infinities in the parts of all ranks; otherwise only some ranks would skip a step."""
 
     @functools.wraps(unscale)
     def called(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:

@@ -135,7 +135,7 @@ def _end_thread(jobs: Jobs, thread: threading.Thread) -> None:
 # Note: why torch's own threads are not used. They synchronise after every call, and a slice that fits
 # into a cache takes about 50 microseconds per call. If one core is busy with other work, all threads
 # wait for it in each call. An update that should take 40 ms has been observed to take 1000. The
-# threads of this pool synchronise once, at the end, and each computes its calls alone.
+# threads of this pool synchronise once, at the end, and each uses one core for its calls.
 
 
 class SliceThreads:

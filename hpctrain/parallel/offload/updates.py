@@ -20,21 +20,12 @@ from hpctrain.parallel.offload.weights import MasterWeights
 Memory = Callable[[int, torch.dtype], Tensor]  # allocates memory for a number of elements
 
 
-def place_states(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], allocate: Memory) -> None:
-    """Move the states of parameters that have the parameter's shape into memory that ``allocate`` allocates.
-
-    Values are unchanged. Other states (step counts) stay where they are. States are created by the
-    first update.
-    """
-    for parameter in parameters:
-        for name, value in _shaped_like(optimizer, parameter):
-            optimizer.state[parameter][name] = allocate(value.numel(), value.dtype).view_as(value).copy_(value)
-
-
 class PlacedStates:
     """States of an optimizer's parameters in memory that ``allocate`` allocates, also after ``load_state_dict``.
 
-    Each state gets its memory once. The tensors that ``load_state_dict`` assigns are copied there.
+    Values are unchanged. Only states with the parameter's shape are moved; others (step counts) stay
+    where they are. Each state gets its memory once. The tensors that ``load_state_dict`` assigns are
+    copied there.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], allocate: Memory) -> None:
@@ -72,7 +63,7 @@ def _shaped_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> l
     ]
 
 
-# Update of parameter groups that are stored on the host, some at a time, by any optimizer that holds
+# Update of groups on the host -----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

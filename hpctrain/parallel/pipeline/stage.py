@@ -10,7 +10,7 @@ program's own stream is restored, so all ranks continue to draw alike, as in one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from hpctrain.parallel.backward_from import backward_from
 from hpctrain.parallel.inputs import ONE_TENSOR, flatten, named_leaves, unflatten
 from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
-from hpctrain.parallel.rng import generator_of, hash32
+from hpctrain.parallel.rng import hash32, restored_generators
 from hpctrain.parallel.skip import carried, carrying
 
 
@@ -38,30 +38,18 @@ class PassGenerators:
     @contextmanager
     def own_stream(self) -> Iterator[None]:
         """Draw from this stage's stream in the ``with`` block, from a new one each time."""
-        generators = [generator_of(device) for device in self._devices]
-        states = [generator.get_state() for generator in generators]
-        number = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-        # A program that draws nothing between two steps must not get the same masks twice.
-        self._passes = self._passes + 1 if number == self._last else 0
-        self._last = number
-        try:
-            for generator in generators:
+        with restored_generators(self._devices) as saved:
+            number = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+            # A program that draws nothing between two steps must not get the same masks twice.
+            self._passes = self._passes + 1 if number == self._last else 0
+            self._last = number
+            for generator, _ in saved:
                 generator.manual_seed(hash32(number, self._passes, *self._coordinates))
             yield
-        finally:
-            for generator, state in zip(generators, states):
-                generator.set_state(state)
 
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
+    def preserved(self) -> AbstractContextManager[object]:
         """Restore the generators after the ``with`` block."""
-        generators = [generator_of(device) for device in self._devices]
-        states = [generator.get_state() for generator in generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states):
-                generator.set_state(state)
+        return restored_generators(self._devices)
 
 
 # Forward and backward pass of a chunk (contiguous layers of a model) on tensors from the previous chunk ---------------

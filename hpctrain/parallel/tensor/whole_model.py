@@ -26,7 +26,7 @@ from hpctrain.errors import MismatchError
 from hpctrain.log import logger
 from hpctrain.parallel.inputs import CallArguments, flatten
 from hpctrain.parallel.pipeline.layers import Layer
-from hpctrain.parallel.rng import generator_of, has_dropout
+from hpctrain.parallel.rng import has_dropout, restored_generators
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.kinds import PlanEntry
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
@@ -131,7 +131,7 @@ class WholeModel:
         with self._unshard():
             self._fill()
         mode = _evaluation_mode(self._model) if self._has_dropout else nullcontext()
-        with mode, _restored_generators(args, kwargs) as used_generators:
+        with mode, _watched_generators(args, kwargs) as used_generators:
             draws = _has_own_hooks(self._model)
             if not draws:
                 self._compute(args, kwargs)
@@ -175,7 +175,7 @@ class WholeModel:
         ``outputs``, and the return value of ``run(layers)`` for other layers, have whole sequences.
         """
         self._fill()
-        with _restored_generators(outputs, {}) as used_generators:
+        with _watched_generators(outputs, {}) as used_generators:
             if self._split.comm.rank == 0:
                 held = dict(self._whole.named_modules())
                 whole = [
@@ -374,21 +374,16 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _restored_generators(args: Any, kwargs: Any) -> Iterator[Callable[[], bool]]:
+def _watched_generators(args: Any, kwargs: Any) -> Iterator[Callable[[], bool]]:
     """Restore torch's generators after the block; yield a function that returns whether they were used."""
     devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} | {torch.device("cpu")}
-    generators = [generator_of(device) for device in devices if device.type in ("cpu", "cuda")]
-    states = [generator.get_state() for generator in generators]
     used: list[bool] = []
+    with restored_generators(device for device in devices if device.type in ("cpu", "cuda")) as saved:
 
-    def used_generators() -> bool:
-        if used:
-            return used[0]
-        return any(not torch.equal(one.get_state(), state) for one, state in zip(generators, states))
+        def used_generators() -> bool:
+            return used[0] if used else any(not torch.equal(one.get_state(), state) for one, state in saved)
 
-    try:
-        yield used_generators
-    finally:
-        used.append(used_generators())
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
+        try:
+            yield used_generators
+        finally:
+            used.append(used_generators())

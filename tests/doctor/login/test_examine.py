@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from support.doctoring import MISSING, facts, mpi, slurm, told
 
-from hpctrain.doctor.login import storage
+from hpctrain.doctor.login import resources
+from hpctrain.doctor.login.environment import Interpreter
 from hpctrain.doctor.login.examine import LoginFacts, check
-from hpctrain.doctor.login.gpus import Gpus
-from hpctrain.doctor.login.interpreter import Interpreter
-from hpctrain.doctor.login.limits import ProcessLimits
-from hpctrain.doctor.login.pbs import Pbs
+from hpctrain.doctor.login.libraries import Gpus
+from hpctrain.doctor.login.resources import ProcessLimits
+from hpctrain.doctor.login.schedulers import Pbs
 from hpctrain.util.probe import Answer
 
 ROOM = facts(there=True, writable=True, size=2**40, free=2**38, files=0, files_free=0)
@@ -27,7 +27,7 @@ FINE = LoginFacts(
     slurm=slurm(),
     pbs=Pbs(MISSING),
     limits=ProcessLimits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False),
-    storage=[storage.FolderFacts("shm", "/dev/shm", ROOM)],
+    storage=[resources.FolderFacts("shm", "/dev/shm", ROOM)],
 )
 
 

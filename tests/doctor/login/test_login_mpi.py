@@ -1,4 +1,4 @@
-"""Compatibility of the MPI library that ranks load and the mpiexec in PATH."""
+"""Findings on MPI, its launcher, and srun for it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.doctoring import CRAY, HYDRA, MPICH, OPENMPI, SILENT, mpi, only, told
+from support.doctoring import CRAY, HYDRA, MISSING, MPICH, OPENMPI, SILENT, mpi, only, slurm, told
 
-from hpctrain.doctor.login.mpi import Mpi, check
+from hpctrain.doctor.login.mpi import Mpi, check_mpi, check_srun
+from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.util.probe import Answer
 
 PRTE = "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/"
@@ -21,12 +22,12 @@ SLURM = "Unknown option: version\nUsage:\n    mpiexec.slurm args executable pgma
     [(MPICH, HYDRA), (OPENMPI, PRTE), ("Intel(R) MPI Library 2021.13 for Linux* OS", INTEL), (CRAY, "PALS 1.2.12")],
 )
 def test_a_matching_launcher_is_no_finding(library: str, launcher: str) -> None:
-    assert told(check(mpi(library, launcher))) == []
+    assert told(check_mpi(mpi(library, launcher))) == []
 
 
 @pytest.mark.parametrize("library, launcher", [(MPICH, PRTE), (OPENMPI, HYDRA), (MPICH, SLURM), (OPENMPI, INTEL)])
 def test_a_launcher_of_another_mpi_is_a_warning(library: str, launcher: str) -> None:
-    found = only(check(mpi(library, launcher, own="/venv/bin/mpiexec")))
+    found = only(check_mpi(mpi(library, launcher, own="/venv/bin/mpiexec")))
     assert (found.level, found.topic) == ("warning", "mpiexec")
     assert found.advice == "start with /venv/bin/mpiexec"
 
@@ -36,24 +37,24 @@ def test_a_launcher_of_another_mpi_is_a_warning(library: str, launcher: str) -> 
     [(MPICH, "MPICH 5.0.2"), (OPENMPI, "Open MPI 5.0.11"), (CRAY, "Cray MPICH 8.1.28.29"), ("ACME MPI", "ACME MPI")],
 )
 def test_libraries_are_named_with_their_version(library: str, words: str) -> None:
-    assert mpi(library).told == words
+    assert mpi(library).described == words
 
 
 def test_an_unknown_launcher_is_a_note() -> None:
-    found = only(check(mpi(launcher="something else")))
+    found = only(check_mpi(mpi(launcher="something else")))
     assert found.level == "note" and "says 'something else'" in found.found
 
 
 def test_a_missing_launcher_is_a_note() -> None:
-    assert told(check(mpi(mpiexec=""))) == [("note", "mpiexec")]
+    assert told(check_mpi(mpi(mpiexec=""))) == [("note", "mpiexec")]
 
 
 def test_another_copy_of_the_same_launcher_is_a_note(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     own.touch()
     other.touch()
-    assert told(check(mpi(mpiexec=str(own), own=str(own)))) == []
-    assert told(check(mpi(mpiexec=str(other), own=str(own)))) == [("note", "mpiexec")]
+    assert told(check_mpi(mpi(mpiexec=str(own), own=str(own)))) == []
+    assert told(check_mpi(mpi(mpiexec=str(other), own=str(own)))) == [("note", "mpiexec")]
 
 
 @pytest.mark.parametrize(
@@ -65,13 +66,56 @@ def test_another_copy_of_the_same_launcher_is_a_note(tmp_path: Path) -> None:
     ],
 )
 def test_an_mpi_that_cannot_be_loaded_is_a_finding(probe: Answer, level: str, words: str) -> None:
-    found = only(check(replace(mpi(), probe=probe)))
+    found = only(check_mpi(replace(mpi(), probe=probe)))
     assert (found.level, found.topic) == (level, "MPI") and words in found.found
 
 
 def test_two_mpi_wheels_in_one_environment_are_an_error() -> None:
-    assert told(check(replace(mpi(), wheels=("MPICH", "Open MPI")))) == [("error", "MPI")]
+    assert told(check_mpi(replace(mpi(), wheels=("MPICH", "Open MPI")))) == [("error", "MPI")]
 
 
 def test_the_library_has_no_name_if_none_was_loaded() -> None:
     assert Mpi(SILENT, (), "", Answer(), "").library == ""
+
+
+ONLY_NONE = "MPI plugin types are...\n\tnone\n"
+ONLY_V4 = "MPI plugin types are...\n\tnone\nspecific pmix plugin versions available: pmix_v4\n"
+
+
+@pytest.mark.parametrize("library, kind", [(MPICH, "pmi2"), (OPENMPI, "pmix")])
+def test_a_matching_default_is_ok(library: str, kind: str) -> None:
+    (found,) = check_srun(mpi(library), slurm(default=kind), {})
+    assert found.level == "ok" and found.found.startswith(f"srun --mpi={kind} starts ranks of ")
+
+
+@pytest.mark.parametrize("library, default", [(MPICH, "none"), (MPICH, "pmix"), (OPENMPI, "none"), (OPENMPI, "pmi2")])
+def test_a_default_that_makes_singletons_is_a_warning(library: str, default: str) -> None:
+    found = only(check_srun(mpi(library), slurm(default=default), {}))
+    assert found.level == "warning" and f"srun takes {default} (MpiDefault)" in found.found
+
+
+def test_slurm_mpi_type_overrides_the_default() -> None:
+    assert told(check_srun(mpi(), slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"})) == []
+    found = only(check_srun(mpi(), slurm(default="pmi2"), {"SLURM_MPI_TYPE": "pmix"}))
+    assert "srun takes pmix (SLURM_MPI_TYPE)" in found.found
+
+
+@pytest.mark.parametrize("library", [MPICH, OPENMPI, CRAY])
+def test_a_slurm_without_the_needed_plugin_is_an_error(library: str) -> None:
+    found = only(check_srun(mpi(library), slurm(ONLY_NONE), {}))
+    assert found.level == "error" and "srun has only none" in found.found
+
+
+def test_a_specific_version_of_pmix_counts_as_pmix() -> None:
+    assert told(check_srun(mpi(OPENMPI), slurm(ONLY_V4, default="pmix_v4"), {})) == []
+
+
+def test_an_unknown_mpi_or_unknown_slurm_is_a_note() -> None:
+    assert only(check_srun(mpi("ACME MPI 1.0"), slurm(), {})).level == "note"
+    silent = Slurm(Answer("slurm 24.05.1"), Answer(error="x"), Answer(error="x"))
+    assert only(check_srun(mpi(), silent, {})).level == "note"
+
+
+def test_without_mpi_or_slurm_there_is_no_finding() -> None:
+    assert list(check_srun(mpi(), Slurm(MISSING, MISSING, MISSING), {})) == []
+    assert list(check_srun(Mpi(SILENT, (), "", Answer(), ""), slurm(), {})) == []

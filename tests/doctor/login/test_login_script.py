@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.doctoring import OPENMPI, mpi, only, slurm, told
 
-from hpctrain.doctor.login.script import check, read, starts
+from hpctrain.doctor.login.script import check_script, read_script, starts
 from hpctrain.errors import UsageError
 
 HEAD = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --cpus-per-task=8\n#SBATCH --time=60\n"
@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_a_good_script_is_no_finding() -> None:
-    assert told(check(f"{HEAD}{GOOD}\n", mpi(), OLD, {})) == []
+    assert told(check_script(f"{HEAD}{GOOD}\n", mpi(), OLD, {})) == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "golden").glob("*.sbatch")), ids=lambda path: path.stem)
 def test_scripts_of_hpctrain_submit_are_no_finding(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     own = mpi(OPENMPI) if "--mpi=pmix" in text else mpi()
-    assert [finding for finding in check(text, own, OLD, {}) if finding.level in ("warning", "error")] == []
+    assert [finding for finding in check_script(text, own, OLD, {}) if finding.level in ("warning", "error")] == []
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_scripts_of_hpctrain_submit_are_no_finding(path: Path) -> None:
     ],
 )
 def test_missing_options_of_srun_are_findings(line: str, level: str, words: str) -> None:
-    found = only(check(f"{HEAD}\n{line}\n", mpi(), slurm(kill=0, default=""), {}))
+    found = only(check_script(f"{HEAD}\n{line}\n", mpi(), slurm(kill=0, default=""), {}))
     assert (found.level, found.topic) == (level, "script") and found.found.startswith("line 7: srun ")
     assert words in found.found
 
@@ -46,40 +46,42 @@ def test_missing_options_of_srun_are_findings(line: str, level: str, words: str)
 def test_options_that_slurm_sets_by_default_may_be_omitted() -> None:
     bare = "srun hpctrain train a.toml"
     head = HEAD.replace("#SBATCH --cpus-per-task=8\n", "")
-    assert told(check(f"{head}{bare}\n", mpi(), slurm(kill=1, default="pmi2"), {})) == []
-    assert told(check(f"{head}export SLURM_KILL_BAD_EXIT=1\n{bare}\n", mpi(), slurm(kill=0), {})) == []
-    assert told(check(f"{head}{bare}\n", mpi(), slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"})) == []
-    assert told(check(f"{head}{bare}\n", mpi(), slurm(default="none"), {})) == [("error", "script")]
+    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(kill=1, default="pmi2"), {})) == []
+    assert told(check_script(f"{head}export SLURM_KILL_BAD_EXIT=1\n{bare}\n", mpi(), slurm(kill=0), {})) == []
+    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"})) == []
+    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(default="none"), {})) == [("error", "script")]
 
 
 def test_cpus_per_task_may_be_omitted_if_slurm_passes_it_on() -> None:
     line = GOOD.replace(" --cpus-per-task=8", "")
-    assert told(check(f"{HEAD}{line}\n", mpi(), NEW, {})) == []
-    assert told(check(f"{HEAD}export SRUN_CPUS_PER_TASK=8\n{line}\n", mpi(), OLD, {})) == []
+    assert told(check_script(f"{HEAD}{line}\n", mpi(), NEW, {})) == []
+    assert told(check_script(f"{HEAD}export SRUN_CPUS_PER_TASK=8\n{line}\n", mpi(), OLD, {})) == []
 
 
 def test_short_options_are_recognized() -> None:
     line = "srun -K1 -c 8 --mpi pmi2 -n 8 hpctrain train a.toml"
-    assert told(check(f"{HEAD}{line}\n", mpi(), OLD, {})) == []
+    assert told(check_script(f"{HEAD}{line}\n", mpi(), OLD, {})) == []
 
 
 @pytest.mark.parametrize("launcher", [GOOD, "mpirun -n 8 hpctrain train a.toml"])
 def test_a_trap_is_delayed_by_a_foreground_launcher(launcher: str) -> None:
     text = f"{HEAD}trap 'echo saved' USR1\n{launcher}"
-    assert only(check(f"{text}\n", mpi(), OLD, {})).found.endswith("the script has a trap for USR1")
-    assert told(check(f"{text} &\nwait\n", mpi(), OLD, {})) == []
-    assert told(check(f"{HEAD}trap - USR1\n{launcher}\n", mpi(), OLD, {})) == []
-    assert told(check(f"{HEAD}{launcher}\ntrap 'echo saved' USR1\n", mpi(), OLD, {})) == []  # set after the launch
+    assert only(check_script(f"{text}\n", mpi(), OLD, {})).found.endswith("the script has a trap for USR1")
+    assert told(check_script(f"{text} &\nwait\n", mpi(), OLD, {})) == []
+    assert told(check_script(f"{HEAD}trap - USR1\n{launcher}\n", mpi(), OLD, {})) == []
+    assert (
+        told(check_script(f"{HEAD}{launcher}\ntrap 'echo saved' USR1\n", mpi(), OLD, {})) == []
+    )  # set after the launch
 
 
 def test_misspelt_directives_are_an_error() -> None:
     text = f"{HEAD}#SBATCH --gpus-per-nod=4\n{GOOD}\n"
-    found = only(check(text, mpi(), OLD, {}))
+    found = only(check_script(text, mpi(), OLD, {}))
     assert found.level == "error" and "--gpus-per-node" in found.found
 
 
 def test_a_script_without_a_launcher_is_a_note() -> None:
-    assert told(check(f"{HEAD}hpctrain train a.toml\n", mpi(), OLD, {})) == [("note", "script")]
+    assert told(check_script(f"{HEAD}hpctrain train a.toml\n", mpi(), OLD, {})) == [("note", "script")]
 
 
 def test_launchers_are_found_anywhere_in_a_line() -> None:
@@ -92,7 +94,7 @@ if ! /usr/bin/mpiexec -n 2 c; then exec srun d; fi
 x="a text
 of two lines"
 """
-    found = [(start.line, start.launcher, start.behind) for start in starts(text)]
+    found = [(start.line, start.launcher, start.in_background) for start in starts(text)]
     assert found == [(3, "srun", False), (3, "mpirun", True), (5, "mpiexec", False), (5, "srun", False)]
     first = starts(text)[0]
     assert (first.value("--mpi"), first.value("--ntasks", "-n"), first.value("-K")) == ("pmi2", "2", None)
@@ -100,7 +102,7 @@ of two lines"
 
 def test_an_unreadable_script_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read the script .*: No such file"):
-        read(tmp_path / "lost.sbatch")
+        read_script(tmp_path / "lost.sbatch")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="it is not UTF-8 text"):
-        read(tmp_path / "binary")
+        read_script(tmp_path / "binary")

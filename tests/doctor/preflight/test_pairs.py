@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.doctor.preflight.pairs import Pair, measure, reach, schedule
+from hpctrain.doctor.preflight.pairs import Pair, measure, schedule, typical_bandwidth
 
 
 @pytest.mark.parametrize("members", [*range(1, 18), 64, 101])
@@ -23,7 +23,7 @@ def test_schedule_pairs_all_members_once_and_one_partner_at_a_time(members: int)
 
 def test_reach_is_the_median_bandwidth_over_partners() -> None:
     pairs = [Pair(0, 1, 1.0, 10.0), Pair(0, 2, 1.0, 4.0), Pair(1, 2, 1.0, 6.0)]
-    assert reach(pairs, 4) == {0: 7.0, 1: 8.0, 2: 5.0}
+    assert typical_bandwidth(pairs, 4) == {0: 7.0, 1: 8.0, 2: 5.0}
 
 
 @pytest.mark.ranks

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from support.doctoring import only, told
-from support.nodes import alone, placed
+from support.nodes import on_nodes, one_per_node
 
-from hpctrain.doctor.preflight.clocks import Skew, check, measure, offset, words
+from hpctrain.doctor.preflight.clocks import Skew, check, describe, measure, offset
 
 
 def test_the_error_of_an_offset_is_within_its_bound() -> None:
@@ -40,12 +40,12 @@ def test_large_offsets_are_a_finding() -> None:
 
 
 def test_offsets_are_described_in_words() -> None:
-    assert words(Skew(1, "n2", 0.0012, 1e-4)) == "1.2 ms (within 100 us) ahead of"
+    assert describe(Skew(1, "n2", 0.0012, 1e-4)) == "1.2 ms (within 100 us) ahead of"
 
 
 @pytest.fixture
 def apart(comm: Any) -> Iterator[Any]:
-    own = placed(comm, alone)
+    own = on_nodes(comm, one_per_node)
     yield own
     own.free()
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doctoring import only, seat, told
+from support.doctoring import only, rank_placement, told
 
 from hpctrain.doctor.preflight import files
 from hpctrain.doctor.preflight.files import FLUSH, Written, check, measure, write
 from hpctrain.errors import UsageError
 
-SEATS = [seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0)]
+SEATS = [rank_placement(0, 0, 0), rank_placement(1, 0, 1), rank_placement(2, 1, 0)]
 FINE = Written(2**24, 0.5)
 
 
@@ -65,7 +65,9 @@ def test_a_folder_that_is_not_shared_is_detected(comm: Any, tmp_path: Path, monk
     monkeypatch.setattr(Path, "is_dir", is_dir)
     found = measure(comm, here, 0.1)
     assert [one.seen for one in found] == [rank == 0 for rank in range(comm.size)]
-    assert told(check(found, [seat(rank, rank, 0) for rank in range(comm.size)], here)) == [("error", "files")]
+    assert told(check(found, [rank_placement(rank, rank, 0) for rank in range(comm.size)], here)) == [
+        ("error", "files")
+    ]
 
 
 @pytest.mark.ranks(1, 2)

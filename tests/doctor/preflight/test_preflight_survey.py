@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.nodes import alone, in_pairs, placed
+from support.nodes import in_pairs, on_nodes, one_per_node
 
 from hpctrain.doctor.preflight.rates import RateKernel
 from hpctrain.doctor.preflight.report import PreflightReport
@@ -29,9 +29,9 @@ def steady(amount: float = 1e9) -> Any:
     return lambda device: RateKernel(lambda: time.sleep(PAUSE), amount)
 
 
-@pytest.fixture(scope="module", params=[alone, in_pairs], ids=["alone", "in_pairs"])
+@pytest.fixture(scope="module", params=[one_per_node, in_pairs], ids=["alone", "in_pairs"])
 def world(request: pytest.FixtureRequest, comm: Any) -> Iterator[Any]:
-    own = placed(comm, request.param)
+    own = on_nodes(comm, request.param)
     yield own
     own.free()
 
@@ -50,7 +50,7 @@ def surveyed(world: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pref
 @pytest.mark.ranks(2, 4)
 def test_everything_is_measured(world: Any, surveyed: tuple[PreflightReport, list[str], float]) -> None:
     report, said, _ = surveyed
-    assert len(report.seats) == len(report.products) == len(report.streams) == len(report.written) == world.size
+    assert len(report.placements) == len(report.products) == len(report.streams) == len(report.written) == world.size
     # On an oversubscribed machine the time may be over before the last clock is measured.
     assert bool(report.skews) == (world.nodes > 1) and len(report.skews) < world.nodes
     assert sorted(report.inside) == list(range(world.nodes))
@@ -87,5 +87,5 @@ def test_the_time_limit_is_kept(surveyed: tuple[PreflightReport, list[str], floa
 
 def test_a_survey_of_one_process_works(comm: Any, tmp_path: Path) -> None:
     report = survey(comm, CPU, SurveyPlan(0.5, tmp_path, product=steady(), stream=steady()))
-    assert len(report.seats) == 1 and not report.reductions and not report.between.pairs
+    assert len(report.placements) == 1 and not report.reductions and not report.between.pairs
     assert {finding.level for finding in findings(report)} <= {"ok", "note"}

@@ -8,7 +8,7 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.offload.updates import PlacedStates, place_states
+from hpctrain.parallel.offload.updates import PlacedStates
 
 
 class Shelf:
@@ -52,7 +52,7 @@ def same(one: list[dict[str, Tensor]], two: list[dict[str, Tensor]]) -> bool:
 def test_states_move_with_their_values_and_are_updated_where_they_are() -> None:
     (parameters, optimizer), (others, plain) = trained(), trained()
     shelf, before = Shelf(), values(optimizer)
-    place_states(optimizer, parameters[:2], shelf)
+    states = PlacedStates(optimizer, parameters[:2], shelf)  # noqa: F841 (a reference keeps its hook)
     assert same(values(optimizer), before) and len(shelf.given) == 4
     for parameter in parameters:
         state = optimizer.state[parameter]

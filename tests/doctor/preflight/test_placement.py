@@ -1,33 +1,40 @@
-"""Placement of ranks on cores and GPUs, and the findings about shared ones."""
+"""Placement of ranks on nodes and cores, and findings about nodes with the same defect."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.doctoring import only, seat, told
+from support.doctoring import LIMITS, only, rank_placement, told
 
 from hpctrain.cluster.binding import cpu_affinity
 from hpctrain.doctor.preflight.placement import (
+    Host,
     RankPlacement,
+    check_hosts,
     check_placements,
+    gather_hosts,
+    gather_placements,
     host_name,
     numa_nodes,
     ranks_in_words,
-    take_placements,
 )
 
 
 def ranks(*cpus: tuple[int, ...], **other: Any) -> list[RankPlacement]:
     """Return the placement of ranks on one node with these cores."""
-    return [seat(rank, 0, rank, cpus=own, **other) for rank, own in enumerate(cpus)]
+    return [rank_placement(rank, 0, rank, cpus=own, **other) for rank, own in enumerate(cpus)]
 
 
 def test_ranks_on_separate_cores_are_ok() -> None:
     assert [
-        finding.found for finding in check_placements([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0), seat(3, 1, 1)])
+        finding.found
+        for finding in check_placements(
+            [rank_placement(0, 0, 0), rank_placement(1, 0, 1), rank_placement(2, 1, 0), rank_placement(3, 1, 1)]
+        )
     ] == [
         "4 ranks on 2 nodes",
         "no two ranks share a core",
@@ -50,25 +57,25 @@ def test_shared_or_wrong_cores_are_findings(placement: list[RankPlacement], leve
 
 
 def test_a_rank_that_has_the_whole_node_may_span_it() -> None:
-    assert told(check_placements([seat(0, 0, 0, cpus=tuple(range(8)), numa=(0, 1), cores=8)])) == []
+    assert told(check_placements([rank_placement(0, 0, 0, cpus=tuple(range(8)), numa=(0, 1), cores=8)])) == []
 
 
 def test_a_finding_on_many_nodes_is_reported_once() -> None:
     both = tuple(range(8))
-    found = only(check_placements([seat(rank, rank // 2, rank % 2, cpus=both) for rank in range(200)]))
+    found = only(check_placements([rank_placement(rank, rank // 2, rank % 2, cpus=both) for rank in range(200)]))
     assert found.found == "2 ranks may all use cores 0-7: they are not bound (100 nodes, n1 the first)"
 
 
 def test_unequal_numbers_of_ranks_are_reported() -> None:
     assert (
-        only(check_placements([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0)])).found
+        only(check_placements([rank_placement(0, 0, 0), rank_placement(1, 0, 1), rank_placement(2, 1, 0)])).found
         == "3 ranks on 2 nodes, from 1 to 2 on each"
     )
 
 
 def gpu(rank: int, identity: str, node: int = 0, name: str = "A100", local: int | None = None) -> RankPlacement:
     local = rank if local is None else local
-    return seat(rank, node, local, device=f"cuda:{local}", gpu=name, identity=identity)
+    return rank_placement(rank, node, local, device=f"cuda:{local}", gpu=name, identity=identity)
 
 
 def test_separate_gpus_are_no_finding() -> None:
@@ -83,7 +90,7 @@ def test_a_shared_gpu_is_an_error() -> None:
 
 
 def test_ranks_without_a_gpu_among_ranks_with_one_are_an_error() -> None:
-    assert told(check_placements([gpu(0, "a"), seat(1, 0, 1)])) == [("error", "GPUs")]
+    assert told(check_placements([gpu(0, "a"), rank_placement(1, 0, 1)])) == [("error", "GPUs")]
 
 
 def test_gpus_of_two_models_are_reported() -> None:
@@ -107,7 +114,36 @@ def test_hosts_and_ranks_are_named() -> None:
 def test_take_gathers_the_placement_of_this_process(comm: Any) -> None:
     import torch
 
-    seats = take_placements(comm, torch.device("cpu"))
-    assert [one.rank for one in seats] == list(range(comm.size))
-    own = seats[comm.rank]
+    placements = gather_placements(comm, torch.device("cpu"))
+    assert [one.rank for one in placements] == list(range(comm.size))
+    own = placements[comm.rank]
     assert (own.cpus, own.node, own.local_rank, own.gpu) == (cpu_affinity(), comm.node, comm.local_rank, "")
+
+
+FINE = Host("n1", LIMITS, 2**36, 2**35)
+
+
+def test_good_nodes_are_no_finding() -> None:
+    assert list(check_hosts([FINE, replace(FINE, name="n2")])) == []
+
+
+def test_a_defect_of_several_nodes_is_one_finding() -> None:
+    small = replace(LIMITS, memory=2**30)
+    found = only(check_hosts([FINE, *(Host(f"n{node}", small, 2**36, 2**35) for node in (2, 3, 4))]))
+    assert found.level == "warning" and found.found == "limited to 1 GiB of 64 GiB (3 nodes, n2 the first)"
+
+
+def test_little_shared_memory_is_a_warning() -> None:
+    found = only(check_hosts([FINE, Host("n2", LIMITS, 2**26, 2**26)]))
+    assert (found.level, found.topic) == ("warning", "node memory")
+    assert found.found == "/dev/shm: 64 MiB free of 64 MiB (n2)"
+
+
+def test_the_number_of_cores_is_no_finding() -> None:
+    assert told(check_hosts([replace(FINE, limits=replace(LIMITS, affinity=(3,)))])) == []
+
+
+@pytest.mark.ranks(1, 2)
+def test_take_gathers_one_host_per_node(comm: Any) -> None:
+    hosts = gather_hosts(comm)
+    assert len(hosts) == comm.nodes and all(host.shm >= host.shm_free > 0 for host in hosts)

@@ -38,7 +38,7 @@ def srun_type(name: str) -> str:
     return _SRUN.get(name, "")
 
 
-def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *, reason: str | None = None) -> None:
+def check_world(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *, reason: str | None = None) -> None:
     """Raise ``LaunchError`` if the launcher started several processes and MPI does not see them as one world.
 
     ``mpi_size`` is the size of COMM_WORLD. ``mpi_vendor`` is the library's own name
@@ -46,10 +46,10 @@ def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, 
     ``reason`` is then the cause. Every process gets the same result, each as rank 0 of its own
     world: ``launch.rank`` identifies the one that should print the error.
     """
-    promised = _promised(launch)
-    if promised == 1 or mpi_vendor is not None and mpi_size is not None and _kept(launch, promised, mpi_size):
+    expected = _expected_size(launch)
+    if expected == 1 or mpi_vendor is not None and mpi_size is not None and _as_expected(launch, expected, mpi_size):
         return
-    started = f"{_PROGRAMS[launch.kind]} started {'' if launch.size else 'at least '}{promised} processes"
+    started = f"{_PROGRAMS[launch.kind]} started {'' if launch.size else 'at least '}{expected} processes"
     if mpi_vendor is None:
         why = f"MPI cannot be loaded ({_line(reason)})" if reason else "mpi4py is not installed"
         raise LaunchError(f"{started}, but {why}: each would train alone; {_install(launch)}", everywhere=True)
@@ -58,7 +58,7 @@ def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, 
     raise LaunchError(f"{started}, but {name} sees {found}; {_remedy(launch, name)}", everywhere=True)
 
 
-def check_language(launch: Launch, environ: Mapping[str, str]) -> None:
+def check_pmi(launch: Launch, environ: Mapping[str, str]) -> None:
     """Raise ``LaunchError`` if ``srun`` offers PMIx to the MPICH of the wheel, which supports PMI only.
 
     To be called before MPI is loaded: otherwise MPICH ends the process with an exit code of its
@@ -79,13 +79,13 @@ def _only_mpich() -> bool:
     return found == {"mpich"}
 
 
-def _promised(launch: Launch) -> int:
+def _expected_size(launch: Launch) -> int:
     """Return the minimum number of processes: PMIx sets a rank but no size."""
     return launch.size or (launch.rank or 0) + 1
 
 
-def _kept(launch: Launch, promised: int, found: int) -> bool:
-    return found == promised if launch.size else found >= promised
+def _as_expected(launch: Launch, expected: int, found: int) -> bool:
+    return found == expected if launch.size else found >= expected
 
 
 def _remedy(launch: Launch, name: str) -> str:

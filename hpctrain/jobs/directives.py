@@ -1,4 +1,4 @@
-"""Values of the PBS templates for a job request, and the lines that prepare the launcher."""
+"""Values of the Slurm and PBS templates for a job request (sbatch(1), qsub(1B), pbs_resources(7B))."""
 
 from __future__ import annotations
 
@@ -8,9 +8,53 @@ from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
 from hpctrain.jobs.template import Raw, Value, join
 
+
+def slurm_values(request: Request, profile: Profile) -> dict[str, Value]:
+    """Return the values of the placeholders that only Slurm templates have."""
+    ending = "%A_%a" if request.sweep else "%j"
+    return {
+        "time": clock(request.walltime),
+        "reservation": request.reservation or None,
+        "constraint": request.constraint or None,
+        "exclude": request.exclude or None,
+        "memory": request.memory or None,
+        "gpus": _gpus(request, profile),
+        # With srun the signal goes to the job steps; with mpirun or mpiexec it goes to the script
+        # (B:), which forwards it.
+        "signal": f"{'' if profile.launcher == 'srun' else 'B:'}USR1@{request.margin}",
+        "array": _slurm_array(request) if request.sweep else None,
+        "output": f"{request.folder}/%x-{ending}.out",
+    }
+
+
+def _gpus(request: Request, profile: Profile) -> str | None:
+    number = request.gpus_per_node
+    if not number or profile.gpus == "none":
+        return None
+    kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
+    if profile.gpus == "gres":
+        return f"--gres=gpu:{kind}{number}"
+    if profile.gpus == "gpus-per-node":
+        return f"--gpus-per-node={kind}{number}"
+    if number < request.ranks_per_node:
+        raise UsageError(
+            f"gpus_per_node = {number}: this profile asks for GPUs by rank, and there are {request.ranks_per_node} "
+            "ranks a node"
+        )
+    return f"--gpus-per-task={kind}{number // request.ranks_per_node}"
+
+
+def _slurm_array(request: Request) -> str:
+    last = len(request.sweep) - 1
+    return f"0-{last}" + (f"%{request.at_once}" if request.at_once else "")
+
+
+# Lines of a PBS script that prepare the launcher ----------------------------------------------------------------------
+
+
 # Variables that belong to one node or to one shell; Open MPI exports its own parameters itself.
 _NPROC = "env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc"  # nproc obeys these variables
-_OWN = "HOSTNAME|PBS_NODENUM|PBS_TASKNUM|PWD|OLDPWD|SHLVL|_|(OMPI|PMIX|PRTE)_MCA_.*"
+_NOT_EXPORTED = "HOSTNAME|PBS_NODENUM|PBS_TASKNUM|PWD|OLDPWD|SHLVL|_|(OMPI|PMIX|PRTE)_MCA_.*"
 
 
 def setup(request: Request, profile: Profile) -> tuple[Raw, ...]:
@@ -96,7 +140,7 @@ def _open_mpi(request: Request, profile: Profile) -> list[str]:
     return [
         "# mpirun hands on no variable to other nodes, PATH neither, unless it is named.",
         "variables=()",
-        f"for name in $(compgen -e | grep -vxE '{_OWN}'); do" '  variables+=(-x "$name"); done',
+        f"for name in $(compgen -e | grep -vxE '{_NOT_EXPORTED}'); do" '  variables+=(-x "$name"); done',
     ]
 
 
@@ -106,7 +150,7 @@ def _open_mpi(request: Request, profile: Profile) -> list[str]:
 _ONLY_SLURM = ("reservation", "constraint", "exclude", "qos")
 
 
-def places(request: Request, profile: Profile) -> dict[str, Value]:
+def pbs_values(request: Request, profile: Profile) -> dict[str, Value]:
     """Return the values of the placeholders that only PBS templates have."""
     for name in _ONLY_SLURM:
         if getattr(request, name):
@@ -116,10 +160,10 @@ def places(request: Request, profile: Profile) -> dict[str, Value]:
         "walltime": request.walltime,
         "margin": request.margin,
         "select": _select(request, profile),
-        "place": None if _says(request, profile, "-l", "place=") else profile.place,
-        "output": None if _says(request, profile, "-o") else f"{request.folder}/",
+        "place": None if _has_directive(request, profile, "-l", "place=") else profile.place,
+        "output": None if _has_directive(request, profile, "-o") else f"{request.folder}/",
         "setup": setup(request, profile) or None,
-        "array": _array(request) if request.sweep else None,
+        "array": _pbs_array(request) if request.sweep else None,
     }
 
 
@@ -139,7 +183,7 @@ def _select(request: Request, profile: Profile) -> str:
     return ":".join([*parts, *profile.select])
 
 
-def _says(request: Request, profile: Profile, option: str, value: str = "") -> bool:
+def _has_directive(request: Request, profile: Profile, option: str, value: str = "") -> bool:
     """Return whether an additional directive has this option, so that the template's own must be omitted."""
     given = (*profile.directives, *request.directives)
     return any(text.startswith(option) and value in text for text in given)
@@ -152,7 +196,7 @@ def _memory(text: str) -> str:
     return text.lower() + "b" if text[-1].isalpha() else f"{text}mb"
 
 
-def _array(request: Request) -> str:
+def _pbs_array(request: Request) -> str:
     last = len(request.sweep) - 1
     if request.at_once and request.restarts:
         raise UsageError(

@@ -1,10 +1,10 @@
-"""Findings as text of limited width."""
+"""Findings: their table, their counts, and the exit code that follows from them."""
 
 from __future__ import annotations
 
 import pytest
 
-from hpctrain.doctor.findings import error, ok, summary, table, warning
+from hpctrain.doctor.findings import counts, error, exit_code, note, ok, summary, table, warning
 
 FINDINGS = [ok("torch", "2.13"), warning("folder", "word " * 40, "reason " * 30, "advice"), error("x", "y", "", "")]
 
@@ -36,3 +36,23 @@ def test_no_findings_are_no_lines() -> None:
 
 def test_summary_counts_findings_by_level() -> None:
     assert summary(FINDINGS) == "1 ok, 0 notes, 1 warning, 1 error"
+
+
+FINE = [ok("a", "x"), note("b", "y", "why")]
+BAD = warning("c", "z", "why", "do")
+WORST = error("d", "z", "why", "do")
+
+
+def test_only_errors_fail() -> None:
+    assert exit_code(FINE) == exit_code([*FINE, BAD]) == 0
+    assert exit_code([*FINE, BAD, WORST]) == 1
+
+
+def test_strict_makes_warnings_fail() -> None:
+    assert exit_code(FINE, strict=True) == 0
+    assert exit_code([*FINE, BAD], strict=True) == 1
+
+
+def test_counts_have_every_level() -> None:
+    assert counts([*FINE, BAD]) == {"ok": 1, "note": 1, "warning": 1, "error": 0}
+    assert WORST.to_json() == {"level": "error", "topic": "d", "found": "z", "why": "why", "advice": "do"}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hpctrain.cluster.launcher import Kind, Launch
-from hpctrain.cluster.promise import check_language, check_promise, library, srun_type
+from hpctrain.cluster.world_check import check_pmi, check_world, library, srun_type
 from hpctrain.errors import EXIT_USAGE, LaunchError
 
 
@@ -16,7 +16,7 @@ def promised(kind: Kind, size: int | None, rank: int = 0) -> Launch:
 
 def message(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(LaunchError) as caught:
-        check_promise(*args, **kwargs)
+        check_world(*args, **kwargs)
     assert caught.value.exit_code == EXIT_USAGE and caught.value.everywhere
     return str(caught.value)
 
@@ -34,7 +34,7 @@ def message(*args: Any, **kwargs: Any) -> str:
     ],
 )
 def test_a_world_that_agrees_with_the_launcher_is_accepted(launch: Launch, mpi_size: int | None) -> None:
-    check_promise(launch, mpi_size, "MPICH" if mpi_size else None)
+    check_world(launch, mpi_size, "MPICH" if mpi_size else None)
 
 
 @pytest.mark.parametrize(
@@ -114,23 +114,23 @@ def test_the_mpich_wheel_is_refused_under_pmix(
         (tmp_path / f"{name}-5.0.2.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n")
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     environ = dict.fromkeys(variables, "0")
-    check_language(promised("hydra", 4), environ)
+    check_pmi(promised("hydra", 4), environ)
     if not refused:
-        check_language(promised("slurm", 4), environ)
+        check_pmi(promised("slurm", 4), environ)
         return
     told = "srun speaks PMIx to its 4 processes.* start with srun --mpi=pmi2 "
     with pytest.raises(LaunchError, match=told) as caught:
-        check_language(promised("slurm", 4), environ)
+        check_pmi(promised("slurm", 4), environ)
     assert caught.value.exit_code == EXIT_USAGE and caught.value.everywhere
 
 
 CHECK = """
 from hpctrain.cluster.launcher import detect
-from hpctrain.cluster.promise import check_promise
+from hpctrain.cluster.world_check import check_world
 from mpi4py import MPI
 
 try:
-    check_promise(detect(), MPI.COMM_WORLD.size, MPI.Get_library_version())
+    check_world(detect(), MPI.COMM_WORLD.size, MPI.Get_library_version())
     print("kept")
 except Exception as error:
     print(error)
