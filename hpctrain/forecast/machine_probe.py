@@ -24,6 +24,7 @@ from hpctrain.cluster.binding import cpu_affinity
 from hpctrain.errors import UsageError
 from hpctrain.forecast.machine import DEVICES, Curve, LinkModel, MachineRates, preset
 from hpctrain.train.calibration import processor
+from hpctrain.train.rate_kernels import product_kernel, stream_kernel
 
 SIDE = 512  # rows and columns of the products: large enough for a core, small enough for a burst of milliseconds
 STREAM = 2**24  # bytes of each streamed array: three of them exceed most caches
@@ -142,27 +143,26 @@ def _counts(cores: int) -> list[int]:
 
 
 def _products(threads: int, dtype: torch.dtype) -> float:
-    one, two = (torch.rand(SIDE, SIDE).to(dtype) for _ in range(2))
-    out = torch.empty(SIDE, SIDE, dtype=dtype)
-    return 2.0 * SIDE**3 / best_time(lambda: torch.mm(one, two, out=out), threads)
+    kernel = product_kernel(SIDE, dtype)
+    return kernel.amount / best_time(kernel.run, threads)
 
 
 def _slowest_product(dtype: torch.dtype) -> float:
     """Return the wall-clock time of the slowest tenth of products relative to the fastest, on one thread."""
-    one, two = (torch.rand(SIDE, SIDE).to(dtype) for _ in range(2))
+    kernel = product_kernel(SIDE, dtype)
     torch.set_num_threads(1)
     times: list[float] = []
     end = time.perf_counter() + LONGEST
     while len(times) < 2 or time.perf_counter() < end:
         start = time.perf_counter()
-        torch.mm(one, two)
+        kernel.run()
         times.append(time.perf_counter() - start)
     return sorted(times)[-1 - len(times) // 10] / max(min(times), 1e-9)
 
 
 def _streams(threads: int) -> float:
-    one, two, out = (torch.ones(STREAM // 4) for _ in range(3))
-    return 3.0 * STREAM / best_time(lambda: torch.add(one, two, out=out), threads)
+    kernel = stream_kernel(STREAM)
+    return kernel.amount / best_time(kernel.run, threads)
 
 
 def _operators() -> float:

@@ -1,4 +1,4 @@
-"""Clock offsets between nodes: as exact as the fastest answer allows, and without messages on one node."""
+"""Clock offsets between nodes, without messages on one node."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.train.profile.record import ahead, clock_offsets
-
-
-def test_the_fastest_answer_counts() -> None:
-    # The other clock is 100 s ahead. The first answer is slow, the second fast and symmetric, the third asymmetric.
-    answers = [(0.0, 100.9, 1.0), (2.0, 102.05, 2.1), (3.0, 103.3, 3.4)]
-    assert ahead(answers) == pytest.approx(100)
+from hpctrain.train.profile.record import clock_offsets
 
 
 @pytest.mark.ranks

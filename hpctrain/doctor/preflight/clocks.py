@@ -1,4 +1,4 @@
-"""Estimation of the clock offsets between nodes, by round-trip messages (Cristian, 1989).
+"""Measurement of the clock offsets between nodes.
 
 A deadline is computed from one node's clock and observed on another's; locks and checkpoints carry
 their timestamps.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpctrain.comm.clock_offset import answer_clock, ask_clock, offset
 from hpctrain.doctor.findings import Finding, ok, warning
 from hpctrain.util.format import format_seconds
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 ROUNDS = 20  # round-trip messages to each node; the fastest counts
 MAX_OFFSET = 1.0  # seconds from which on clocks count as too far apart
-
-Sample = tuple[float, float, float]  # times: sent here, received there, returned here
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,6 @@ class Skew:
     host: str
     seconds: float
     within: float
-
-
-def offset(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return by how much the other clock is ahead, and the error bound: half of the fastest round trip."""
-    sent, there, back = min(samples, key=lambda sample: sample[2] - sample[0])
-    return there - (sent + back) / 2, (back - sent) / 2
 
 
 def measure(
@@ -50,28 +43,18 @@ def measure(
     import torch
 
     leaders = _leaders(comm)
-    message = torch.zeros(1, dtype=torch.float64)
     found: list[Skew] = []
     if comm.rank == 0:
         end = time.monotonic() + seconds
         for node, peer in enumerate(leaders[1:], 1):
             rounds = ROUNDS if time.monotonic() < end else 0
             comm.send(torch.tensor([rounds]), peer)
-            samples: list[Sample] = []
-            for _ in range(rounds):
-                sent = clock()
-                comm.send(message, peer)
-                comm.recv(message, peer)
-                samples.append((sent, float(message), clock()))
-            if samples:
+            if samples := ask_clock(comm, peer, rounds, clock):
                 found.append(Skew(node, hosts[node], *offset(samples)))
     elif comm.rank in leaders:
         wanted = torch.zeros(1, dtype=torch.int64)
         comm.recv(wanted, 0)
-        for _ in range(int(wanted)):
-            comm.recv(message, 0)
-            message[0] = clock()
-            comm.send(message, 0)
+        answer_clock(comm, 0, int(wanted), clock)
     skews: list[Skew] = comm.broadcast_object(found)
     return skews
 

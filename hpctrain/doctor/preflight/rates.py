@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from statistics import median_high, median_low
 from typing import TYPE_CHECKING, TypeVar
+
+from hpctrain.train.rate_kernels import RateKernel, product_kernel, stream_kernel
 
 if TYPE_CHECKING:
     import torch
@@ -46,32 +48,17 @@ STREAMS = {"cpu": 2**25, "cuda": 2**28}  # bytes of each array, beyond caches
 _WARM = 0.2  # share of the time for warm-up: clocks rise, pages are mapped, libraries load
 
 
-@dataclass(frozen=True)
-class RateKernel:
-    """Repeated operation, and its size in operations or bytes."""
-
-    run: Callable[[], object]
-    amount: float
-
-
 def product(device: torch.device) -> RateKernel:
     """Return a product of square matrices: float32 on CPUs, bfloat16 on GPUs."""
     import torch
 
-    side = SIDES[device.type]
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    one, two = (torch.rand(side, side, device=device).to(kind) for _ in range(2))
-    out = torch.empty(side, side, dtype=kind, device=device)
-    return RateKernel(_synchronous(lambda: torch.mm(one, two, out=out), device), 2.0 * side**3)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return _synchronous(product_kernel(SIDES[device.type], dtype, device), device)
 
 
 def stream(device: torch.device) -> RateKernel:
     """Return a sum of two arrays into a third: the memory traffic is three times the bytes of one array."""
-    import torch
-
-    numel = STREAMS[device.type] // 4
-    one, two, out = (torch.ones(numel, device=device) for _ in range(3))
-    return RateKernel(_synchronous(lambda: torch.add(one, two, out=out), device), 12.0 * numel)
+    return _synchronous(stream_kernel(STREAMS[device.type], device), device)
 
 
 def measure(comm: Communicator, kernel: RateKernel, seconds: float) -> list[float]:
@@ -92,14 +79,14 @@ def measure(comm: Communicator, kernel: RateKernel, seconds: float) -> list[floa
     return rates
 
 
-def _synchronous(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return a function that returns only after the GPU has finished."""
+def _synchronous(kernel: RateKernel, device: torch.device) -> RateKernel:
+    """Return a kernel that returns only after the GPU has finished."""
     if device.type != "cuda":
-        return run
+        return kernel
     import torch
 
-    def both() -> None:
-        run()
+    def run() -> None:
+        kernel.run()
         torch.cuda.synchronize(device)
 
-    return both
+    return replace(kernel, run=run)

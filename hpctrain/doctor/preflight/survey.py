@@ -12,6 +12,7 @@ from hpctrain.cluster.nodes import compress_node_list
 from hpctrain.doctor.preflight import clocks, files, pairs, placement, rates, reductions
 from hpctrain.doctor.preflight.pairs import Tournament
 from hpctrain.doctor.preflight.report import PreflightReport
+from hpctrain.train.rate_kernels import RateKernel
 from hpctrain.util.format import counted
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class SurveyPlan:
     seconds: float = 30.0
     folder: Path = Path(".")
     clock: Callable[[], float] = time.time
-    product: Callable[[torch.device], rates.RateKernel] = rates.product
-    stream: Callable[[torch.device], rates.RateKernel] = rates.stream
+    product: Callable[[torch.device], RateKernel] = rates.product
+    stream: Callable[[torch.device], RateKernel] = rates.stream
 
 
 def survey(

@@ -1,8 +1,7 @@
 """Trace of selected steps of a run on every rank, on one time axis, written for Perfetto and Chrome.
 
 The ranks of a node share a clock. The first rank of each node sends its clock to rank 0 several
-times. The fastest round trip is the most accurate (Cristian, 1989): the clock was read at its
-midpoint, with an error of at most half of the round trip.
+times (``comm.clock_offset``).
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any
 import torch
 
 from hpctrain import trace
+from hpctrain.comm.clock_offset import Clock, answer_clock, ask_clock, offset
 from hpctrain.comm.communicator import Communicator
 from hpctrain.log import logger
 from hpctrain.trace import LIMIT, Recording, Span
 from hpctrain.train.profile import read
 from hpctrain.util import atomic
 
-Clock = Callable[[], float]
 ROUNDS = 24
 
 
@@ -46,28 +45,11 @@ def clock_offsets(
 
 def _ahead(comm: Communicator, peer: int, clock: Clock) -> float:
     """Return on rank 0 the seconds by which the peer's clock is ahead."""
-    buffer = torch.zeros(1, dtype=torch.float64)
     if comm.rank == 0:
-        return ahead([_ask(comm, peer, clock, buffer) for _ in range(ROUNDS)])
+        return offset(ask_clock(comm, peer, ROUNDS, clock))[0]
     if comm.rank == peer:
-        for _ in range(ROUNDS):
-            comm.recv(buffer, 0)
-            buffer.fill_(clock())
-            comm.send(buffer, 0)
+        answer_clock(comm, 0, ROUNDS, clock)
     return 0.0
-
-
-def _ask(comm: Communicator, peer: int, clock: Clock, buffer: torch.Tensor) -> tuple[float, float, float]:
-    asked = clock()
-    comm.send(buffer, peer)
-    comm.recv(buffer, peer)
-    return asked, buffer.item(), clock()
-
-
-def ahead(answers: Sequence[tuple[float, float, float]]) -> float:
-    """Return how far a clock is ahead, from triples: time of request, peer's clock, time of answer."""
-    asked, remote, answered = min(answers, key=lambda each: each[2] - each[0])
-    return remote - (asked + answered) / 2
 
 
 # Trace file of all ranks for Perfetto (ui.perfetto.dev) and Chrome (about:tracing) ------------------------------------

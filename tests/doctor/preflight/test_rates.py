@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.doctor.preflight.rates import RateKernel, measure, product, slow, stream
+from hpctrain.doctor.preflight.rates import measure, product, slow, stream
+from hpctrain.train.rate_kernels import RateKernel
 
 CPU = torch.device("cpu")
 
