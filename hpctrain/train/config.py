@@ -19,7 +19,7 @@ from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import check_most, suggestion, names_function, read_toml, unknown
+from hpctrain.settings import check_most, names_function, read_toml, suggestion, unknown
 from hpctrain.util.text import short_repr
 
 # The losses with a name. parallel.objective implements them, but it loads torch.

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from hpctrain.checkpoint.states import Stateful
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.random_streams import OuterState, RandomStreams
 from hpctrain.data.split_loader import BatchShare, generators_of, shares_of, skip_over, split_loader, splits_itself
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.train.feed import Feed, StatefulFeed
-from hpctrain.train.parts import Stateful
 
 
 class LoaderFeed(Feed):

@@ -25,19 +25,17 @@ from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.local_state import Models, by_key
 from hpctrain.checkpoint.restore import Loaded, load, load_rank_local
 from hpctrain.checkpoint.retention import RetentionPolicy
-from hpctrain.checkpoint.states import Leaf, pack_states, to_numpy
+from hpctrain.checkpoint.states import Leaf, Stateful, is_plain, pack_states, restore_state, state_of, to_numpy
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Split
-from hpctrain.train import parts
-from hpctrain.train import parts as schedulers
+from hpctrain.train import schedulers
 from hpctrain.train.changes import changed_hyperparameters
 from hpctrain.train.config import NOT_JUDGED
 from hpctrain.train.metrics import Curves
-from hpctrain.train.parts import Stateful
 from hpctrain.util.text import printable
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ class TrainState:
 
     ``models``, ``optimizers`` and ``strategies`` (how each model is split over the ranks) are by
     key; a single one has the key ``""``. ``parts`` are other objects with a state, by name (see
-    ``train.parts``). ``keep`` is the retention rule for the folder's checkpoints.
+    ``checkpoint.states``). ``keep`` is the retention rule for the folder's checkpoints.
     """
 
     def __init__(
@@ -203,7 +201,7 @@ class TrainState:
         """
         agreed(self.comm, lambda: Models.of(self.models, self.splits).shards())
         for name, part in self.parts.items():
-            if parts.is_plain(part):
+            if is_plain(part):
                 raise UsageError(
                     f"{_described_state(name)} is {part!r}, which a resume cannot restore in place; "
                     f'allowed are mutable objects; put it into a dict: states={{"{name}": {{"value": ...}}}}',
@@ -222,7 +220,7 @@ class TrainState:
                 )
 
     def _states(self) -> dict[str, Any]:
-        return {name: parts.state_of(part) for name, part in self.parts.items()}
+        return {name: state_of(part) for name, part in self.parts.items()}
 
     def keep_best(self) -> None:
         """Keep the checkpoint with the best value given to ``run.save(best=...)``."""
@@ -319,7 +317,7 @@ class TrainState:
             raise CheckpointError(f"{path} holds no state of {', '.join(missing)}", everywhere=True)
         for name, part in self.parts.items():
             if name in states and (rewind_data or name not in (LOADER, FEED)):
-                agreed(self.comm, partial(parts.restore, part, states[name], _described_state(name)))
+                agreed(self.comm, partial(restore_state, part, states[name], _described_state(name)))
         if rewind_data:
             self.batches = batches
         if loaded.rng is not None:

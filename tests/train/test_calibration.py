@@ -224,7 +224,9 @@ def test_all_ranks_get_the_calibration_of_rank_0(
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(own))
     layout = RankLayout(comm.size, comm.nodes, comm.local_size)
     names = ("window", "ring", "tree", "direct")
-    store_calibration(Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own)
+    store_calibration(
+        Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own
+    )
     table = calibration.stored_table(comm, layout)
     assert table is not None and table.best("all_reduce", "window", "carried", 2**20) == "window"
     assert comm.all_gather_object(table) == [table] * comm.size

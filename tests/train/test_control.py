@@ -102,10 +102,10 @@ def test_save_times_of_earlier_attempts_count(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv(VARIABLE, str(time.time() + 1000.0))
     found = control.StopSaveFlags(tmp_path, StopRequest(), first=True)
     found.open([3.0, 200.0])
-    assert found.walltime_guard.margin == 400.0 + RESERVE and not found.look()[0]
+    assert found.walltime_guard.margin == 400.0 + RESERVE and not found.poll()[0]
     found.walltime_guard.save(500.0)
-    assert found.look() == (True, False) and "may take 1060 s" in found.reason
-    assert not control.StopSaveFlags(tmp_path, StopRequest(), first=False).look()[0]
+    assert found.poll() == (True, False) and "may take 1060 s" in found.reason
+    assert not control.StopSaveFlags(tmp_path, StopRequest(), first=False).poll()[0]
 
 
 @pytest.mark.parametrize("later, stays", [(-5.0, False), (5.0, True)])
@@ -115,4 +115,4 @@ def test_a_stop_file_written_during_startup_applies_to_the_job(tmp_path: Path, l
     os.utime(tmp_path / control.STOP, (begun + later, begun + later))
     found = control.StopSaveFlags(tmp_path, StopRequest(), first=True)
     found.open([], begun)
-    assert ((tmp_path / control.STOP).exists(), found.look()[0]) == (stays, stays)
+    assert ((tmp_path / control.STOP).exists(), found.poll()[0]) == (stays, stays)

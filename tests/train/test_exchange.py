@@ -22,7 +22,7 @@ def test_equal_values_may_be_lists(comm: Any) -> None:
     assert (log.averaged, log.same) == ({}, {})
 
 
-@pytest.checksum.ranks(1, 2, 3, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_values_are_averaged_by_name(comm: Any) -> None:
     exchange = StepExchange(comm)
     for step in range(1, 4):
@@ -33,8 +33,8 @@ def test_values_are_averaged_by_name(comm: Any) -> None:
     assert exchange({}, StepRequests(), 4) == ({}, StepRequests())
 
 
-@pytest.checksum.ranks(1, 2, 3, 4)
-@pytest.checksum.parametrize("wish", ["stop", "save", "busy"])
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("wish", ["stop", "save", "busy"])
 def test_requests_of_one_rank_reach_all_ranks(comm: Any, wish: str) -> None:
     exchange = StepExchange(comm)
     for rank in range(comm.size):
@@ -42,8 +42,8 @@ def test_requests_of_one_rank_reach_all_ranks(comm: Any, wish: str) -> None:
     assert exchange({"x": 1.0}, StepRequests(), 2)[1] == StepRequests()
 
 
-@pytest.checksum.ranks(2, 3, 4)
-@pytest.checksum.parametrize("names", [("loss",), (), ("loss", "extra"), ("los",)])
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("names", [("loss",), (), ("loss", "extra"), ("los",)])
 def test_different_names_on_one_rank_are_an_error(comm: Any, names: tuple[str, ...]) -> None:
     exchange = StepExchange(comm)
     own = names if comm.rank == comm.size - 1 else ("loss", "rate")
@@ -52,7 +52,7 @@ def test_different_names_on_one_rank_are_an_error(comm: Any, names: tuple[str, .
     assert found.value.everywhere
 
 
-@pytest.checksum.ranks(2)
+@pytest.mark.ranks(2)
 def test_an_exchange_is_one_message_of_fixed_size(comm: Any) -> None:
     exchange = StepExchange(comm)
     for count in (0, LOGGED):
@@ -74,13 +74,13 @@ def test_a_log_holds_the_last_value_and_no_graph() -> None:
     assert not log.averaged and not log.same
 
 
-@pytest.checksum.parametrize("averaged, same", [({"step": 1.0}, {}), ({}, {"step": 1.0})])
+@pytest.mark.parametrize("averaged, same", [({"step": 1.0}, {}), ({}, {"step": 1.0})])
 def test_a_value_called_step_cannot_be_logged(averaged: dict[str, float], same: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="cannot log a value named step"):
         StepLog().note(averaged, same)
 
 
-@pytest.checksum.parametrize(
+@pytest.mark.parametrize(
     "value, kind",
     [
         (torch.zeros(3), "a tensor of shape (3,)"),

@@ -147,7 +147,7 @@ def test_a_slow_job_does_not_remove_a_lock_that_was_taken_over(tmp_path: Path) -
     dead = _holder(tmp_path, pid=_dead_pid())
     slow, fast = FolderLock(tmp_path, "1"), FolderLock(tmp_path, "2")
     fast.acquire()
-    assert slow._remove(dead, late=False) is False
+    assert slow._remove(dead, timed_out=False) is False
     assert json.loads((tmp_path / NAME).read_text())["job_id"] == "2"
     with pytest.raises(LockError):
         slow.acquire()

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import SWALR
 
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import UsageError
-from hpctrain.train.parts import find_schedulers
+from hpctrain.train.schedulers import find_schedulers
 from hpctrain.train.state import TrainState
 
 
@@ -97,7 +97,7 @@ def test_a_replaced_scheduler_is_not_found() -> None:
 PROGRAM = """
 import json, sys, torch
 from torch.optim import lr_scheduler as s
-from hpctrain.train.parts import find_schedulers
+from hpctrain.train.schedulers import find_schedulers
 o = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
 make = [lambda: s.StepLR(o, 5), lambda: s.StepLR(o, 7), lambda: s.ExponentialLR(o, 0.9), lambda: s.LinearLR(o)]
 made = [make[int(n)]() for n in sys.argv[1]]

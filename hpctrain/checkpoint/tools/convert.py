@@ -30,7 +30,7 @@ from hpctrain.checkpoint.tools.curves import widened
 from hpctrain.checkpoint.tools.output import check_output, put_in_place
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.util.reading import open_regular
-from hpctrain.util.text import shorten, short_repr
+from hpctrain.util.text import short_repr, shorten
 
 if TYPE_CHECKING:
     import torch

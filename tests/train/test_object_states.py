@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.states import match_structure, restore_state, state_of
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.train.parts import like, restore, state_of
 from hpctrain.train.state import TrainState
 
 
@@ -145,7 +145,7 @@ def test_other_classes_of_dicts_and_tuples_are_restored(tmp_path: Path) -> None:
     pair = namedtuple("pair", "a b")(torch.zeros(1), torch.zeros(2))
     table = OrderedDict(count=1, items=[1, 2], pair=pair)
     saved = {"pair": (torch.ones(1), torch.ones(2)), "count": 5, "items": [3, 4, 5], "more": "x"}
-    assert restore(table, saved, "s") is table
+    assert restore_state(table, saved, "s") is table
     assert table["count"] == 5 and table["items"] == [3, 4, 5] and table["more"] == "x"
     assert list(table) == list(saved)
     assert table["pair"] is pair and pair.b.tolist() == [1.0, 1.0]
@@ -176,7 +176,7 @@ def test_a_state_that_does_not_fit_is_named(job: Any, tmp_path: Path) -> None:
         (np.zeros(2), np.zeros(3), r"s is shape \(3,\) in the checkpoint and has shape \(2,\)"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            restore(thing, saved, "s")
+            restore_state(thing, saved, "s")
 
 
 def test_files_of_format_1_2_load(job: Any, tmp_path: Path) -> None:
@@ -190,15 +190,15 @@ def test_files_of_format_1_2_load(job: Any, tmp_path: Path) -> None:
     old = json.loads(json.dumps({"schedule": schedule.state_dict(), "loader": {"order": (1, 2)}}))
     assert old["schedule"]["milestones"] == {"2": 1, "3": 2}
     other = lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters(), lr=0.1), [2, 3, 3], 0.5)
-    restore(other, old["schedule"], "s")
+    restore_state(other, old["schedule"], "s")
     assert other.state_dict() == schedule.state_dict()
     assert type(other.milestones) is type(schedule.milestones)
-    assert like(old["loader"], {"order": (0, 0)}) == {"order": (1, 2)}
+    assert match_structure(old["loader"], {"order": (0, 0)}) == {"order": (1, 2)}
 
 
 def test_tensors_move_to_the_device_of_the_present_ones_and_keep_their_dtype() -> None:
     present = {"a": torch.zeros(1, device="meta"), 2: (torch.zeros(1),)}
-    found = like({"a": torch.ones(1, dtype=torch.float64), 2: (torch.ones(2, dtype=torch.int8),)}, present)
+    found = match_structure({"a": torch.ones(1, dtype=torch.float64), 2: (torch.ones(2, dtype=torch.int8),)}, present)
     assert found["a"].device.type == "meta" and found["a"].dtype == torch.float64
     assert isinstance(found[2], tuple) and found[2][0].dtype == torch.int8
 
