@@ -23,7 +23,7 @@ def facts(candidate: Candidate, task: Task, ranks: int) -> dict[str, Any]:
     strategy, whole = candidate.strategy, task.parameter_bytes
     padding = 0.0
     if isinstance(strategy, ShardedDataParallel):
-        held = sum(group.layout.slice_numel * group.shard_data.itemsize for group in strategy._parts.groups)
+        held = sum(group.layout.slice_numel * group.shard_data.itemsize for group in strategy.components.groups)
         padding = held - whole / ranks
     unit = largest_unit(task)
     return {"ranks": ranks, "batch": task.batch, "parameters": whole, "largest_unit": unit, "padding": padding}

@@ -66,7 +66,7 @@ class Holdings:
         yield list(self.candidate.model.parameters())
         yield list(peers.fsdp_parameters(self.candidate.model))
         if isinstance(self.candidate.strategy, ShardedDataParallel):
-            for group in self.candidate.strategy._parts.groups:
+            for group in self.candidate.strategy.components.groups:
                 yield group.flat, group.shard_data
 
     def _gradients(self) -> Iterator[Any]:
@@ -77,11 +77,11 @@ class Holdings:
         if isinstance(strategy, DataParallel):
             yield getattr(strategy, "_memory", None)
         if isinstance(strategy, ShardedDataParallel):
-            reduction = strategy._parts.reduction
+            reduction = strategy.components.reduction
             yield getattr(reduction._buffers, "_memory", None)
             for each in reduction.reductions:
                 yield each.flat, each.target, each._slice
-            for member in strategy._parts.members:
+            for member in strategy.components.members:
                 yield member.unsharded.grad, member.shard.grad
 
 

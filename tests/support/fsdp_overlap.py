@@ -47,8 +47,8 @@ class Bench:
         self.comm: Any = LateRank(self.streams, self.log)
         self.model, self.plain = model or Net(), Net()
         self.strategy = ShardedDataParallel(self.model, self.comm, ParallelSettings(**settings))
-        self.residency: Any = self.strategy._residency
-        self.comm.lasting.update(memory_of(group.shard_data) for group in self.strategy._parts.groups)
+        self.residency: Any = self.strategy.components.residency
+        self.comm.lasting.update(memory_of(group.shard_data) for group in self.strategy.components.groups)
         if model is None:
             for number, layer in enumerate(self.model.layers):  # type: ignore[union-attr, arg-type]
                 layer.register_forward_pre_hook(lambda _, args, number=number: self.compute("compute", number))
@@ -88,13 +88,13 @@ class Bench:
             return set()
         return {
             unit.number - 1
-            for unit in self.residency._units
+            for unit in self.residency.units
             if any(group.flat.untyped_storage().nbytes() for group in unit.groups)
         }
 
     def names(self) -> dict[int, int]:
         """Return the layer of each buffer that holds whole parameters for a while."""
-        return {memory_of(group.flat): unit.number - 1 for unit in self.residency._units
+        return {memory_of(group.flat): unit.number - 1 for unit in self.residency.units
                 for group in unit.groups}
 
     def gradients(self, batch: Tensor) -> None:

@@ -72,7 +72,7 @@ class Legs:
         return _PLAIN[key]
 
     def __call__(self, name: str, folder: str, *words: str, ranks: int | None = None) -> list[dict[str, Any]]:
-        """Train under a variant of ``VARIANTS`` on the first ``ranks``; return the rows of the run's metrics on all ranks."""
+        """Train under a variant of ``VARIANTS`` on the first ``ranks``; return the metrics rows on all ranks."""
         part = self.comm.split(int(self.comm.rank < (ranks or self.comm.size)))
         try:
             if self.comm.rank < (ranks or self.comm.size):

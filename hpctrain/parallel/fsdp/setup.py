@@ -123,7 +123,7 @@ ON_DEVICE = 2  # the same on a GPU: one bucket is filled while another is reduce
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """Components of a sharded strategy. The ranks of ``comm`` share one replica of the model."""
 
     units: list[Unit]
@@ -185,7 +185,7 @@ def shard_model(
     device: torch.device,
     offload: OffloadSettings | None = None,
     make_host_optimizer: MakeHostOptimizer | None = None,
-) -> Parts:
+) -> Components:
     """Shard the parameters of a model over the ranks, and return the components of the strategy. Collective.
 
     With ``offload``, this rank's shards are stored and updated by the result of ``make_host_optimizer``.
@@ -216,7 +216,7 @@ def shard_model(
     _share_buffers(model, uninitialised, comm, device)
     if unsharder:
         unsharder.reducer = reduction
-    return Parts(
+    return Components(
         units,
         groups,
         residency,

@@ -65,17 +65,17 @@ class ShardedDataParallel(Strategy):
     ) -> None:
         self.model, self.comm, self.settings = model, comm, settings
         before = {name: (p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
-        self._parts = shard_model(model, comm, settings, device, offload, make_host_optimizer)
-        self._host_optimizer = self._parts.host_optimizer
-        self._residency, self._grad_reduction = self._parts.residency, self._parts.reduction
-        members = self._parts.members
+        self.components = shard_model(model, comm, settings, device, offload, make_host_optimizer)
+        self._host_optimizer = self.components.host_optimizer
+        self._residency, self._grad_reduction = self.components.residency, self.components.reduction
+        members = self.components.members
         self._shards = [member.shard for member in members]
-        self._split = FlatSplit(self._parts.by_name)
+        self._split = FlatSplit(self.components.by_name)
         self._in_backward = False  # between the beginning of a backward pass and its end
         self._is_unsharded = False
         self._written = False  # whether the program itself has changed shards since the last pass
         self._optimizer_hooks = OptimizerHooks(
-            self._shards, self._parts.replaced, settings.elementwise, self._before_update, self._after_update
+            self._shards, self.components.replaced, settings.elementwise, self._before_update, self._after_update
         )
         self._gradient_hooks = GradientHooks({member.name: member.shard for member in members})
         for member in members:
@@ -136,8 +136,8 @@ class ShardedDataParallel(Strategy):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
         if self._host_optimizer is None:
-            return clip_shards(self._shards, self._parts.comm, max_norm)
-        return self._host_optimizer.clip(self._shards, self._parts.comm, max_norm, plain=self._is_plain)
+            return clip_shards(self._shards, self.components.comm, max_norm)
+        return self._host_optimizer.clip(self._shards, self.components.comm, max_norm, plain=self._is_plain)
 
     @on_shards
     def scale_gradients(self, factor: Tensor) -> None:
@@ -150,7 +150,7 @@ class ShardedDataParallel(Strategy):
     @property
     def _is_plain(self) -> bool:
         """Return whether nothing would be sharded without offload; then a norm is that of unsharded gradients."""
-        return self.comm.size == 1 and self._parts.compute_dtype is None
+        return self.comm.size == 1 and self.components.compute_dtype is None
 
     def detach(self) -> None:
         """Remove all hooks from the module; its parameters stay shards."""
@@ -171,7 +171,7 @@ class ShardedDataParallel(Strategy):
 
     def whole_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of the unsharded parameter; None for a buffer."""
-        member = self._parts.by_name.get(name)
+        member = self.components.by_name.get(name)
         return None if member is None else tuple(member.shape)
 
     @property
@@ -196,7 +196,7 @@ class ShardedDataParallel(Strategy):
         self._unshard_all()
         try:
             if write and self.comm.rank:
-                for member in self._parts.members:  # writes of other ranks must not change shared memory
+                for member in self.components.members:  # writes of other ranks must not change shared memory
                     member.register(
                         nn.Parameter(member.unsharded.detach().clone(), requires_grad=member.unsharded.requires_grad)
                     )
@@ -205,9 +205,9 @@ class ShardedDataParallel(Strategy):
             yield
             if write:
                 with plain_tensors():
-                    for group in self._parts.groups:
+                    for group in self.components.groups:
                         value = (lambda member: member.unsharded.detach()) if self.comm.rank == 0 else None
-                        group.fill(value, self._parts.replicas)
+                        group.fill(value, self.components.replicas)
                 self.refresh()
         finally:
             self._reshard_all()
@@ -247,7 +247,9 @@ class ShardedDataParallel(Strategy):
     @on_shards
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
         """Return this rank's slices of the averaged gradients, by name."""
-        held = ((member.name, self._gradient(member.shard)) for member in self._parts.members if member.shard.numel())
+        held = (
+            (member.name, self._gradient(member.shard)) for member in self.components.members if member.shard.numel()
+        )
         return [(name, gradient) for name, gradient in held if gradient is not None]
 
     def _gradient(self, shard: nn.Parameter) -> Tensor | None:
@@ -275,30 +277,34 @@ class ShardedDataParallel(Strategy):
 
     def partial_parameters(self) -> tuple[str, dict[str, nn.Parameter], bool]:
         """Return the shards, if each parameter has more than one."""
-        if self._parts.comm.size == 1:
+        if self.components.comm.size == 1:
             return "", {}, False
-        return "this rank's shard of parameter", {member.name: member.shard for member in self._parts.members}, False
+        return (
+            "this rank's shard of parameter",
+            {member.name: member.shard for member in self.components.members},
+            False,
+        )
 
     @property
     def replica(self) -> Communicator:
         """Return the ranks that together hold the gradients of one replica."""
-        return self._parts.comm
+        return self.components.comm
 
     @property
     def copies(self) -> Communicator | None:
         """Return the ranks that hold the same slice of other replicas; None if there is one replica."""
-        return self._parts.replicas
+        return self.components.replicas
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
-        for member in self._parts.members:
+        for member in self.components.members:
             if member.unsharded.grad is not None:
                 yield member.name, member.unsharded.grad
 
     @on_shards
     def drop_gradients(self) -> None:
         """Drop all gradients, reduced or not."""
-        for member in self._parts.members:
+        for member in self.components.members:
             member.shard.grad = member.unsharded.grad = None
         self._local_weight = None
         if self._host_optimizer is not None:
@@ -336,8 +342,8 @@ class ShardedDataParallel(Strategy):
 
     def _register_hooks(self) -> list[RemovableHandle]:
         handles = around_forward(self.model, self._before_forward, self._after_forward)
-        if self._parts.compute_dtype is not None:
-            for unit in self._parts.units:
+        if self.components.compute_dtype is not None:
+            for unit in self.components.units:
                 handles.append(unit.module.register_forward_pre_hook(ModuleHook(self._cast), with_kwargs=True))
         for index, reduction in enumerate(self._grad_reduction.reductions):
             for number, member in enumerate(reduction.group.members):
@@ -345,8 +351,8 @@ class ShardedDataParallel(Strategy):
         return handles
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        assert self._parts.compute_dtype is not None
-        return cast((args, kwargs), self._parts.compute_dtype)
+        assert self.components.compute_dtype is not None
+        return cast((args, kwargs), self.components.compute_dtype)
 
     @on_shards
     def _before_forward(self, args: Any, kwargs: Any) -> None:

@@ -155,7 +155,7 @@ class UnshardOnDemand:
     """
 
     def __init__(self, units: Sequence[UnitState], comm: Communicator, stream: CommStream, prefetch: int) -> None:
-        self._units, self._comm, self._stream = units, comm, stream
+        self.units, self._comm, self._stream = units, comm, stream
         self._prefetch = prefetch if stream.asynchronous else 0
         self._plan: PassPlan | None = None
         self._cursor: PlanCursor | None = None
@@ -173,7 +173,7 @@ class UnshardOnDemand:
 
     def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
         """Register the hooks that unshard and reshard units as the model runs."""
-        self._hooks = [UnitHooks(self, unit, on_backward) for unit in self._units[1:]]
+        self._hooks = [UnitHooks(self, unit, on_backward) for unit in self.units[1:]]
         return [handle for hooks in self._hooks for handle in hooks.attach()]
 
     # Passes -----------------------------------------------------------------------------------------------------------
@@ -182,14 +182,14 @@ class UnshardOnDemand:
         """Begin a forward pass of the whole model; ``records``: learn its order of collectives, if that is unknown."""
         self._record = PassPlan([], []) if records and self._plan is None else None
         self._cursor = PlanCursor(self._plan.forward) if self._plan else None
-        self.unshard_unit(self._units[0])
+        self.unshard_unit(self.units[0])
 
     def end_forward(self, *, needs_backward: bool) -> None:
         """Execute the rest of the plan; free the model's own unit unless a backward pass may follow."""
         self._execute_remaining()
-        self._units[0].to_sharded()
+        self.units[0].to_sharded()
         if not needs_backward:
-            self._units[0].reshard()
+            self.units[0].reshard()
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Begin a backward pass."""
@@ -197,12 +197,12 @@ class UnshardOnDemand:
         if self._plan is not None:
             plan = self._plan if reduces else self._plan.without_reductions()
             self._cursor = PlanCursor(plan.backward)
-        self.unshard_unit(self._units[0])
+        self.unshard_unit(self.units[0])
 
     def end_backward(self) -> None:
         """Execute the rest of the plan, and free all units."""
         self._execute_remaining()
-        for unit in self._units:
+        for unit in self.units:
             unit.reshard()
         for hooks in self._hooks:
             hooks.end_backward()
@@ -230,14 +230,14 @@ class UnshardOnDemand:
     def unshard(self) -> None:
         """Unshard all units at once. Collective."""
         self._cursor = self._record = None
-        for unit in self._units:
+        for unit in self.units:
             self.unshard_unit(unit)
         self.idle = True
 
     def reshard(self) -> None:
         """Reshard all units."""
         self.idle = False
-        for unit in self._units:
+        for unit in self.units:
             unit.reshard()
 
     # Units ------------------------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class UnshardOnDemand:
             return due
         if self._plan is not None and not self._plan.contains(action):
             return [action]  # the first pass did not use it; now all ranks do
-        name = self._units[action[1]].name
+        name = self.units[action[1]].name
         raise UsageError(
             f"{f'unit {name}' if name else 'the model'} runs more often, or in another order, than in the first step, "
             "whose order all ranks keep to: let units run in one order, make one unit of what changes places, and "
@@ -296,7 +296,7 @@ class UnshardOnDemand:
     def _execute(self, action: Action) -> None:
         kind, number = action
         if kind == "gather":
-            self._gather(self._units[number])
+            self._gather(self.units[number])
         elif self.reducer is not None:
             self.reducer.reduce_up_to(number)
 
@@ -310,8 +310,8 @@ class UnshardOnDemand:
 
     def _reshard_unused(self, action: Action) -> None:
         """Free a unit that was gathered only because other ranks need it."""
-        if action[0] == "gather" and not self._units[action[1]].unsharded:
-            self._units[action[1]].reshard()
+        if action[0] == "gather" and not self.units[action[1]].unsharded:
+            self.units[action[1]].reshard()
 
     def _execute_remaining(self) -> None:
         cursor, self._cursor = self._cursor, None

@@ -52,7 +52,7 @@ class HostOptimizer:
             self._transfer, self._host_memory.empty, device, self._chunk_bytes, double_buffered=settings.delayed
         )
         self._worker = WorkerThread("hpctrain-offload")
-        self._host_groups: list[HostGroup] = []
+        self.host_groups: list[HostGroup] = []
         self._weights: list[MasterWeights] = []
         self._by_reduction: dict[int, HostGroup] = {}
         self._early_optimizer: torch.optim.Optimizer | None = None
@@ -60,7 +60,7 @@ class HostOptimizer:
         self._pending: tuple[list[JobHandle[None]], list[HostGroup]] | None = None  # update that overlaps with the step
         self.gradients = Gradients()
         disk = self._master_memory.empty if settings.disk else None
-        self._updates = HostUpdates(self._host_groups, self.gradients, self._chunk_bytes, disk)
+        self._updates = HostUpdates(self.host_groups, self.gradients, self._chunk_bytes, disk)
         chooses = settings.device_fraction == CHOOSE and device.type != "cpu" and not settings.delayed
         self.share_finder = ShareFinder(device, self._transfer.streams) if chooses else None
 
@@ -89,15 +89,15 @@ class HostOptimizer:
                 reduction.group.stay_on_device()
             else:
                 weights = self._add_weights(reduction.group)
-                self._host_groups.append(HostGroup(reduction.group, weights, reduction))
+                self.host_groups.append(HostGroup(reduction.group, weights, reduction))
         if self.settings.parameters:
             for group in groups:
                 if not group.trained:
                     self._add_weights(group)
-        self._by_reduction = {id(each.reduction): each for each in self._host_groups}
+        self._by_reduction = {id(each.reduction): each for each in self.host_groups}
         self.grad_offload.on_copy_started = self._begin_early
         self.grad_offload.before_adding = self.gradients.apply_scale
-        self.gradients.offloaded = {member.shard for each in self._host_groups for member in each.group.members}
+        self.gradients.offloaded = {member.shard for each in self.host_groups for member in each.group.members}
 
     def _add_weights(self, group: ParamGroup) -> MasterWeights:
         dtype, slice_numel = group.flat.dtype, group.layout.slice_numel
@@ -132,7 +132,7 @@ class HostOptimizer:
         on a single rank.
         """
         clips = math.isfinite(max_norm)
-        if clips and any(host_group.early_update is not None for host_group in self._host_groups):
+        if clips and any(host_group.early_update is not None for host_group in self.host_groups):
             raise UsageError(
                 "gradients cannot be clipped any more: update_early permitted updates during the backward pass, "
                 "which have been made",
@@ -155,7 +155,7 @@ class HostOptimizer:
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the update, start it, or complete the updates that were made early."""
-        for host_group in self._host_groups:
+        for host_group in self.host_groups:
             if any(member.shard.grad is not None for member in host_group.group.members):
                 # a closure has computed gradients, and torch has made the update
                 host_group.host_weights.mark_stale()
@@ -172,17 +172,17 @@ class HostOptimizer:
             self._updates.place_new_states(optimizer, batch)
         self.gradients.restore()
         if self.share_finder is not None and not self.share_finder.decided:
-            nbytes = [host_group.group.shard_data.nbytes for host_group in self._host_groups]
+            nbytes = [host_group.group.shard_data.nbytes for host_group in self.host_groups]
             self.stay_on_device(optimizer, self.share_finder.groups_to_move(one_pass, nbytes))
 
     def stay_on_device(self, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
         """Move the groups of these indices to the device for good, with their optimizer states."""
-        moving = [self._host_groups[number] for number in numbers]
+        moving = [self.host_groups[number] for number in numbers]
         for host_group in moving:
             host_group.host_weights.wait_for_reads()
             host_group.group.stay_on_device()
             host_group.reduction.stay_on_device()
-            self._host_groups.remove(host_group)
+            self.host_groups.remove(host_group)
             self._weights.remove(host_group.host_weights)
             for shard in (member.shard for member in host_group.group.members):
                 self.gradients.move_to_device(shard, self.device)
@@ -225,7 +225,7 @@ class HostOptimizer:
     def _end_early(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Wait for early updates, transfer their results, and remove their gradients from ``gradients``."""
         self._announced = False
-        for host_group in self._host_groups:
+        for host_group in self.host_groups:
             if host_group.early_update is not None:
                 handle, host_group.early_update = host_group.early_update, None
                 handle.wait()

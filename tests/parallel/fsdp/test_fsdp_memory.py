@@ -33,7 +33,7 @@ def gathered(strategy: ShardedDataParallel) -> dict[str, int]:
     """Return the bytes of whole parameters that have memory now, by unit."""
     return {
         unit.name: sum(group.flat.untyped_storage().nbytes() for group in unit.groups)
-        for unit in getattr(strategy._residency, "_units")
+        for unit in getattr(strategy.components.residency, "units")
     }
 
 
@@ -95,8 +95,8 @@ def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, variant: st
     model = make_gpt()
     total = sum(parameter.numel() for parameter in model.parameters())
     strategy = shard(model, apart, VARIANTS[variant], **BLOCKS)
-    padded = sum(group.layout.numel for group in strategy._parts.groups)
-    assert sum(group.shard_data.numel() for group in strategy._parts.groups) * apart.size == padded
+    padded = sum(group.layout.numel for group in strategy.components.groups)
+    assert sum(group.shard_data.numel() for group in strategy.components.groups) * apart.size == padded
     optimizer = torch.optim.AdamW(model.parameters())
     backward(model, apart)
     optimizer.step()
@@ -154,7 +154,7 @@ def test_a_dropped_model_is_freed(comm: Any, variant: str) -> None:
         strategy = shard(model, own, VARIANTS[variant], **BLOCKS)
         backward(model, own)
         strategy.detach()
-        witnesses = [weakref.ref(model), weakref.ref(strategy), weakref.ref(strategy._parts.members[0].unsharded)]
+        witnesses = [weakref.ref(model), weakref.ref(strategy), weakref.ref(strategy.components.members[0].unsharded)]
         del model, strategy
         for _ in range(3):  # nodes of autograd reference each other, so that several collections are needed
             gc.collect()
@@ -162,7 +162,7 @@ def test_a_dropped_model_is_freed(comm: Any, variant: str) -> None:
 
 
 def gradient_memory(strategy: ShardedDataParallel) -> Tensor:
-    memory: Tensor = getattr(strategy._parts.reduction._buffers, "_memory")
+    memory: Tensor = getattr(strategy.components.reduction._buffers, "_memory")
     return memory
 
 
@@ -171,7 +171,7 @@ def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> N
         for limit in (0.001, 4.0):
             model = make_gpt()
             strategy = shard(model, apart, VARIANTS[variant], **BLOCKS, bucket_mib=limit)
-            sizes = [4 * group.layout.numel for group in strategy._parts.groups]
+            sizes = [4 * group.layout.numel for group in strategy.components.groups]
             few = max(max(sizes), IN_FLIGHT * int(limit * 2**20))
             expected = sum(sizes) if variant == "zero1_alone" else min(sum(sizes), few)
             assert gradient_memory(strategy).nbytes == expected
@@ -183,7 +183,7 @@ def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> N
 def test_mapped_parameters_share_one_memory_per_node(near: Any, data: str) -> None:
     model = make_gpt()
     strategy = shard(model, near, VARIANTS[data], **BLOCKS)
-    for number, group in enumerate(strategy._parts.groups):
+    for number, group in enumerate(strategy.components.groups):
         assert group.shard_data.data_ptr() == group.flat_slice.data_ptr()
         for writer in range(near.size):
             near.barrier()
@@ -200,7 +200,7 @@ def test_shards_of_mapped_parameters_are_views_of_them(near: Any) -> None:
         for parameter in model.parameters():
             parameter.fill_(near.rank + 1)
     near.barrier()
-    members = strategy._parts.members
+    members = strategy.components.members
     found = [int((member.unsharded == rank + 1).sum()) for member in members for rank in range(near.size)]
     held = near.all_gather_object([member.held.numel for member in members])
     assert found == [count for column in zip(*held) for count in column]

@@ -35,9 +35,9 @@ def apart(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def psi(strategy: ShardedDataParallel, own_unit: bool = True) -> int:
     """Return the bytes of all flat tensors, padding included, with or without the model's own unit."""
-    groups = strategy._parts.groups
+    groups = strategy.components.groups
     if not own_unit:
-        own = getattr(strategy._residency, "_units")[0].groups
+        own = getattr(strategy.components.residency, "units")[0].groups
         groups = [group for group in groups if group not in own]
     return sum(group.flat.numel() * group.flat.itemsize for group in groups)
 
@@ -100,7 +100,7 @@ def test_mpi_gathers_and_reduces_the_same_bytes(comm: Any) -> None:
         with communicator(comm, VARIANTS[data]) as own:
             model = make_even()
             strategy = shard(model, own, VARIANTS[data], units=("Linear",))
-            groups = len(strategy._parts.groups)
+            groups = len(strategy.components.groups)
             for recorder in train(model, own, "even"):
                 # MPI is called with this rank's share for a gather, and with the whole tensor for a reduction.
                 assert recorder.calls == {"all_gather": gathered * groups, "reduce_scatter": groups, "all_to_all": 2}

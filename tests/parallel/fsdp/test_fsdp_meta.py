@@ -133,7 +133,7 @@ def test_no_rank_ever_holds_the_whole_model_in_memory(comm: Any, name: str) -> N
         total = sum(parameter.nbytes for parameter in model.parameters())
         with Watch() as watch:
             strategy = shard(model, own, VARIANTS[name], units=("Block",), bucket_mib=limit)
-        groups = strategy._parts.groups
+        groups = strategy.components.groups
         modules = make("cpu", **shape).modules()
         module = max(sum(each.nbytes for each in module.parameters(recurse=False)) for module in modules)
         # torch does not allocate node memory, so neither the shards nor the buffers of gradients are counted.

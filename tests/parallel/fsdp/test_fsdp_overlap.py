@@ -108,7 +108,7 @@ def test_gathers_and_reductions_have_a_fixed_order(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("data", ["zero2", "fsdp"])
 def test_whole_gradients_exist_for_a_limited_number_of_groups(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     bench = Bench(monkeypatch, data=data, units=("Linear",), bucket_mib=1e-6)
-    reductions = bench.strategy._parts.reduction.reductions
+    reductions = bench.strategy.components.reduction.reductions
     assert len(reductions) > LAYERS
     counts, opened = [], GroupReduction.open
 

@@ -80,7 +80,7 @@ class Early(Loop):
         """Run the backward passes of a step."""
         loss = super().passes(strategy, step)
         groups: list[host_optimizer.HostGroup]
-        groups = strategy._host_optimizer._host_groups  # type: ignore[attr-defined]
+        groups = strategy.components.host_optimizer.host_groups  # type: ignore[attr-defined]
         self.early += sum(each.early_update is not None for each in groups)
         return loss
 
@@ -246,10 +246,10 @@ def test_groups_moved_to_the_device_continue_with_the_same_bits(comm: Any, how: 
         optimizer = adamw(strategy.model)
         loop.run(strategy, optimizer)
         if moves:
-            found: host_optimizer.HostOptimizer = strategy._host_optimizer  # type: ignore[attr-defined]
-            before = len(found._host_groups)
+            found: host_optimizer.HostOptimizer = strategy.components.host_optimizer  # type: ignore[attr-defined]
+            before = len(found.host_groups)
             found.stay_on_device(optimizer, [before - 2, before - 1])
-            assert len(found._host_groups) == before - 2 > 0
+            assert len(found.host_groups) == before - 2 > 0
         results.append(later.run(strategy, optimizer, begin=5))
     results[0].check_same(results[1])
 

@@ -50,7 +50,7 @@ def test_a_share_that_stays_on_the_device_gives_the_same_bits(comm: Any) -> None
     plain = loop.run(attached(comm))
     for data, fraction in {"zero2": 0.5, "fsdp": 0.5, "ddp": 1.0}.items():
         strategy = attached(comm, replace(HOST, device_fraction=fraction), data=data, bucket_mib=0.005)
-        offloaded = len(strategy._host_optimizer._host_groups)  # type: ignore[attr-defined]
+        offloaded = len(strategy.components.host_optimizer.host_groups)  # type: ignore[attr-defined]
         assert (offloaded == 0) is (fraction == 1.0)
         loop.run(strategy).check_same(plain)
 
