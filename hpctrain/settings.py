@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from hpctrain.errors import HpctrainError, SettingsError
 from hpctrain.util.owner import foreign_file, is_standard
 from hpctrain.util.reading import read_text
-from hpctrain.util.text import LINE, printable, shorten, short_repr
+from hpctrain.util.text import LINE, printable, short_repr, shorten
 
 T = TypeVar("T")
 Tree = dict[str, Any]

@@ -20,7 +20,6 @@ from hpctrain.forecast.rank import RankModel, rank_models
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.parallel.pipeline.schedules import ActionKind
 
-
 # Memory events of one step of a rank, in addition to its persistent memory --------------------------------------------
 
 

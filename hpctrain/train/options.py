@@ -216,9 +216,14 @@ class RunOptions:
         return self.trace_steps if self.trace else None
 
     @property
-    def retention(self) -> RetentionPolicy:
+    def kept(self) -> RetentionPolicy:
         """Return the retention rule for checkpoints."""
         return RetentionPolicy(self.keep, self.keep_every, self.keep_best, self.best)
+
+    @property
+    def kept(self) -> RetentionPolicy:
+        """Return the retention rule under its former name."""
+        return self.retention
 
 
 def _converted(name: str, hint: Any, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Former names of the settings of asynchronous workers, which still work: ``[server]``, ``server``, ``ServerSettings``."""
+"""Former names of the settings of asynchronous workers still work: ``[server]``, ``server``, ``ServerSettings``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from hpctrain.train.config import Settings, load
 SECTION = "warning: the settings [server] are now named [asynchronous]; the former name still works\n"
 ARGUMENT = "warning: the argument server is now named asynchronous; the former name still works\n"
 CLASS = "warning: hpctrain.ServerSettings is now named hpctrain.AsynchronousSettings; the former name still works\n"
-TWO_SECTIONS = r"^\[server\] and \[asynchronous\] are two names of one section of the settings: use \[asynchronous\] only$"
+TWO_SECTIONS = (
+    r"^\[server\] and \[asynchronous\] are two names of one section of the settings: use \[asynchronous\] only$"
+)
 TWO_ARGUMENTS = "^server and asynchronous are two names of one argument: give asynchronous only$"
 
 

@@ -169,7 +169,7 @@ def test_an_error_of_one_rank_is_always_raised(job: Any, tmp_path: Path) -> None
     def fail(*arguments: Any, **more: Any) -> None:
         raise CheckpointError("only here")
 
-    one.run.state.save = fail  # type: ignore[method-assign]
+    one.run.state.save_request = fail  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="only here"):
         one.go()
     assert len(one.losses) == 2

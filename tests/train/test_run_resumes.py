@@ -309,7 +309,7 @@ def test_a_failed_save_at_the_end_leaves_no_lock(job: Any, tmp_path: Path) -> No
     def fail(*arguments: Any, **more: Any) -> None:
         raise CheckpointError("disk full", everywhere=True)
 
-    training.run.state.save = fail  # type: ignore[method-assign, assignment]
+    training.run.state.save_request = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(CheckpointError, match="disk full"):
         training.go()
     assert not (tmp_path / "lock.json").exists()
