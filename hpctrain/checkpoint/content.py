@@ -36,7 +36,7 @@ _PLOT = ("NX_class", "signal", "axes")
 class SaveRequest:
     """Contents of one checkpoint as this rank has them, and the path of the file.
 
-    A run makes one per save and hands it to ``start_save``; ``Saver.save`` and
+    A run makes one per save and hands it to ``Saver.start``; ``Saver.save`` and
     ``hpctrain.checkpoint.save`` make one of their arguments, whose meaning is explained there.
     ``rank_local`` are tensors of this rank alone, which ``load_rank_local`` loads again.
     """

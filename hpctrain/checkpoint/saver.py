@@ -91,13 +91,7 @@ class Saver:
             self.close()
 
     @on_shards
-    @on_shards
-def start_save(saver: Saver, request: SaveRequest) -> None:
-    """Start to write a checkpoint; in the foreground, return when it is complete. Collective."""
-    saver._start(request)
-
-
-def save(
+    def save(
         self,
         path: str | Path,
         *,
@@ -118,7 +112,36 @@ def save(
         self.wait()
         models = agreed(self._comm, lambda: Models.of(model, split))
         optimizers = agreed(self._comm, lambda: by_key(optimizer, "optimizer"))
-        start_save(self, SaveRequest(Path(path), models, optimizers, train or {}, rng, config, provenance, own))
+        self.start(SaveRequest(Path(path), models, optimizers, train or {}, rng, config, provenance, own))
+
+    @on_shards
+    def start(self, request: SaveRequest) -> None:
+        """Start to write a checkpoint; in the foreground, return when it is complete. Collective."""
+        self.wait()
+        comm = self._comm
+        local = agreed(comm, lambda: LocalState.of(request.models, request.optimizers, request.rank_local, comm.rank))
+        digest, descriptions, plan = self._plan(local.description(), str(request.path.absolute()))
+        agreed(comm, lambda: local.check_finite())
+        rng = agreed(comm, lambda: content.plain_rng(request.rng))
+        gathered = comm.all_gather_object((rng, digest in OFFSETS))
+        rng_states = [state for state, _ in gathered]
+        # MPI-IO calls are collective: they cannot be made while rank 0 makes the layout, and rank
+        # 0 may not reach them.
+        known = all(knows for _, knows in gathered) and self._storage.io == "posix"
+
+        def prepare() -> tuple[WriteShare, WriteRequest | None]:
+            if comm.rank:
+                return WriteShare(local.sources, plan.parts[comm.rank]), None
+            if self.claim is not None:
+                self.claim.check()
+            rest = content.rest(request, rng_states, joined(descriptions), comm.size)
+            return self._whole_file(request.path, local, plan, rest)
+
+        share, file = agreed(comm, prepare)
+        self._saving = CollectiveSave(comm, self._writer, share, file, OFFSETS[digest] if known else None)
+        self._written = digest, [dataset.name for dataset in plan.datasets]
+        if not self._background:
+            self.wait()
 
     @property
     def pending(self) -> bool:
@@ -150,33 +173,6 @@ def save(
         """Drop a pending checkpoint, without the other ranks, and end the writer process."""
         self._saving = None
         self._writer.close()
-
-    def _start(self, request: SaveRequest) -> None:
-        self.wait()
-        comm = self._comm
-        local = agreed(comm, lambda: LocalState.of(request.models, request.optimizers, request.rank_local, comm.rank))
-        digest, descriptions, plan = self._plan(local.description(), str(request.path.absolute()))
-        agreed(comm, lambda: local.check_finite())
-        rng = agreed(comm, lambda: content.plain_rng(request.rng))
-        gathered = comm.all_gather_object((rng, digest in OFFSETS))
-        rng_states = [state for state, _ in gathered]
-        # MPI-IO calls are collective: they cannot be made while rank 0 makes the layout, and rank
-        # 0 may not reach them.
-        known = all(knows for _, knows in gathered) and self._storage.io == "posix"
-
-        def prepare() -> tuple[WriteShare, WriteRequest | None]:
-            if comm.rank:
-                return WriteShare(local.sources, plan.parts[comm.rank]), None
-            if self.claim is not None:
-                self.claim.check()
-            rest = content.rest(request, rng_states, joined(descriptions), comm.size)
-            return self._whole_file(request.path, local, plan, rest)
-
-        share, file = agreed(comm, prepare)
-        self._saving = CollectiveSave(comm, self._writer, share, file, OFFSETS[digest] if known else None)
-        self._written = digest, [dataset.name for dataset in plan.datasets]
-        if not self._background:
-            self.wait()
 
     def _plan(self, local: StateDescription, target: str) -> tuple[bytes, list[StateDescription], WritePlan]:
         """Return the digest and descriptions of all ranks' state, and the write plan; it is cached per digest."""

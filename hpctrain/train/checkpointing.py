@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpctrain import trace
 from hpctrain.checkpoint.folder import list_checkpoints
-from hpctrain.checkpoint.saver import Saver, start_save
+from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError, CheckpointFaultError
 from hpctrain.log import logger
 from hpctrain.plain_tensors import on_shards
@@ -118,7 +118,7 @@ class RunCheckpoints:
         self.check(f"at the checkpoint of step {step}")
         with self._waiting(step=step), self._state.consensus_view():
             request = self._state.save_request()
-            start_save(self._saver, request)
+            self._saver.start(request)
         self._pending = step, started
         return request.path
 

@@ -216,7 +216,7 @@ class RunOptions:
         return self.trace_steps if self.trace else None
 
     @property
-    def kept(self) -> RetentionPolicy:
+    def retention(self) -> RetentionPolicy:
         """Return the retention rule for checkpoints."""
         return RetentionPolicy(self.keep, self.keep_every, self.keep_best, self.best)
 

@@ -97,7 +97,7 @@ class Run:
             parts[LOADER] = self.feed
         folder = self.folder / "checkpoints"
         self.state = TrainState(
-            self.models, self.optimizers, parts, job.comm, folder, options.kept, self.strategies
+            self.models, self.optimizers, parts, job.comm, folder, options.retention, self.strategies
         )
         self.state.capture = lambda: self.feed.generators
         if self.asynchronous and options.background:

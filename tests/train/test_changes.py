@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from hpctrain.checkpoint.saver import Saver, start_save
+from hpctrain.checkpoint.saver import Saver
 from hpctrain.train.changes import changed_hyperparameters, changed_settings
 from hpctrain.train.state import TrainState
 
@@ -115,7 +115,7 @@ def test_a_resume_reports_overwritten_hyperparameters(job: Any, shared_tmp_path:
 
     before = state(0.1)
     with Saver(job.comm) as saver:
-        start_save(saver, before.save_request(before.path(0)))
+        saver.start(before.save_request(before.path(0)))
     after = state(0.5)
     after.restore(before.path(0))
     assert after.changed == [

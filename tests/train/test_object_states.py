@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from hpctrain.checkpoint.saver import Saver, start_save
+from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.states import match_structure, restore_state, state_of
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.state import TrainState
@@ -102,7 +102,7 @@ def write(job: Any, of: TrainState) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     job.comm.barrier()
     with Saver(job.comm) as saver:
-        start_save(saver, of.save_request(path))
+        saver.start(of.save_request(path))
     return path
 
 

@@ -63,8 +63,8 @@ def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
 def test_options_of_kept_checkpoints_are_passed_on() -> None:
     options = RunOptions(keep=3, keep_every=10, keep_best="loss", best="highest")
     assert (
-        options.kept == RetentionPolicy(last=3, every=10, best="loss", which="highest")
-        and RunOptions().kept == RetentionPolicy()
+        options.retention == RetentionPolicy(last=3, every=10, best="loss", which="highest")
+        and RunOptions().retention == RetentionPolicy()
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from hpctrain.checkpoint.saver import Saver, start_save
+from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import UsageError
 from hpctrain.train.schedulers import find_schedulers
 from hpctrain.train.state import TrainState
@@ -135,7 +135,7 @@ class Program:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.job.comm.barrier()
         with Saver(self.job.comm) as saver:
-            start_save(saver, self.state.save_request(path))
+            saver.start(self.state.save_request(path))
         return path
 
 

@@ -13,7 +13,7 @@ import torch
 from support.checkpoints import same
 from torch import nn
 
-from hpctrain.checkpoint.saver import Saver, start_save
+from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.train.state import TrainState
@@ -73,7 +73,7 @@ class Gan:
             path.parent.mkdir(parents=True, exist_ok=True)
         self.job.comm.barrier()
         with Saver(self.job.comm) as saver:
-            start_save(saver, self.state.save_request(path))
+            saver.start(self.state.save_request(path))
         return path
 
     def bits(self) -> Any:
@@ -162,7 +162,7 @@ def test_an_average_of_shards_is_refused_and_works_as_a_model(job: Any, shared_t
         for mean, value in zip(average.parameters(), model.parameters()):
             mean.lerp_(value + 1, 0.5)
     with Saver(job.comm) as saver:
-        start_save(saver, state.save_request(state.path(0)))
+        saver.start(state.save_request(state.path(0)))
     with h5py.File(state.path(0)) as file:
         for name in ("0.weight", "2.bias"):
             raw, mean = file["model/generator"][name][()], file["model/average"][name][()]
