@@ -27,9 +27,9 @@ def test_values_are_averaged_by_name(comm: Any) -> None:
     exchange = StepExchange(comm)
     for step in range(1, 4):
         logged = {"b": float(comm.rank), "a": 10.0 * step, "never seen": math.nan}
-        averages, wishes = exchange(logged, StepRequests(), step)
+        averages, requests = exchange(logged, StepRequests(), step)
         assert averages["a"] == 10.0 * step and averages["b"] == pytest.approx((comm.size - 1) / 2, rel=1e-15)
-        assert math.isnan(averages["never seen"]) and wishes == StepRequests()
+        assert math.isnan(averages["never seen"]) and requests == StepRequests()
     assert exchange({}, StepRequests(), 4) == ({}, StepRequests())
 
 
