@@ -36,7 +36,7 @@ def traced(tmp_path: Path) -> Path:
                 facts = {"step": step} if name == "step" else {"microbatch": 0} if name.endswith("ward") else {}
                 when = (start + shift + begin) * 1_000_000, (start + shift + end) * 1_000_000
                 spans.append([name, *when, 1, facts])
-        rows.append({"rank": rank, "node": 0, "host": "", "place": f"pipe {rank}", "dropped": 0, "spans": spans})
+        rows.append({"rank": rank, "node": 0, "host": "", "coordinates": f"pipe {rank}", "dropped": 0, "spans": spans})
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "trace.json").write_text(json.dumps({"traceEvents": list(events(rows))}))
