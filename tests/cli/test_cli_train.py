@@ -85,7 +85,7 @@ def refused_here(
         (["bytes_model.py"], "bytes_model.py is a program, hpctrain train takes the settings of a run (.toml); "),
         (["lost.py"], "python lost.py, mpiexec -n 4 python lost.py, or hpctrain submit slurm lost.py --folder runs/a"),
         (["tiny.toml", "--set", "train.stepz=3"], "unknown setting train.stepz: did you mean steps? known are accu"),
-        (["tiny.toml", "--set", "trian.steps=3"], "unknown setting trian: did you mean train? known are asynchronous, checkpoint"),
+        (["tiny.toml", "--set", "trian.steps=3"], "unknown setting trian: did you mean train? known are asynchronous"),
         (["tiny.toml", "--set", "train.steps"], "write it as section.key=value"),
         (["tiny.toml", "--set", "train.steps=many"], "setting train.steps = 'many': expected a whole number"),
         (["tiny.toml", "--set", "train.batch=0"], "setting train.batch = 0: must be at least 1"),
