@@ -115,14 +115,14 @@ def test_a_signal_before_the_first_step_or_during_a_save_is_handled(job: Any, sh
     job.comm.barrier()
 
     again = Training(job, shared_tmp_path, make_batches(9), every=2, keep=9)
-    save = again.run.state.save
+    save_request = again.run.state.save_request
 
-    def interrupted(*arguments: Any, **more: Any) -> None:
+    def interrupted() -> Any:
         if again.run.step == 4:
             os.kill(os.getpid(), signal.SIGUSR1)
-        save(*arguments, **more)
+        return save_request()
 
-    again.run.state.save = interrupted  # type: ignore[method-assign]
+    again.run.state.save_request = interrupted  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
         again.go()
     job.comm.barrier()
