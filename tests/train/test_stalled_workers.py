@@ -43,7 +43,7 @@ def train(mode, in_pass, steps=STEPS):
             optimizer.zero_grad()
             run.log(loss=loss)
             if step == steps:
-                run.log(same=strategy.figures())
+                run.log(same=strategy.metrics())
 
 def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
