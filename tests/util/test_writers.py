@@ -16,7 +16,6 @@ PACKAGE = Path(hpctrain.__file__).parent
 ALLOWED = {
     "util/atomic.py",  # the writer
     "train/lock.py",  # links its file into place, so that only one process succeeds
-    "transport/mpi_file.py",  # MPI creates the private file of a checkpoint (MODE_EXCL)
 }
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
 WRITING_METHODS = {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to"}
