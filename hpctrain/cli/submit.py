@@ -18,7 +18,7 @@ from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
 from hpctrain.jobs.submit import NAME, Submitted, submit
 from hpctrain.train.receipt import write
-from hpctrain.train.receipt.attempt import number
+from hpctrain.train.receipt.write import number
 from hpctrain.util.text import printable
 
 _EPILOG = """\

@@ -26,7 +26,7 @@ from hpctrain.train.changes import changed_settings
 from hpctrain.train.control import StopSaveFlags, warn_if_unwatched
 from hpctrain.train.feed import Feed
 from hpctrain.train.options import RunOptions
-from hpctrain.train.receipt.attempt import number
+from hpctrain.train.receipt.write import number
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import FEED, TrainState
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries

@@ -15,7 +15,7 @@ _STARTED = "HPCTRAIN_TEST_STARTED"  # the seconds that the first process of the 
 
 def note_start() -> None:
     """Record how long this process took to start, for it and for the processes that it starts."""
-    from hpctrain.train.receipt.write import process_age
+    from hpctrain.train.run_folder import process_age
 
     os.environ.setdefault(_STARTED, f"{process_age():.2f}")
 

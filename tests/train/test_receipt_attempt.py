@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hpctrain.train.receipt.attempt import catch_up, close_unfinished, drop, rows_of, seconds_since_epoch
+from hpctrain.train.receipt.write import catch_up, close_unfinished, drop, rows_of, seconds_since_epoch
 
 EPOCH = "2026-01-01T00:00:{:02}Z"
 ZERO = seconds_since_epoch(EPOCH.format(0)) or 0.0

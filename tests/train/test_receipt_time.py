@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hpctrain.train.receipt.write import TimeAccounting, process_age
+from hpctrain.train.run_folder import TimeAccounting, process_age
 
 
 def test_every_second_has_a_category() -> None:
@@ -59,7 +59,7 @@ def test_the_first_attempt_of_a_process_starts_with_the_process(monkeypatch: pyt
 
 
 def test_the_age_of_a_process_is_measured() -> None:
-    code = "import time; from hpctrain.train.receipt.write import process_age; time.sleep(0.3); print(process_age())"
+    code = "import time; from hpctrain.train.run_folder import process_age; time.sleep(0.3); print(process_age())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.3 <= float(done.stdout) <= time.monotonic() - began + 0.05

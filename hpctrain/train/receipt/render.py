@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.train.receipt.attempt import Attempt
-from hpctrain.train.receipt.read import RunReceipt, load
+from hpctrain.train.receipt.read import Attempt, RunReceipt, load
 from hpctrain.util.format import counted, format_number
 from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
 from hpctrain.util.text import columns, without_math

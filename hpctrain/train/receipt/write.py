@@ -5,27 +5,37 @@ The rank that ends a job is rarely the one that writes the receipt, so it writes
 
 from __future__ import annotations
 
+import calendar
 import getpass
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.train.lock import process_started
-from hpctrain.train.receipt.attempt import close_unfinished, drop
 from hpctrain.util import atomic
 from hpctrain.util.reading import read_json, reason
 from hpctrain.util.retry import retries, writing
+from hpctrain.util.text import shorten
 
+NAME = "run.json"
+LARGEST = 2**26  # bytes
 FAILURE_NAME = "failure.json"
 PATIENCE = 1.0  # seconds: a hanging filesystem must not keep the job from ending
+_LARGEST = 1e15  # largest absolute value of a number in a receipt; token counts come closest
+LATEST = 2.5e11  # seconds since the epoch: the year 9892
+_LONGEST = 300  # maximum characters of a text
+_SLACK = 1.0  # seconds: clocks are adjusted, and old receipts contain whole seconds only
+
+Row = Mapping[str, Any]
+Attempts = Sequence[dict[str, Any]]
 
 
 class FailureRecord:
@@ -67,95 +77,10 @@ def first_line(text: str, longest: int = 300) -> str:
     return line if len(line) <= longest else line[: longest - 3] + "..."
 
 
-# Running totals of an attempt's time: startup, steps, waits for checkpoints -------------------------------------------
-
-
-class TimeAccounting:
-    """Time accounting of the current attempt; ``age`` is the number of seconds since the attempt began.
-
-    By default, the attempt began when its process started, because the import of a large library is
-    part of the startup cost. If a process makes several runs, only the first one has this startup
-    time.
-    """
-
-    _first_taken: ClassVar[bool] = False
-
-    def __init__(self, age: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        if age is None:
-            age = 0.0 if TimeAccounting._first_taken else process_age()
-            TimeAccounting._first_taken = True
-        self._clock, self._began = clock, clock() - age
-        self._repeated = retries.count, retries.seconds
-        self._startup: float | None = None
-        self._step: int | None = None
-        self._tokens: float | None = None
-        self._steps = 0
-        self._step_seconds = self._save_seconds = 0.0
-
-    @property
-    def elapsed(self) -> float:
-        """Return the seconds since the attempt began."""
-        return self._clock() - self._began
-
-    @property
-    def is_starting(self) -> bool:
-        """Return whether no step has been completed yet."""
-        return self._startup is None
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of a step that has just ended."""
-        seconds = row.get("step_seconds", 0.0)
-        if self._startup is None:
-            self._startup = max(self.elapsed - self._save_seconds - seconds, 0.0)
-        self._step, self._tokens = row["step"], row.get("tokens", self._tokens)
-        self._steps += 1
-        self._step_seconds += seconds
-
-    def rewind(self, last_step: int) -> None:
-        """Roll back to a step; the time already spent is kept."""
-        self._step = last_step
-
-    def waited(self, seconds: float) -> None:
-        """Add the seconds of a wait for a checkpoint."""
-        self._save_seconds += seconds
-
-    def facts(self) -> dict[str, Any]:
-        """Return the facts for the receipt; before the first step, all time is startup."""
-        elapsed = self.elapsed
-        startup = elapsed - self._save_seconds if self._startup is None else self._startup
-        seconds = {
-            "elapsed_seconds": elapsed,
-            "startup_seconds": startup,
-            "step_seconds": self._step_seconds,
-            "save_seconds": self._save_seconds,
-        }
-        last = {"step": self._step, "tokens": self._tokens}
-        return {
-            **{name: round(value, 3) for name, value in seconds.items()},
-            "steps": self._steps,
-            **{name: value for name, value in last.items() if value is not None},
-            **retries.facts(self._repeated),
-        }
-
-
-def process_age() -> float:
-    """Return the seconds since this process started; 0 if the system does not report it."""
-    ticks = process_started(os.getpid())
-    if ticks is None:
-        return 0.0
-    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 0.0)
-
-
-# Receipt of a run (``run.json``): user, machine, versions, and the end and times of every attempt ---------------------
-#
 # A killed attempt cannot record how it ended. Rank 0 therefore writes the receipt during the run:
 # when the attempt begins, after its first step and at each checkpoint. Later steps are recorded in
-# ``metrics.jsonl``. The next attempt adds them to the receipt when it begins (``receipt_settle``),
+# ``metrics.jsonl``. The next attempt adds them to the receipt when it begins (``close_unfinished``),
 # before it drops the steps that it will repeat.
-
-
-NAME = "run.json"
-LARGEST = 2**26  # bytes
 
 
 class Receipt:
@@ -265,3 +190,120 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
+
+
+# Attempts without an end, and repeated steps: functions of a receipt's attempts and the rows of ``metrics.jsonl`` -----
+#
+# They modify the attempts that they are given.
+
+
+def rows_of(attempts: Attempts, rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each attempt: a step belongs to the last attempt that began at or before this step.
+
+    A row older than that attempt is left over from an attempt whose record is complete. Such a row
+    belongs to no attempt.
+    """
+    firsts = [number(attempt, "first_step", 1) for attempt in attempts]
+    for index in range(len(firsts) - 2, -1, -1):
+        firsts[index] = min(firsts[index], firsts[index + 1])
+    begun = [began(attempt) or 0.0 for attempt in attempts]
+    found: list[list[Row]] = [[] for _ in attempts]
+    for row in rows:
+        index = bisect_right(firsts, row["step"]) - 1
+        if index >= 0 and number(row, "unix_time", begun[index]) >= begun[index] - _SLACK:
+            found[index].append(row)
+    return found
+
+
+def drop(attempts: Attempts, rows: Sequence[Row], last_step: int) -> None:
+    """Count the steps after ``last_step`` as repeated, each in the attempt that computed it."""
+    for attempt, own_rows in zip(attempts, rows_of(attempts, rows)):
+        dropped = [row for row in own_rows if row["step"] > last_step]
+        if dropped:
+            attempt["repeated_steps"] = int(number(attempt, "repeated_steps")) + len(dropped)
+            attempt["repeated_seconds"] = round(number(attempt, "repeated_seconds") + seconds_in(dropped), 3)
+
+
+def close_unfinished(attempts: Attempts, rows: Sequence[Row], failure: Mapping[str, Any]) -> None:
+    """Complete every attempt without an end; ``failure`` is the failure record of a rank that ended the job."""
+    for attempt, own_rows in zip(attempts, rows_of(attempts, rows)):
+        if attempt.get("status") == "running":
+            catch_up(attempt, own_rows)
+            is_last = attempt is attempts[-1]
+            _close(attempt, failure if is_last else {})
+
+
+def catch_up(attempt: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Add the steps that an attempt computed after its last update of the receipt."""
+    tail = [row for row in rows if row["step"] > number(attempt, "step", number(attempt, "first_step", 1) - 1)]
+    if not tail:
+        return
+    last, begun = tail[-1], began(attempt)
+    attempt["step"] = last["step"]
+    if (tokens := maybe(last, "tokens")) is not None:
+        attempt["tokens"] = tokens
+    if maybe(attempt, "step_seconds") is None:
+        return  # written by an earlier version: only the metrics contain the times of its steps
+    attempt["steps"] = int(number(attempt, "steps")) + len(tail)
+    attempt["step_seconds"] = round(number(attempt, "step_seconds") + seconds_in(tail), 3)
+    elapsed = number(attempt, "elapsed_seconds") + seconds_in(tail)
+    if begun is not None:
+        elapsed = max(elapsed, number(last, "unix_time", begun) - begun)
+    attempt["elapsed_seconds"] = round(elapsed, 3)
+
+
+def _close(attempt: dict[str, Any], failure: Mapping[str, Any]) -> None:
+    begun = began(attempt)
+    at = number(failure, "unix_time", -1.0)
+    has_record = begun is not None and at >= begun - _SLACK
+    attempt["status"] = "failed" if has_record else "killed"
+    if begun is None:
+        return
+    if has_record:
+        attempt |= {"reason": text(failure, "reason"), "failed_rank": maybe(failure, "rank")}
+        attempt["failed_host"] = text(failure, "host")
+        attempt["elapsed_seconds"] = round(max(number(attempt, "elapsed_seconds"), at - begun), 3)
+    if "elapsed_seconds" in attempt:
+        attempt["ended"] = clock(min(max(begun + number(attempt, "elapsed_seconds"), 0.0), LATEST))
+
+
+def seconds_in(rows: Sequence[Row]) -> float:
+    """Return the total seconds of some steps."""
+    return sum(number(row, "step_seconds") for row in rows)
+
+
+def number(facts: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+    """Return a number from ``facts``; the default if it is missing."""
+    found = maybe(facts, name)
+    return default if found is None else found
+
+
+def maybe(facts: Mapping[str, Any], name: str) -> float | None:
+    """Return a number from ``facts``; None if it is missing or a value that no run writes."""
+    value = facts.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if -_LARGEST < value < _LARGEST else None  # both comparisons are false for NaN
+
+
+def text(facts: Mapping[str, Any], name: str) -> str | None:
+    """Return a text from ``facts``, truncated if it is long; None if it is missing or neither text nor number."""
+    value = facts.get(name)
+    if isinstance(value, str):
+        return shorten(value, _LONGEST) or None
+    return None if maybe(facts, name) is None else str(value)
+
+
+def began(attempt: Mapping[str, Any]) -> float | None:
+    """Return the start of an attempt in seconds since the epoch."""
+    exact = maybe(attempt, "unix_time")
+    begun = seconds_since_epoch(attempt.get("started")) if exact is None else exact
+    return begun if begun is not None and 0 <= begun < LATEST else None
+
+
+def seconds_since_epoch(text: Any) -> float | None:
+    """Return the seconds since the epoch of a time such as ``2026-01-31T12:00:00Z``."""
+    try:
+        return float(calendar.timegm(time.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ")))
+    except (ValueError, OverflowError):
+        return None
