@@ -28,7 +28,7 @@ from harness import RESULTS, provenance, summary, table, write
 
 from hpctrain.cli.main import Parser, report
 from hpctrain.cluster.launcher import without_launcher
-from hpctrain.data.arrays import write_arrays
+from hpctrain.data.dataset import write_arrays
 from hpctrain.data.pack import pack
 from hpctrain.errors import UsageError
 from hpctrain.forecast.facts import facts_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpctrain.data.arrays import write_arrays
+from hpctrain.data.dataset import write_arrays
 from hpctrain.errors import HpctrainError
 
 BRIGHTEST = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.data.arrays import ArrayDataset
+from hpctrain.data.dataset import ArrayDataset
 from hpctrain.models.build import build
 from hpctrain.train.config import load
 

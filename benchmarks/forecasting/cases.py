@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from forecasting.own_models import CLASSES, CONTEXT
 
-from hpctrain.data.arrays import write_arrays
+from hpctrain.data.dataset import write_arrays
 from hpctrain.data.pack import pack
 
 STEPS = 5

@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.models.gpt import GPT
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.offload.config import OffloadSettings

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.errors import UsageError
 from hpctrain.models.gpt import GPT
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 
 CONTEXT = 128
 HEAD_WIDTH = 64

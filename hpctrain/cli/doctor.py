@@ -128,7 +128,7 @@ def _width() -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     from hpctrain.comm.agreement import on_first_rank
-    from hpctrain.doctor.preflight import verdict
+    from hpctrain.doctor.preflight.report import findings as findings_of
     from hpctrain.doctor.preflight.survey import SurveyPlan, survey
     from hpctrain.train.init import init
 
@@ -138,7 +138,7 @@ def _preflight(args: argparse.Namespace) -> int:
         progress = _StageProgress(shown=job.rank == 0)
         plan = SurveyPlan(seconds=args.seconds or _SECONDS, folder=args.folder or Path("."))
         report = survey(job.comm, job.device, plan, progress)
-        findings = verdict.findings(report, detect().scheduler)
+        findings = findings_of(report, detect().scheduler)
         on_first_rank(job.comm, lambda: _print_preflight(args, report, findings))
     return exit_code(findings, strict=args.strict)
 
@@ -164,14 +164,14 @@ class _StageProgress:
 
 def _print_preflight(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
     """Print, write and draw a preflight report."""
-    from hpctrain.doctor.preflight import report as text
-    from hpctrain.doctor.preflight import verdict
+    from hpctrain.doctor.preflight.report import excluded, figure
+    from hpctrain.doctor.preflight.report import lines as lines_of
 
-    leave = verdict.excluded(report)
+    leave = excluded(report)
     found = {"kind": "preflight", **report.to_json(), "exclude": leave, **_as_json(findings)}
     took = f"{summary(findings)}; measured in {report.seconds:.1f} s"
-    lines = [*text.lines(report), "", *table(findings, _width()), "", took]
+    lines = [*lines_of(report), "", *table(findings, _width()), "", took]
     _print(args, found, [*lines, *([f"--exclude={leave}"] if leave and detect().scheduler != "pbs" else [])])
     if args.picture:
         title = f"preflight of {len(report.placements)} ranks on {len(report.hosts)} nodes"
-        save_figure(text.figure(report, title), args.picture)
+        save_figure(figure(report, title), args.picture)

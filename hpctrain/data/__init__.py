@@ -11,26 +11,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.data.arrays import ArrayDataset as ArrayDataset
-    from hpctrain.data.arrays import write_arrays as write_arrays
+    from hpctrain.data.dataset import ArrayDataset as ArrayDataset
+    from hpctrain.data.dataset import TokenDataset as TokenDataset
+    from hpctrain.data.dataset import write_arrays as write_arrays
     from hpctrain.data.loader import Batch as Batch
     from hpctrain.data.loader import Loader as Loader
     from hpctrain.data.loader import SampleOrder as SampleOrder
     from hpctrain.data.loader import evaluation_batches as evaluation_batches
     from hpctrain.data.settings import DataSettings as DataSettings
     from hpctrain.data.settings import open_dataset as open_dataset
-    from hpctrain.data.tokens import TokenDataset as TokenDataset
 
 _HOMES = {
-    "ArrayDataset": "arrays",
+    "ArrayDataset": "dataset",
     "Batch": "loader",
     "DataSettings": "settings",
     "Loader": "loader",
     "SampleOrder": "loader",
-    "TokenDataset": "tokens",
+    "TokenDataset": "dataset",
     "evaluation_batches": "loader",
     "open_dataset": "settings",
-    "write_arrays": "arrays",
+    "write_arrays": "dataset",
 }
 
 __all__ = [

@@ -8,8 +8,9 @@ from typing import Any
 
 import h5py
 
-from hpctrain.data import arrays, pack
+from hpctrain.data import pack
 from hpctrain.data.corpus import SPLITS
+from hpctrain.data.dataset import ARRAY_FORMAT
 from hpctrain.data.hdf5 import attribute, checksum, dataset_of, find_dataset, open_file
 from hpctrain.errors import DataError
 from hpctrain.util.text import columns
@@ -54,12 +55,12 @@ def _texts(sources: h5py.Dataset, path: str | Path) -> list[str]:
 
 
 def _dataset_names(file: h5py.File) -> tuple[str, ...]:
-    kind = attribute(file, "format", arrays.FORMAT)
+    kind = attribute(file, "format", ARRAY_FORMAT)
     if kind == pack.FORMAT:
         return ("tokens",)
-    if kind == arrays.FORMAT:
+    if kind == ARRAY_FORMAT:
         return ("inputs", "targets")
-    raise DataError(f"{file.filename} has format {kind!r}, expected {pack.FORMAT!r} or {arrays.FORMAT!r}")
+    raise DataError(f"{file.filename} has format {kind!r}, expected {pack.FORMAT!r} or {ARRAY_FORMAT!r}")
 
 
 def _describe_dataset(file: h5py.File, name: str) -> dict[str, Any]:

@@ -43,9 +43,7 @@ class DataSettings:
 
 def open_dataset(settings: DataSettings, split: str, context: int | None = None) -> FileDataset:
     """Open a split of the configured files; token files are divided into windows of ``context`` tokens."""
-    from hpctrain.data.arrays import ArrayDataset
-    from hpctrain.data.dataset import JoinedDataset
-    from hpctrain.data.tokens import TokenDataset
+    from hpctrain.data.dataset import ArrayDataset, JoinedDataset, TokenDataset
 
     if not settings.files:
         raise SettingsError("data.files is empty: name at least one file, such as hpctrain data pack writes")

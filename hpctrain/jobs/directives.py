@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs.fields import clock
+from hpctrain.jobs.template import clock
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
 from hpctrain.jobs.template import Raw, Value, join

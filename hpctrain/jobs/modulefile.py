@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from hpctrain._version import __version__
 from hpctrain.errors import UsageError
-from hpctrain.jobs.fields import check, check_all
+from hpctrain.jobs.template import check, check_all
 from hpctrain.jobs.template import fill
 from hpctrain.util import atomic
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from hpctrain.cluster import world_check
 from hpctrain.errors import UsageError
-from hpctrain.jobs.fields import check, check_all, check_number
+from hpctrain.jobs.template import check, check_all, check_number
 from hpctrain.jobs.template import package_templates
 from hpctrain.settings import Tree, build, read_toml, unknown
 

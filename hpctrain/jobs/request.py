@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs.fields import check, check_all, check_number, seconds
+from hpctrain.jobs.template import check, check_all, check_number, seconds
 from hpctrain.settings import to_toml
 
 Template = Literal["train", "benchmark", "array"]

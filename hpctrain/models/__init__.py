@@ -10,20 +10,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.models.convnet import ConvNet as ConvNet
+    from hpctrain.models.build import MLP as MLP
+    from hpctrain.models.build import ConvNet as ConvNet
     from hpctrain.models.gpt import GPT as GPT
-    from hpctrain.models.mlp import MLP as MLP
-    from hpctrain.models.sampling import generate as generate
+    from hpctrain.models.gpt import generate as generate
+    from hpctrain.models.settings import GPTConfig as GPTConfig
     from hpctrain.models.settings import ModelSettings as ModelSettings
-    from hpctrain.models.shapes import GPTConfig as GPTConfig
 
 _HOMES = {
-    "ConvNet": "convnet",
+    "ConvNet": "build",
     "GPT": "gpt",
-    "GPTConfig": "shapes",
-    "MLP": "mlp",
+    "GPTConfig": "settings",
+    "MLP": "build",
     "ModelSettings": "settings",
-    "generate": "sampling",
+    "generate": "gpt",
 }
 
 __all__ = ["ConvNet", "GPT", "GPTConfig", "MLP", "ModelSettings", "generate"]

@@ -1,19 +1,114 @@
-"""Construction of the model that the settings name."""
+"""Construction of the model that the settings name, and the two small models for images and vectors."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
 from hpctrain.models.settings import ModelSettings
+from hpctrain.models.weights import allocate, draw_weights, initialise_as_torch, without_memory
 from hpctrain.settings import call_named, function_named
+
+
+class MultiLayerPerceptron(nn.Sequential):
+    """Flattened input, then alternating linear layers and ReLU; a plain sequence, easy to split into stages.
+
+    Maps ``[batch, *input_shape]`` to ``[batch, outputs]``.
+    """
+
+    def __init__(self, input_shape: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> None:
+        sizes = [math.prod(input_shape), *hidden, outputs]
+        if min(sizes) < 1:
+            raise SettingsError(f"mlp with sizes {sizes}: allowed are whole numbers above 0")
+        layers: list[nn.Module] = [nn.Flatten()]
+        with without_memory():
+            for size, next_size in zip(sizes, sizes[1:]):
+                layers += [nn.Linear(size, next_size), nn.ReLU()]
+        super().__init__(*layers[:-1])
+        # Tensor parallelism: of each pair of linear layers, the first is split by outputs, the second by inputs.
+        linear = [str(place) for place in range(1, len(layers), 2)]
+        pairs = zip(linear[::2], linear[1::2])
+        self.tensor_plan = {name: kind for pair in pairs for name, kind in zip(pair, ("column", "row"))}
+        allocate(self)
+        draw_weights(self, self.initialise)
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Initialise the weights of one module in place, from torch's seed and the module's name in the model."""
+        initialise_as_torch(name, module)
+
+
+MLP = MultiLayerPerceptron  # earlier name, public as hpctrain.models.MLP
+
+
+# Small convolutional network for images, such as digits ---------------------------------------------------------------
+
+
+class ConvNet(nn.Module):
+    """Convolution, batch norm, ReLU and pooling for each entry of ``channels``, then one linear layer.
+
+    Images are ``(height, width)`` or ``(channels, height, width)``; every pooling halves height and
+    width.
+    """
+
+    def __init__(self, input_shape: Sequence[int], outputs: int, channels: Sequence[int] = (16, 32)) -> None:
+        super().__init__()
+        if len(input_shape) not in (2, 3):
+            raise SettingsError(f"convnet on inputs of shape {tuple(input_shape)}: allowed are images of 2 or 3 dims")
+        depth, height, width = input_shape if len(input_shape) == 3 else (1, *input_shape)
+        shrink = 2 ** len(channels)
+        if min(height, width) < shrink or min([*channels, outputs], default=1) < 1:
+            raise SettingsError(
+                f"convnet with channels {list(channels)} and {outputs} outputs on images of {height} x {width}: "
+                f"needs numbers above 0 and at least {shrink} x {shrink} pixels"
+            )
+        pixels = (height // shrink) * (width // shrink)
+        with without_memory():
+            self.features = nn.Sequential(*_layers([depth, *channels]))
+            self.head = nn.Linear([depth, *channels][-1] * pixels, outputs)
+        allocate(self)
+        draw_weights(self, self.initialise)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return ``[batch, outputs]`` for images ``[batch, (channels,) height, width]``."""
+        return self.head(_flat(self.features(_with_channels(images))))  # type: ignore[no-any-return]
+
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        """Return the sequence of layers that make up the model; pipeline stages may begin at any of them."""
+        return [_with_channels, *self.features, _flat, self.head]
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Initialise the weights of one module in place, from torch's seed and the module's name in the model."""
+        initialise_as_torch(name, module)
+
+
+def _with_channels(images: Tensor) -> Tensor:
+    return images.unsqueeze(1) if images.ndim == 3 else images
+
+
+def _flat(features: Tensor) -> Tensor:
+    return features.flatten(1)
+
+
+def _layers(channels: Sequence[int]) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for size, next_size in zip(channels, channels[1:]):
+        layers += [
+            nn.Conv2d(size, next_size, kernel_size=3, padding=1, bias=False),  # the norm has a bias
+            nn.BatchNorm2d(next_size),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return layers
+
+
+# Construction of the model that the settings name ---------------------------------------------------------------------
+
 
 _BUILTIN: dict[str, Callable[..., nn.Module]] = {"convnet": ConvNet, "mlp": MultiLayerPerceptron}
 

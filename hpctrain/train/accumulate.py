@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.data.nested import cut, samples_in
+from hpctrain.data.split_loader import cut, samples_in
 from hpctrain.errors import UsageError
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import on_shards

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpctrain.data.nested import cut, samples_in
+from hpctrain.data.split_loader import cut, samples_in
 from hpctrain.data.random_streams import OuterState
 from hpctrain.data.split_loader import generators_of
 from hpctrain.errors import UsageError

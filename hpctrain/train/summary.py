@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpctrain.models.gpt import GPT
-from hpctrain.models.sampling import generate
+from hpctrain.models.gpt import generate
 from hpctrain.train.receipt import render
 from hpctrain.util.text import printable_lines
 

@@ -15,7 +15,7 @@ from racing.names import DDP, DIGITS, EASGD, EASGD_APART, GPT, HOGWILD, LOCKED, 
 from support.jobs import JobStarter
 from support.programs import be_alone, in_one_job
 
-from hpctrain.data.arrays import write_arrays
+from hpctrain.data.dataset import write_arrays
 from hpctrain.data.pack import pack
 from hpctrain.errors import UsageError
 

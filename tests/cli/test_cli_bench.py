@@ -150,9 +150,10 @@ JOB = """
 import json
 import hpctrain
 from hpctrain.comm.tuning.measure import layout_of
-from hpctrain.train.calibration import stored_table
+from hpctrain.train.calibration import stored
 job = hpctrain.init(device="cpu")
-tables = job.comm.all_gather_object(stored_table(job.comm, layout_of(job.comm)))
+measured = stored(job.comm).measurements[layout_of(job.comm)]
+tables = job.comm.all_gather_object(measured.table)
 if job.rank == 0:
     print(json.dumps([table.to_json() for table in tables]))
 """

@@ -16,7 +16,7 @@ from hpctrain.cli import doctor
 from hpctrain.cli.main import main
 from hpctrain.doctor.findings import Finding, error, ok, warning
 from hpctrain.doctor.login import examine as login
-from hpctrain.doctor.preflight import verdict
+from hpctrain.doctor.preflight.report import findings
 
 WELL = [ok("torch", "2.13")]
 WARNED = [*WELL, warning("MPI", "odd", "why", "do")]
@@ -131,7 +131,7 @@ def telling(tmp_path: Path, **options: Any) -> argparse.Namespace:
 def test_a_preflight_is_printed_and_written(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     found = report(4, 1, products=[1e11, 1e11, 4e10, 1e11])
-    doctor._print_preflight(telling(tmp_path), found, verdict.findings(found))
+    doctor._print_preflight(telling(tmp_path), found, findings(found))
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "--exclude=n3" and "2 warnings, 0 errors; measured in 12.0 s" in lines[-2]
     written = json.loads((tmp_path / "found.json").read_text())

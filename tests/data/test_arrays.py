@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.arrays import ArrayDataset, write_arrays
+from hpctrain.data.dataset import ArrayDataset, write_arrays
 from hpctrain.errors import DataError
 
 RNG = np.random.default_rng(0)

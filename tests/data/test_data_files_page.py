@@ -13,7 +13,7 @@ import pytest
 from support.training_fixtures import give_back_process, metrics_of
 
 from hpctrain.cli.main import main
-from hpctrain.data.arrays import ArrayDataset
+from hpctrain.data.dataset import ArrayDataset
 from hpctrain.data.describe import describe
 from hpctrain.train.control import SIGNALS
 

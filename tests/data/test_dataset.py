@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.arrays import ArrayDataset, write_arrays
+from hpctrain.data.dataset import ArrayDataset, write_arrays
 from hpctrain.data.dataset import JoinedDataset
 from hpctrain.errors import DataError
 

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data.arrays import write_arrays
+from hpctrain.data.dataset import write_arrays
 from hpctrain.data.describe import describe, render
 from hpctrain.data.pack import pack
 from hpctrain.errors import DataError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data import tokens as tokens_module
-from hpctrain.data.tokens import TokenDataset
+from hpctrain.data import dataset as tokens_module
+from hpctrain.data.dataset import TokenDataset
 from hpctrain.errors import DataError, SettingsError
 
 

@@ -15,7 +15,7 @@ import pytest
 from support.cpu_burner import BURN
 from support.forecasts import CPU
 
-from hpctrain.data.arrays import write_arrays
+from hpctrain.data.dataset import write_arrays
 from hpctrain.forecast import dry_run, time_forecasts
 from hpctrain.forecast.dry_run import DryRunTimes, time_dry_run
 from hpctrain.forecast.facts import facts_of

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpctrain.errors import UsageError
 from hpctrain.forecast.facts import Spec, describe, facts_of
 from hpctrain.forecast.time_work import count
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet
 from hpctrain.parallel.config import ParallelSettings
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs.fields import KINDS, check, check_number, clock, seconds
+from hpctrain.jobs.template import KINDS, check, check_number, clock, seconds
 
 GOOD = {
     "job name": ["gpt-tiny", "a", "Run_2.b+c"],

@@ -19,7 +19,7 @@ from support.batch import Batch
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
-from hpctrain.jobs.fields import KINDS, check
+from hpctrain.jobs.template import KINDS, check
 from hpctrain.jobs.profile import Profile, load
 from hpctrain.jobs.render import render
 from hpctrain.jobs.request import Request, run_folder

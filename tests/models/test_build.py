@@ -11,9 +11,9 @@ import torch
 
 from hpctrain.errors import SettingsError
 from hpctrain.models.build import build
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
+from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.settings import ModelSettings
 from hpctrain.settings import UserCodeError
 
@@ -47,7 +47,7 @@ def lines():
     raise ValueError("two\\nlines")
 
 def ours():
-    from hpctrain.models.mlp import MultiLayerPerceptron
+    from hpctrain.models.build import MultiLayerPerceptron
     return MultiLayerPerceptron(input_shape=(3,), outputs=0)
 """
 

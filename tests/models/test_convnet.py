@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (3, 28, 28), (9, 13)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.errors import UsageError
 from hpctrain.models.gpt import GPT
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 
 CONFIG = GPTConfig(layers=3, heads=4, width=24, context=16, vocab_size=50, tied=False)
 

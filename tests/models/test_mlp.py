@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.mlp import MultiLayerPerceptron
+from hpctrain.models.build import MultiLayerPerceptron
 
 
 def test_outputs_equal_those_of_plain_products() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
-from hpctrain.models.shapes import SHAPES
+from hpctrain.models.settings import SHAPES
 from hpctrain.settings import build, to_tree
 
 

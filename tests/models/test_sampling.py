@@ -9,8 +9,8 @@ import torch
 
 from hpctrain.errors import UsageError
 from hpctrain.models.gpt import GPT
-from hpctrain.models.sampling import generate
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.gpt import generate
+from hpctrain.models.settings import GPTConfig
 
 
 @pytest.fixture

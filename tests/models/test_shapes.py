@@ -9,7 +9,7 @@ import torch
 
 from hpctrain.errors import SettingsError
 from hpctrain.models.gpt import GPT
-from hpctrain.models.shapes import SHAPES, GPTConfig
+from hpctrain.models.settings import SHAPES, GPTConfig
 
 
 @pytest.mark.parametrize(

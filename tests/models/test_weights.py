@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.build import MultiLayerPerceptron
+from hpctrain.models.settings import GPTConfig
 from hpctrain.models.weights import draw_weights, fill, generator_for, initialise_as_torch
 
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.build import MultiLayerPerceptron
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.meta_init import check_initialisable, initial_values, is_meta, make_buffers, materialise
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models.gpt import GPT, Block
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.recompute import recompute
 
 WIDTH = 6

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from hpctrain.errors import UsageError
-from hpctrain.models.mlp import MultiLayerPerceptron
+from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import LOSSES, Objective
 from hpctrain.parallel.offload.config import OffloadSettings

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet
 from hpctrain.parallel import sync_batchnorm
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm, convert

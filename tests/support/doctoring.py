@@ -9,12 +9,10 @@ from hpctrain.doctor.findings import Finding
 from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.resources import ProcessLimits
 from hpctrain.doctor.login.schedulers import Slurm
-from hpctrain.doctor.preflight.clocks import Skew
-from hpctrain.doctor.preflight.files import Written
-from hpctrain.doctor.preflight.pairs import Pair, Tournament, schedule
+from hpctrain.doctor.preflight.messages import Pair, ReductionCheck, Skew, Tournament, schedule
 from hpctrain.doctor.preflight.placement import Host, RankPlacement
-from hpctrain.doctor.preflight.reductions import ReductionCheck
-from hpctrain.doctor.preflight.report import PreflightReport
+from hpctrain.doctor.preflight.rates import Written
+from hpctrain.doctor.preflight.survey import PreflightReport
 from hpctrain.util.probe import Answer
 
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri\n"

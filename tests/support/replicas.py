@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.config import ParallelSettings
 
 TINY = ParallelSettings(bucket_mib=1e-6)  # one bucket per parameter

@@ -13,7 +13,7 @@ import torch
 from support.training_fixtures import metrics_of
 from torch import nn
 
-from hpctrain.data.arrays import write_arrays
+from hpctrain.data.dataset import write_arrays
 from hpctrain.errors import HpctrainError
 from hpctrain.train import watchdog
 from hpctrain.train.config import load
@@ -81,7 +81,7 @@ def plain_losses() -> list[float]:
     orders = [np.random.Generator(np.random.PCG64([3, epoch])).permutation(SAMPLES) for epoch in range(4)]
     order = np.concatenate(orders)
     torch.manual_seed(3)
-    from hpctrain.models.mlp import MultiLayerPerceptron
+    from hpctrain.models.build import MultiLayerPerceptron
 
     model = MultiLayerPerceptron(input_shape=(3,), outputs=1, hidden=[5])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -1,8 +1,10 @@
-"""Collection of facts, in concurrent subprocesses, and their evaluation."""
+"""Diagnosis of a login node and of a job script: facts from concurrent subprocesses, and their evaluation."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import detect
-from hpctrain.doctor.findings import Finding, note, ok
-from hpctrain.doctor.login import environment, libraries, mpi, resources, schedulers, script
-from hpctrain.errors import LaunchError
+from hpctrain.doctor.findings import Finding, error, note, ok, warning
+from hpctrain.doctor.login import environment, libraries, mpi, resources, schedulers
+from hpctrain.doctor.login.mpi import Mpi, fits, needed_type
+from hpctrain.doctor.login.schedulers import Slurm
+from hpctrain.errors import LaunchError, UsageError
+from hpctrain.jobs.check import problems
 from hpctrain.util.probe import Answer
+from hpctrain.util.reading import read_text, reason
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,14 @@ def check(facts: LoginFacts, text: str | None = None) -> list[Finding]:
         *resources.check_limits(facts.limits, scheduler),
         *resources.check_storage(facts.storage),
     ]
-    return found if text is None else [*found, *script.check_script(text, facts.mpi, facts.slurm, environ)]
+    return found if text is None else [*found, *check_script(text, facts.mpi, facts.slurm, environ)]
 
 
 def examine(
     script_path: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> tuple[LoginFacts, list[Finding]]:
     """Return the facts and the findings."""
-    text = None if script_path is None else script.read_script(script_path)  # before any program is run
+    text = None if script_path is None else read_script(script_path)  # before any program is run
     facts = gather(environ)
     return facts, check(facts, text)
 
@@ -116,3 +122,157 @@ def _check_node(facts: LoginFacts) -> Iterator[Finding]:
 
 
 _NAMES = {"slurm": "Slurm", "pbs": "PBS"}
+
+
+# Checks of a job script: its directives, and the lines that start ranks -----------------------------------------------
+
+
+_LAUNCHERS = ("srun", "mpirun", "mpiexec")
+_PREFIX_WORDS = ("exec", "time", "nohup", "if", "!", "then", "else", "do")  # words that may precede a command
+
+
+@dataclass(frozen=True)
+class Start:
+    """Command of a script that starts ranks."""
+
+    line: int
+    words: tuple[str, ...]
+    in_background: bool  # it runs in the background
+
+    @property
+    def launcher(self) -> str:
+        """Return the launcher's name."""
+        return self.words[0].rpartition("/")[2]
+
+    def value(self, *options: str) -> str | None:
+        """Return the value of the first of these options that is present; empty if it has no value."""
+        for number, word in enumerate(self.words[1:], 1):
+            name, equals, value = word.partition("=")
+            if name in options:
+                after = self.words[number + 1] if number + 1 < len(self.words) else ""
+                return value if equals else "" if after.startswith("-") else after
+            letter = next((option for option in options if len(option) == 2 and word.startswith(option)), None)
+            if letter and not word.startswith("--"):
+                return word[2:]
+        return None
+
+
+def read_script(path: Path) -> str:
+    """Return the text of a script; raises ``UsageError`` if it cannot be read."""
+    try:
+        return read_text(path)
+    except (OSError, ValueError) as failure:
+        raise UsageError(f"cannot read the script {path}: {reason(failure)}", everywhere=True) from failure
+
+
+def starts(script: str) -> list[Start]:
+    """Return the commands of a script that start ranks, in order."""
+    found = []
+    for number, line in _joined(script):
+        try:
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|()")
+            lexer.whitespace_split, lexer.commenters = True, "#"
+            words = list(lexer)
+        except ValueError:
+            continue  # a quoted string over several lines: no command begins here
+        for command, end in _commands(words):
+            while command and (command[0] in _PREFIX_WORDS or re.match(r"\w+=", command[0])):
+                command = command[1:]
+            if command and command[0].rpartition("/")[2] in _LAUNCHERS:
+                found.append(Start(number, tuple(command), end == "&"))
+    return found
+
+
+def check_script(script: str, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings on a script that is to run with this MPI under this Slurm."""
+    wrong = problems(script)
+    for text in wrong:
+        yield error("script", text, "the scheduler refuses it, or interprets it differently", "hpctrain job check")
+    commands = starts(script)
+    if not commands:
+        yield note("script", "no line starts ranks (srun, mpirun, mpiexec)", "the program will run as one process")
+    before = [*wrong]
+    for start in commands:
+        found = [*_check_srun(script, start, mpi, slurm, environ)] if start.launcher == "srun" else []
+        found += _check_trap(script, start)
+        before += [finding.found for finding in found]
+        yield from found
+    if not before:
+        yield ok("script", "; ".join(f"line {start.line} starts ranks by {start.launcher}" for start in commands))
+
+
+def _check_srun(script: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+    where = f"line {start.line}: srun"
+    kills = start.value("--kill-on-bad-exit", "-K")
+    set_there = re.search(r"^\s*export\b.*\bSLURM_KILL_BAD_EXIT=1\b", script, re.MULTILINE)
+    if (kills is None and not set_there and slurm.setting("KillOnBadExit") != "1") or kills == "0":
+        yield warning(
+            "script",
+            f"{where} without --kill-on-bad-exit=1",
+            "a rank that is killed (out of memory) leaves the others waiting until the walltime is over",
+            "write srun --kill-on-bad-exit=1",
+        )
+    yield from _check_type(where, start, mpi, slurm, environ)
+    cpus = re.search(r"^#SBATCH\s+(--cpus-per-task[= ]|-c\s*)(\d+)", script, re.MULTILINE)
+    passed = start.value("--cpus-per-task", "-c") is not None or "SRUN_CPUS_PER_TASK" in script
+    if cpus and not passed and slurm.drops_cpus_per_task:
+        yield warning(
+            "script",
+            f"{where} without --cpus-per-task",
+            "Slurm 22.05 to 23.02 do not pass it on from #SBATCH: every rank gets one core",
+            f"write srun --cpus-per-task={cpus[2]}",
+        )
+
+
+def _check_type(where: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding if an srun command does not request the ``--mpi`` type of this MPI."""
+    kind = needed_type(mpi)
+    asked = start.value("--mpi")
+    default = environ.get("SLURM_MPI_TYPE") or slurm.setting("MpiDefault")
+    if not kind or (asked is None and fits(default, kind)) or fits(asked or "", kind):
+        return
+    text = f"{where} {f'with --mpi={asked}' if asked else 'without --mpi='}"
+    why = f"ranks of {mpi.described} need {kind}: they do not see each other otherwise, and hpctrain refuses to start"
+    advice = f"write srun --mpi={kind}"
+    if asked or default:
+        yield error("script", text, why, advice)
+    else:
+        yield note("script", f"{text}, and what it takes then is not known here", why, advice)
+
+
+def _check_trap(script: str, start: Start) -> Iterator[Finding]:
+    """Yield a finding if bash cannot run the script's signal trap before the ranks have ended."""
+    caught = re.search(r"^\s*trap\s+(?!-).*\b(USR1|USR2|TERM|SIGUSR1|SIGUSR2|SIGTERM)\b", script, re.MULTILINE)
+    if caught and not start.in_background and script.count("\n", 0, caught.start(1)) < start.line:
+        yield warning(
+            "script",
+            f"line {start.line}: {start.launcher} runs in the foreground, and the script has a trap for {caught[1]}",
+            "bash runs a trap only when the command in the foreground has ended",
+            "end the command with & and wait for it, as scripts of hpctrain job do",
+        )
+
+
+def _joined(script: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a script with their numbers; a line that ends with a backslash is joined with the next."""
+    begin, text = 0, ""
+    for number, line in enumerate(script.split("\n"), 1):
+        begin = begin or number
+        if line.endswith("\\"):
+            text += line[:-1] + " "
+            continue
+        yield begin, text + line
+        begin, text = 0, ""
+    if text:
+        yield begin, text
+
+
+def _commands(words: list[str]) -> Iterator[tuple[list[str], str]]:
+    """Yield the commands of a line, each with its terminator."""
+    command: list[str] = []
+    for word in words:
+        if word and set(word) <= set("&;|()"):
+            yield command, word
+            command = []
+        else:
+            command.append(word)
+    yield command, ""

@@ -1,13 +1,45 @@
-"""Checks of libraries: torch and its devices, the GPU driver, NCCL through CuPy, and HDF5 through h5py."""
+"""Checks of libraries: torch and its devices, the GPU driver, NCCL through CuPy, HDF5; each loaded by a probe.
+
+A probe is a part of ``doctor/probes.py`` that runs in a subprocess, so that a library that hangs or
+crashes is detected.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from hpctrain.cluster.launcher import without_launcher
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login.probe import LOAD_TIMEOUT, run_probe
-from hpctrain.util.probe import Answer, run_program
+from hpctrain.util.child import SAFE_PATH, python
+from hpctrain.util.probe import Answer, facts_in, run_program
+
+LOAD_TIMEOUT = 60.0  # seconds that a library may take to load, from a filesystem with cold caches
+PREFIX = "hpctrain-doctor "  # of the line with a probe's facts
+PROBES = Path(__file__).resolve().parent.parent / "probes.py"
+
+
+def run_probe(
+    name: str, *arguments: str, timeout: float = LOAD_TIMEOUT, isolated: bool = False, program: Path = PROBES
+) -> Answer:
+    """Run a probe of this name, not as a rank of this job, and return the facts that it prints.
+
+    ``isolated`` leaves out site-packages, for a probe that needs only the standard library.
+    """
+    options = ["-I", "-S"] if isolated else []
+    # A plain interpreter puts the program's own folder first in its path.
+    command = python(*options, str(program), name, *arguments)
+    found = run_program(command, timeout=timeout, environ={**without_launcher(os.environ), SAFE_PATH: "1"})
+    facts = None if found.error else facts_in(found.text, PREFIX)
+    if facts is None:
+        return replace(found, error=found.error or "it printed nothing")
+    return replace(found, facts=facts)
+
+
+# Torch ----------------------------------------------------------------------------------------------------------------
+
 
 _OLDEST_TORCH = (2, 11)
 _SLOW = 20.0  # seconds; from a warm local disk it takes two

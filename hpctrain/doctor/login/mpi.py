@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.cluster import world_check
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login.probe import LOAD_TIMEOUT, run_probe
+from hpctrain.doctor.login.libraries import LOAD_TIMEOUT, run_probe
 from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.jobs import profile
 from hpctrain.util.probe import Answer, run_program

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpctrain.cluster.binding import cpu_affinity, format_cpus
 from hpctrain.cluster.shared_memory import SEGMENTS, Segment, left_over
 from hpctrain.doctor.findings import Finding, advice, error, note, ok, warning
-from hpctrain.doctor.login.probe import run_probe
+from hpctrain.doctor.login.libraries import run_probe
 from hpctrain.util.format import format_bytes
 from hpctrain.util.probe import TIMEOUT, Answer
 

@@ -1,14 +1,22 @@
-"""Measurement of compute and memory rates of each rank, while all ranks are busy, and detection of slow ones."""
+"""Measurement of compute, memory and write rates of each rank, while all ranks are busy."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Hashable, Mapping
-from dataclasses import replace
+import uuid
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median_high, median_low
 from typing import TYPE_CHECKING, TypeVar
 
-from hpctrain.train.rate_kernels import RateKernel, product_kernel, stream_kernel
+from hpctrain.doctor.findings import Finding, error, ok
+from hpctrain.doctor.preflight.placement import RankPlacement
+from hpctrain.errors import UsageError
+from hpctrain.train.calibration import RateKernel, product_kernel, stream_kernel
+from hpctrain.util import atomic
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +69,7 @@ def stream(device: torch.device) -> RateKernel:
     return _synchronous(stream_kernel(STREAMS[device.type], device), device)
 
 
-def measure(comm: Communicator, kernel: RateKernel, seconds: float) -> list[float]:
+def measure_rate(comm: Communicator, kernel: RateKernel, seconds: float) -> list[float]:
     """Return the rate of every rank, by rank; all ranks start together. Collective.
 
     The rate is the mean over the time, which includes the waits of oversubscribed cores.
@@ -90,3 +98,102 @@ def _synchronous(kernel: RateKernel, device: torch.device) -> RateKernel:
         torch.cuda.synchronize(device)
 
     return replace(kernel, run=run)
+
+
+# Measurement of concurrent writes of all ranks into a folder, and check that all nodes see the same folder ------------
+
+
+BLOCK, FLUSH = 2**22, 2**24  # bytes per write; bytes between two flushes, so that the time limit is observed
+MOST = 2**28  # bytes per rank
+_PART = 8  # all ranks together may take one part in _PART of the free space
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes that a rank has written and flushed, or the error; ``seen``: it sees the folder that rank 0 created."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    trouble: str = ""
+    seen: bool = True
+
+    @property
+    def rate(self) -> float:
+        """Return the rate in bytes per second; 0 if no bytes were written."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+def measure_writes(comm: Communicator, folder: Path, seconds: float) -> list[Written]:
+    """Return the results of all ranks; no file is left behind. Collective."""
+    from hpctrain.comm.agreement import on_first_rank
+
+    test_folder, most = on_first_rank(comm, lambda: _prepare(folder, comm.size))
+    own = Written(seen=False)
+    try:
+        if test_folder.is_dir():
+            own = write(test_folder / f"{comm.rank}.bin", seconds, most)
+        everyone: list[Written] = comm.all_gather_object(own)
+    finally:
+        if comm.rank == 0:
+            with suppress(OSError):
+                test_folder.rmdir()
+    return everyone
+
+
+def write(path: Path, seconds: float, most: int = MOST) -> Written:
+    """Write and flush until ``seconds`` or ``most`` bytes are reached; remove the file."""
+    block = memoryview(os.urandom(BLOCK))
+    done, begin = 0, time.perf_counter()
+    try:
+        with open(atomic.create(path), "wb", buffering=0) as file:
+            while not done or done < most and time.perf_counter() - begin < seconds:
+                for _ in range(FLUSH // BLOCK):
+                    done += file.write(block)
+                os.fsync(file.fileno())
+        return Written(done, time.perf_counter() - begin)
+    except OSError as failure:
+        return Written(trouble=failure.strerror or str(failure))
+    finally:
+        with suppress(OSError):
+            path.unlink()
+
+
+def check_writes(found: Sequence[Written], placements: Sequence[RankPlacement], folder: Path) -> Iterator[Finding]:
+    """Yield the findings on a folder."""
+    unseen = sorted({each.host for each, one in zip(placements, found) if not one.seen})
+    if unseen:
+        yield error(
+            "files",
+            f"{', '.join(unseen[:8])}{' and more' if len(unseen) > 8 else ''} do not see what "
+            f"{placements[0].host} has made "
+            f"in {folder}",
+            "all ranks of a run write into one checkpoint, and read it",
+            "use a folder of the parallel filesystem for --folder and run.folder",
+        )
+    for each, one in zip(placements, found):
+        if one.trouble:
+            yield error(
+                "files",
+                f"rank {each.rank} on {each.host} cannot write into {folder}: {one.trouble}",
+                "no checkpoint will be written",
+                "see quota and df there",
+            )
+    if not unseen and not any(one.trouble for one in found):
+        rate = total_rate(found)
+        yield ok("files", f"{len(found)} ranks wrote {rate / 1e6:.0f} MB/s together into {folder}, flushed")
+
+
+def total_rate(found: Sequence[Written]) -> float:
+    """Return the rate of all ranks together, in bytes per second."""
+    return sum(one.rate for one in found)
+
+
+def _prepare(folder: Path, ranks: int) -> tuple[Path, int]:
+    """Create a folder for the test; return it, and the bytes that each rank may write there."""
+    test_folder = folder.absolute() / f".hpctrain-doctor-{uuid.uuid4().hex}"
+    try:
+        test_folder.mkdir(mode=0o700)
+        status = os.statvfs(test_folder)
+    except OSError as failure:
+        raise UsageError(f"cannot write into {folder}: {failure.strerror}: give another --folder") from failure
+    return test_folder, min(MOST, status.f_bavail * status.f_frsize // (_PART * ranks))

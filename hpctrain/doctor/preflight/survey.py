@@ -1,18 +1,19 @@
-"""Sequence of the preflight measurements, ordered so that likely failures come first."""
+"""Sequence of the preflight measurements, ordered so that likely failures come first, and their results."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cluster.nodes import compress_node_list
-from hpctrain.doctor.preflight import clocks, files, pairs, placement, rates, reductions
-from hpctrain.doctor.preflight.pairs import Tournament
-from hpctrain.doctor.preflight.report import PreflightReport
-from hpctrain.train.rate_kernels import RateKernel
+from hpctrain.doctor.preflight import messages, placement, rates
+from hpctrain.doctor.preflight.messages import ReductionCheck, Skew, Tournament
+from hpctrain.doctor.preflight.placement import Host, RankPlacement
+from hpctrain.doctor.preflight.rates import Written
+from hpctrain.train.calibration import RateKernel
 from hpctrain.util.format import counted
 
 if TYPE_CHECKING:
@@ -25,6 +26,54 @@ _CLOCKS, _PRODUCTS, _STREAMS, _INSIDE, _BETWEEN, _REDUCTIONS, _FILES = 0.04, 0.1
 _POLL = 0.002  # seconds between two polls of a rank that waits for the first rank of its node
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """Measurements of the ranks, indexed by rank unless stated otherwise."""
+
+    placements: Sequence[RankPlacement]
+    nodes: Sequence[Host]  # by node
+    skews: Sequence[Skew]  # of nodes
+    products: Sequence[float]  # operations per second
+    streams: Sequence[float]  # bytes per second
+    inside: Mapping[int, Tournament]  # by node; members are local ranks
+    between: Tournament  # members are nodes
+    reductions: Sequence[ReductionCheck]
+    written: Sequence[Written]
+    folder: str
+    seconds: float
+
+    @property
+    def hosts(self) -> list[str]:
+        """Return the names of the nodes, by node."""
+        first: dict[int, str] = {}
+        for each in self.placements:
+            first.setdefault(each.node, each.host)
+        return [first[node] for node in sorted(first)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "seconds": round(self.seconds, 3),
+            "hosts": self.hosts,
+            "nodes": [asdict(node) for node in self.nodes],
+            "ranks": [self._rank(each) for each in self.placements],
+            "clocks": [asdict(skew) for skew in self.skews],
+            "pairs_inside": {str(node): asdict(tournament) for node, tournament in self.inside.items()},
+            "pairs_between": asdict(self.between),
+            "all_reduce": [{**asdict(one), "bus_bandwidth": one.bus} for one in self.reductions],
+            "folder": self.folder,
+        }
+
+    def _rank(self, each: RankPlacement) -> dict[str, Any]:
+        written = self.written[each.rank]
+        return {
+            **asdict(each),
+            "flops": self.products[each.rank],
+            "memory_bandwidth": self.streams[each.rank],
+            "written": {**asdict(written), "rate": written.rate},
+        }
 
 
 @dataclass(frozen=True)
@@ -54,16 +103,16 @@ def survey(
     progress(f"{counted(comm.size, 'rank')} on {compress_node_list(node.name for node in nodes)}")
     # Files first: a missing folder should be reported before half a minute of measurements.
     progress(f"writing into {plan.folder}")
-    written = files.measure(comm, plan.folder, seconds_in_all * _FILES)
+    written = rates.measure_writes(comm, plan.folder, seconds_in_all * _FILES)
     progress("clocks")
-    skews = clocks.measure(comm, [node.name for node in nodes], seconds_in_all * _CLOCKS, plan.clock)
+    skews = messages.measure_clocks(comm, [node.name for node in nodes], seconds_in_all * _CLOCKS, plan.clock)
     progress("matrix products")
-    products = rates.measure(comm, plan.product(device), seconds_in_all * _PRODUCTS)
+    products = rates.measure_rate(comm, plan.product(device), seconds_in_all * _PRODUCTS)
     progress("memory")
-    streams = rates.measure(comm, plan.stream(device), seconds_in_all * _STREAMS)
+    streams = rates.measure_rate(comm, plan.stream(device), seconds_in_all * _STREAMS)
     inside, between = _messages(comm, seconds_in_all, progress)
     progress("all_reduce")
-    reduced = reductions.measure(comm, device, seconds_in_all * _REDUCTIONS) if comm.size > 1 else []
+    reduced = messages.measure_reductions(comm, device, seconds_in_all * _REDUCTIONS) if comm.size > 1 else []
     seconds = comm.broadcast_object(time.monotonic() - begin)
     return PreflightReport(
         placements,
@@ -89,13 +138,13 @@ def _messages(
     try:
         own = Tournament()
         if node_comm.size > 1:
-            own = pairs.measure(
+            own = messages.measure_pairs(
                 node_comm, seconds_in_all * _INSIDE, lambda what: progress(f"messages inside of nodes, {what}")
             )
         everyone = comm.all_gather_object((comm.node, own))
         between = Tournament()
         if comm.nodes > 1 and comm.local_rank == 0:
-            between = pairs.measure(
+            between = messages.measure_pairs(
                 leaders_comm, seconds_in_all * _BETWEEN, lambda what: progress(f"messages between nodes, {what}")
             )
         _wait_for_leader(node_comm)

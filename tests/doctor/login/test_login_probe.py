@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.doctor.login.probe import PREFIX, run_probe
+from hpctrain.doctor.login.libraries import PREFIX, run_probe
 
 
 def test_a_probe_returns_facts(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.doctoring import OPENMPI, mpi, only, slurm, told
 
-from hpctrain.doctor.login.script import check_script, read_script, starts
+from hpctrain.doctor.login.examine import check_script, read_script, starts
 from hpctrain.errors import UsageError
 
 HEAD = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --cpus-per-task=8\n#SBATCH --time=60\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.doctor.preflight.pairs import Pair, measure, schedule, typical_bandwidth
+from hpctrain.doctor.preflight.messages import Pair, measure_pairs, schedule, typical_bandwidth
 
 
 @pytest.mark.parametrize("members", [*range(1, 18), 64, 101])
@@ -30,7 +30,7 @@ def test_reach_is_the_median_bandwidth_over_partners() -> None:
 def test_all_pairs_are_measured(own: Any) -> None:
     with own.recording() as recorder:
         said: list[str] = []
-        found = measure(own, 60.0, said.append)
+        found = measure_pairs(own, 60.0, said.append)
     assert [(pair.first, pair.second) for pair in found.pairs] == list(itertools.combinations(range(own.size), 2))
     assert found.rounds == found.of_rounds == len(said) == len(schedule(own.size))
     assert all(0 < pair.latency < 1 and 1e5 < pair.bandwidth < 1e12 for pair in found.pairs)
@@ -40,5 +40,5 @@ def test_all_pairs_are_measured(own: Any) -> None:
 
 @pytest.mark.ranks(3, 4)
 def test_measurement_ends_after_a_whole_round(own: Any) -> None:
-    found = measure(own, 0.0)
+    found = measure_pairs(own, 0.0)
     assert (found.rounds, found.of_rounds) == (1, 3) and len(found.pairs) == own.size // 2

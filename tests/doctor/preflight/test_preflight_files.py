@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.doctoring import only, rank_placement, told
 
-from hpctrain.doctor.preflight import files
-from hpctrain.doctor.preflight.files import FLUSH, Written, check, measure, write
+from hpctrain.doctor.preflight import rates
+from hpctrain.doctor.preflight.rates import FLUSH, Written, check_writes, measure_writes, write
 from hpctrain.errors import UsageError
 
 SEATS = [rank_placement(0, 0, 0), rank_placement(1, 0, 1), rank_placement(2, 1, 0)]
@@ -36,18 +36,18 @@ def test_failed_writes_are_reported_and_removed(tmp_path: Path, monkeypatch: pyt
 
 def test_write_failures_and_rates_are_findings() -> None:
     folder = Path("/scratch")
-    assert [finding.found for finding in check([FINE] * 3, SEATS, folder)] == [
+    assert [finding.found for finding in check_writes([FINE] * 3, SEATS, folder)] == [
         "3 ranks wrote 101 MB/s together into /scratch, flushed"
     ]
-    found = only(check([FINE, Written(trouble="Disk quota exceeded"), FINE], SEATS, folder))
+    found = only(check_writes([FINE, Written(trouble="Disk quota exceeded"), FINE], SEATS, folder))
     assert found.level == "error" and "rank 1 on n1 cannot write into /scratch: Disk quota exceeded" in found.found
-    found = only(check([FINE, FINE, Written(seen=False)], SEATS, folder))
+    found = only(check_writes([FINE, FINE, Written(seen=False)], SEATS, folder))
     assert found.level == "error" and found.found.startswith("n2 do not see what n1 has made in /scratch")
 
 
 @pytest.mark.ranks
 def test_all_ranks_write(comm: Any, shared_tmp_path: Path) -> None:
-    found = measure(comm, shared_tmp_path, 0.1)
+    found = measure_writes(comm, shared_tmp_path, 0.1)
     comm.barrier()
     assert [one.nbytes >= FLUSH and one.seen for one in found] == [True] * comm.size
     assert list(shared_tmp_path.iterdir()) == []
@@ -63,9 +63,9 @@ def test_a_folder_that_is_not_shared_is_detected(comm: Any, tmp_path: Path, monk
         return seen(self) and (comm.rank == 0 or ".hpctrain-doctor" not in self.name)
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
-    found = measure(comm, here, 0.1)
+    found = measure_writes(comm, here, 0.1)
     assert [one.seen for one in found] == [rank == 0 for rank in range(comm.size)]
-    assert told(check(found, [rank_placement(rank, rank, 0) for rank in range(comm.size)], here)) == [
+    assert told(check_writes(found, [rank_placement(rank, rank, 0) for rank in range(comm.size)], here)) == [
         ("error", "files")
     ]
 
@@ -73,7 +73,7 @@ def test_a_folder_that_is_not_shared_is_detected(comm: Any, tmp_path: Path, monk
 @pytest.mark.ranks(1, 2)
 def test_a_missing_folder_is_a_user_error(comm: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write into .*lost: No such file or directory: give another --folder"):
-        measure(comm, tmp_path / "lost", 0.1)
+        measure_writes(comm, tmp_path / "lost", 0.1)
 
 
 def test_a_small_filesystem_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,6 @@ def test_a_small_filesystem_is_not_filled(tmp_path: Path, monkeypatch: pytest.Mo
         f_bavail, f_frsize = 1000, 4096
 
     monkeypatch.setattr(os, "statvfs", lambda path: Room)
-    place, most = files._prepare(tmp_path, 4)
+    place, most = rates._prepare(tmp_path, 4)
     place.rmdir()
     assert most == 1000 * 4096 // (8 * 4)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from support.nodes import in_pairs, on_nodes, one_per_node
 
-from hpctrain.doctor.preflight.report import PreflightReport
-from hpctrain.doctor.preflight.survey import SurveyPlan, survey
-from hpctrain.doctor.preflight.verdict import excluded, findings, slow_nodes
-from hpctrain.train.rate_kernels import RateKernel
+from hpctrain.doctor.preflight.report import excluded, findings, slow_nodes
+from hpctrain.doctor.preflight.survey import PreflightReport, SurveyPlan, survey
+from hpctrain.train.calibration import RateKernel
 
 CPU = torch.device("cpu")
 SECONDS = 1.5

@@ -9,7 +9,7 @@ import torch
 from support.doctoring import only, told
 from support.pace import scaled
 
-from hpctrain.doctor.preflight.reductions import SIZES, ReductionCheck, check, measure
+from hpctrain.doctor.preflight.messages import SIZES, ReductionCheck, check_reductions, measure_reductions
 
 CPU = torch.device("cpu")
 
@@ -20,19 +20,19 @@ def test_bus_bandwidth_follows_the_ring_formula() -> None:
 
 def test_wrong_sums_and_times_are_findings() -> None:
     right, wrong = ReductionCheck(2**20, 2e-3, (), 4), ReductionCheck(2**12, 1e-5, (1, 3), 4)
-    assert told(check([wrong, right])) == [("error", "all_reduce")]
-    assert only(check([wrong])).found == "a wrong sum on 2 ranks, 1 the first"
-    assert [finding.found for finding in check([right])] == ["correct on all ranks; 1 MiB in 2 ms"]
-    assert list(check([])) == []
+    assert told(check_reductions([wrong, right])) == [("error", "all_reduce")]
+    assert only(check_reductions([wrong])).found == "a wrong sum on 2 ranks, 1 the first"
+    assert [finding.found for finding in check_reductions([right])] == ["correct on all ranks; 1 MiB in 2 ms"]
+    assert list(check_reductions([])) == []
 
 
 @pytest.mark.ranks
 def test_sizes_are_measured_as_time_allows(own: Any) -> None:
-    found = measure(own, CPU, 2.0)
+    found = measure_reductions(own, CPU, 2.0)
     assert [one.nbytes for one in found] == list(SIZES[: len(found)]) and len(found) >= 2
     assert all(one.wrong == () and one.size == own.size and 0 < one.seconds < scaled(1) for one in found)
     # Two small sizes are always measured; they predict that the large one would take too long.
-    assert [one.nbytes for one in measure(own, CPU, 1e-9)] == [*SIZES[:2]]
+    assert [one.nbytes for one in measure_reductions(own, CPU, 1e-9)] == [*SIZES[:2]]
 
 
 @pytest.mark.ranks
@@ -48,5 +48,5 @@ def test_a_wrong_sum_is_detected(own: Any, monkeypatch: pytest.MonkeyPatch) -> N
         return done
 
     monkeypatch.setattr(Communicator, "all_reduce", all_reduce)
-    found = measure(own, CPU, 1e-9)
+    found = measure_reductions(own, CPU, 1e-9)
     assert [one.wrong for one in found] == [(own.size - 1,)] * 2

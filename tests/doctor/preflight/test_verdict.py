@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.doctoring import noisy, only, report, told, tournament
 
-from hpctrain.doctor.preflight.files import Written
-from hpctrain.doctor.preflight.report import PreflightReport
-from hpctrain.doctor.preflight.verdict import excluded, findings, slow_nodes
+from hpctrain.doctor.preflight.rates import Written
+from hpctrain.doctor.preflight.report import excluded, findings, slow_nodes
+from hpctrain.doctor.preflight.survey import PreflightReport
 
 
 def lamed(values: Any, *slow: int, share: float = 0.5) -> list[float]:

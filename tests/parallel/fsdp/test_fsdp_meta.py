@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.models.gpt import GPT
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.setup import IN_FLIGHT
 from hpctrain.parallel.wrap import attach

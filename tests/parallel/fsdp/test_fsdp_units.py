@@ -11,7 +11,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models.gpt import GPT
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.fsdp.units import Unit, find_units
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.models.gpt import GPT
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.fsdp.units import find_units, modules_by_size
 
 WIDTH = 8

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet, MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.pipeline.layers import find_layers
 
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}

@@ -23,7 +23,7 @@ from support.tensor_fixtures import (
 from torch import Tensor, nn
 
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.models.mlp import MultiLayerPerceptron
+from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.parallel.meta_init import materialise
 from hpctrain.parallel.tensor.kinds import KINDS
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
