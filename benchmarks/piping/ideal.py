@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from piping.timing import Step
 
-from hpctrain.parallel.pipeline.actions import Action, ActionKind
-from hpctrain.parallel.pipeline.schedules import Schedule
+from hpctrain.parallel.pipeline.schedules import Action, ActionKind, Schedule
 from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Costs, Timeline, TimelineSpan, simulate
 
 FORMULA = ("gpipe", "1f1b")  # schedules whose idle share is (p-1)/(m+p-1) if all stages take the same time

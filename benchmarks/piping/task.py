@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.models import GPT, GPTConfig
-from hpctrain.parallel.pipeline.costs import balance
 from hpctrain.parallel.pipeline.layers import find_layers
+from hpctrain.parallel.pipeline.partition import balance
 
 BYTES = 256
 

@@ -1,4 +1,4 @@
-"""File system of node memory, /dev/shm: free space, and segments that dead jobs left there. Standard library only."""
+"""Free memory of this node, and its file system /dev/shm: space and segments of dead jobs. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ SEGMENTS = ("mpich_shm_", "mpich_shar_tmp", "ucx_shm_posix_", "osc_rdma.", "sm_s
 AGE = 60.0  # seconds: a job that is starting has files that its ranks are about to map
 STARTING = 2**20  # minimum bytes that MPI_Init takes per rank
 STARTING_OPENMPI = 16 * 2**20  # bytes that Open MPI needs in addition
+_CGROUP = (  # files with the limit of a job's memory, and with its use
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,22 @@ class Segment:
 
     path: str
     nbytes: int
+
+
+def free_memory(system: Path = Path("/")) -> int:
+    """Return the free bytes of host memory, within the limit of the job's cgroup; half of all if it is not reported."""
+    try:
+        rows = (system / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    for limit, used in _CGROUP:
+        try:
+            left, taken = (int((system / "sys/fs/cgroup" / name).read_text()) for name in (limit, used))
+        except (OSError, ValueError):
+            continue
+        free = min(free, max(left - taken, 0))
+    return free
 
 
 def free_bytes(folder: str = FOLDER) -> int | None:

@@ -10,7 +10,6 @@ layers corrects every forecast for this machine.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import threading
@@ -18,10 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 from hpctrain.cluster.launcher import without_launcher
+from hpctrain.cluster.shared_memory import free_memory
 from hpctrain.forecast.dry_run_process import READY, DryRunTask
 from hpctrain.forecast.memory import memory_of
 from hpctrain.forecast.run import PlannedRun
@@ -76,15 +75,6 @@ def _memory(run: PlannedRun) -> int:
     train = replace(run.settings.train, batch=run.microbatch, accumulate=1)
     single = replace(run.settings, train=train, parallel=ParallelSettings(), offload=OffloadSettings())
     return memory_of(PlannedRun(single, run.facts, 1, 1)).rank.host_total * run.ranks_on_node
-
-
-def free_memory() -> int:
-    """Return the available memory of this machine in bytes; half of its memory if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from hpctrain.errors import DataError, HpctrainError, SettingsError, UsageError
 from hpctrain.models.build import build
 from hpctrain.parallel.fsdp.units import find_units
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.skip import Join, Keep
+from hpctrain.parallel.pipeline.skip import Join, Keep
 from hpctrain.settings import UserCodeError
 from hpctrain.train.config import Settings
 

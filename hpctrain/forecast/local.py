@@ -18,8 +18,8 @@ from hpctrain.forecast.fake_tensors import FakeCommunicator, fake_copy, fake_mod
 from hpctrain.forecast.pass_memory import LayerMemory, MeasuredLayer, measure
 from hpctrain.parallel.objective import Compare, cross_entropy, loss_named
 from hpctrain.parallel.pipeline.channels import MessageFormat
+from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.skip import carrying
 from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.train.config import Settings

@@ -14,8 +14,7 @@ from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES, is_asynchr
 from hpctrain.parallel.buckets import memory_needed
 from hpctrain.parallel.offload.gradients import STAGING_BUFFERS
 from hpctrain.parallel.offload.memory import CHUNK
-from hpctrain.parallel.pipeline.channels import MessageFormat
-from hpctrain.parallel.pipeline.chunk_channels import ACTIVATIONS, EXTRA_SLOTS, GRADIENTS, peak_messages
+from hpctrain.parallel.pipeline.channels import ACTIVATIONS, EXTRA_SLOTS, GRADIENTS, MessageFormat, peak_messages
 from hpctrain.train.optimizer import state_per_element
 
 

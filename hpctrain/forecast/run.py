@@ -14,9 +14,8 @@ from hpctrain.errors import UsageError
 from hpctrain.forecast.facts import ModelFacts
 from hpctrain.parallel.config import ParallelSettings, microbatches_for
 from hpctrain.parallel.offload.config import OffloadSettings
-from hpctrain.parallel.pipeline.costs import balance
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.pipeline import parse_partition
+from hpctrain.parallel.pipeline.partition import balance, parse_partition
 from hpctrain.parallel.pipeline.schedules import Schedule, make
 from hpctrain.train.config import Settings
 

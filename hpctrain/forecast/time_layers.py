@@ -29,7 +29,7 @@ from hpctrain.forecast.time_communication import Group, Network, group_of
 from hpctrain.forecast.time_work import LayerWork, ModelWork, Values, as_module, each, signature_of
 from hpctrain.parallel.fsdp.units import find_units
 from hpctrain.parallel.objective import loss_named
-from hpctrain.parallel.skip import carrying
+from hpctrain.parallel.pipeline.skip import carrying
 
 REPEATS, LONGEST = 5, 0.3  # repeats of each layer at each number of samples; seconds after which no more are made
 MOST_SECONDS, MOST_BYTES = 1.0, 2**30  # limits of time and size for a layer to be timed

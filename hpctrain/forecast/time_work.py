@@ -17,7 +17,7 @@ from hpctrain.forecast.fake_tensors import FakeCommunicator, fake_copy, fake_mod
 from hpctrain.forecast.op_counter import OpCounter, OpCounts, OpRecorder, tensors
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import cross_entropy, loss_named
-from hpctrain.parallel.skip import carrying
+from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 
 

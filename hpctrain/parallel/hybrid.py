@@ -25,7 +25,7 @@ from hpctrain.parallel.guard.gradient_hooks import ALTERNATIVE, GradientHooks
 from hpctrain.parallel.meta_init import is_meta
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.pipeline.parameters import TiedGradients
+from hpctrain.parallel.pipeline.stage import TiedGradients
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.rng import synchronize_generators
 from hpctrain.parallel.strategy import Strategy

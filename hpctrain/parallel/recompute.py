@@ -15,9 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel import skip
 from hpctrain.parallel.hooks import subclass_with
-from hpctrain.parallel.pipeline import split_backward
+from hpctrain.parallel.pipeline import skip, split_backward
 
 # Never copied, because their identity matters or they are immutable.
 _SHARED = (

@@ -19,7 +19,7 @@ from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.parallel.inputs import CallArguments
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.skip import carrying
+from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.shard import Split
 

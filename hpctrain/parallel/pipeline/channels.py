@@ -1,4 +1,4 @@
-"""Point-to-point channels between neighbouring chunks of a pipeline, and their message format."""
+"""Point-to-point channels between neighbouring chunks of a pipeline, in which microbatches arrive in order."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.shm.spsc_ring import SpscRing
+from hpctrain.comm.shm.spsc_ring import RingHandle, SpscRing
 from hpctrain.comm.transport.base import Work
 from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, timeout_seconds, until
 from hpctrain.errors import UsageError
 from hpctrain.parallel.inputs import ONE_TENSOR, Slot, named_leaves
+from hpctrain.parallel.pipeline.schedules import ActionKind, Schedule
 
 _BLOCK = 64  # bytes: alignment of tensors for vector loads
-
 _MISSING = object()
 Spec = tuple[tuple[int, ...], torch.dtype]
 
@@ -67,9 +67,8 @@ class MessageFormat:
         if structure == self.structure:
             return
         before, now = (dict(named_leaves(each, "output")) for each in (self.structure, structure))
-        name = next(
-            (name for name in {**before, **now} if before.get(name, _MISSING) != now.get(name, _MISSING)), "output"
-        )
+        differing = (name for name in {**before, **now} if before.get(name, _MISSING) != now.get(name, _MISSING))
+        name = next(differing, "output")
         is_now, was = (_described(each[name]) if name in each else "missing" for each in (now, before))
         raise UsageError(
             f"layer {layer}, after which the model is cut, returned another structure than before for inputs of "
@@ -93,7 +92,7 @@ def _described(leaf: Any) -> str:
     return "a tensor" if isinstance(leaf, Slot) else repr(leaf)
 
 
-# Point-to-point channels between neighbouring chunks of a pipeline; microbatches arrive in order ----------------------
+# Channels -------------------------------------------------------------------------------------------------------------
 #
 # Note: sending never blocks. If a sender finds no free slot, it queues its tensors and continues to
 # compute. The queued tensors leave when this rank next waits (``ChannelSet.wait``). Only receiving
@@ -230,12 +229,8 @@ class StagedChannel:
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self._channel, self._device = channel, device
-        self.begin, self.progress, self.sent, self.arrived = (
-            channel.begin,
-            channel.progress,
-            channel.sent,
-            channel.arrived,
-        )
+        self.begin, self.progress = channel.begin, channel.progress
+        self.sent, self.arrived = channel.sent, channel.arrived
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Copy the next message to the host and send it from there."""
@@ -285,3 +280,76 @@ class ChannelSet:
             return ready()
 
         until(is_ready, what, lambda: f"{what}: not within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)", self._spins)
+
+
+# Channels between the chunks of a pipeline for microbatches of one shape ----------------------------------------------
+
+
+EXTRA_SLOTS = 1  # messages that may be ready beyond those that are needed at once
+# Kinds of pass at which a chunk begins and stops to need a received message: for activations, and for
+# gradients.
+ACTIVATIONS = ({ActionKind.FORWARD}, {ActionKind.BACKWARD, ActionKind.WEIGHT})
+GRADIENTS = ({ActionKind.BACKWARD, ActionKind.INPUT}, {ActionKind.BACKWARD, ActionKind.WEIGHT})
+
+
+class ChunkChannels:
+    """This rank's ends of all channels, per chunk. Collective over all ranks of the pipeline.
+
+    ``message_formats[c]`` is the format of the messages from chunk c to chunk c + 1.
+    """
+
+    def __init__(
+        self, comm: Communicator, schedule: Schedule, message_formats: Sequence[MessageFormat], device: torch.device
+    ) -> None:
+        self.message_formats = tuple(message_formats)
+        self.channel_set = ChannelSet(oversubscribed=comm.oversubscribed)
+        self.activations_in: dict[int, Channel] = {}
+        self.activations_out: dict[int, Channel] = {}
+        self.gradients_in: dict[int, Channel] = {}
+        self.gradients_out: dict[int, Channel] = {}
+        links = []  # chunks of sender and receiver, format, kinds of pass that need a message, the two ends
+        for chunk, given in enumerate(message_formats):
+            links.append((chunk, chunk + 1, given, ACTIVATIONS, self.activations_out, self.activations_in))
+            if has_backward(schedule):
+                back = given.gradients()
+                links.append((chunk + 1, chunk, back, GRADIENTS, self.gradients_out, self.gradients_in))
+        handles = [
+            RingHandle(schedule.rank_of(source), schedule.rank_of(target), count, message_format.nbytes)
+            for source, target, message_format, kinds, *_ in links
+            for count in (peak_messages(schedule, target, *kinds) + EXTRA_SLOTS,)
+        ]
+        for tag, (handle, ring, link) in enumerate(zip(handles, comm.slots(handles), links)):
+            source, target, message_format, _, out, into = link
+            ends = ((handle.source, handle.target, out, source), (handle.target, handle.source, into, target))
+            for rank, peer, side, chunk in ends:
+                if rank == comm.rank:
+                    channel: Channel = (
+                        SharedMemoryChannel(ring, message_format)
+                        if ring is not None
+                        else MessageChannel(comm, peer, tag, message_format, handle.count)
+                    )
+                    channel = channel if device.type == "cpu" else StagedChannel(channel, device)
+                    side[chunk] = self.channel_set.add(channel)
+
+    def begin(self, microbatches: int) -> None:
+        """Prepare for one step, in which every channel carries each microbatch once."""
+        for channel in (*self.activations_in.values(), *self.gradients_in.values()):
+            channel.begin(microbatches)
+
+
+def has_backward(schedule: Schedule) -> bool:
+    """Return whether a schedule has backward passes."""
+    return any(action.kind is not ActionKind.FORWARD for action in schedule.actions[0])
+
+
+def peak_messages(schedule: Schedule, chunk: int, first_kinds: set[ActionKind], last_kinds: set[ActionKind]) -> int:
+    """Return the largest number of microbatches whose received message a chunk needs at once."""
+    if not has_backward(schedule):
+        return 1
+    peak = current = 0
+    for action in schedule.actions[schedule.rank_of(chunk)]:
+        if action.chunk == chunk:
+            current += action.kind in first_kinds
+            peak = max(peak, current)
+            current -= action.kind in last_kinds
+    return peak

@@ -18,31 +18,26 @@ import copy
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpctrain.cluster.shared_memory import free_memory
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.inputs import CallArguments, flatten
-from hpctrain.parallel.pipeline.calls import ArgumentBinder, MicrobatchCall, run_layers
-from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.skip import carrying
+from hpctrain.parallel.pipeline.layers import ArgumentBinder, Layer, MicrobatchCall, find_layers, run_layers, tensors_in
+from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 MAX_MEMORY_FRACTION = 0.25  # fraction of the free memory that the whole models of a node, or one on a GPU, may take
 # Largest allowed difference relative to the largest output. Layers called in the same order give equal bits.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
 HALF_TOLERANCE = 0.02
-CGROUP = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
 FAILED = "forward() fails:"
 BUILT_IN_MODELS = "hpctrain.models."  # compared by the tests of this project
 
@@ -86,7 +81,7 @@ class LayersCheck:
         agreed(self._comm, lambda: self._compare(whole, arguments) if whole is not None else None)
 
     def _compare(self, whole: nn.Module, arguments: CallArguments) -> None:
-        nbytes = sum(each.nbytes for each in _tensors(whole))
+        nbytes = sum(each.nbytes for each in tensors_in(whole))
         if self._device.type == "cuda" and nbytes > MAX_MEMORY_FRACTION * torch.cuda.mem_get_info(self._device)[0]:
             self._skip(f"it has {nbytes / 2**20:,.0f} MiB, too much beside what is on the GPU")
             return
@@ -146,7 +141,7 @@ class LayersCheck:
 def _whole_copy(model: nn.Module, held: set[int]) -> nn.Module:
     """Return a whole model in which only the tensors of this stage are copies."""
     memo: dict[int, Any] = {}
-    for tensor in _tensors(model):
+    for tensor in tensors_in(model):
         copied = tensor.detach().clone() if id(tensor) in held else tensor.detach()
         memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
     return copy.deepcopy(model, memo)
@@ -154,30 +149,13 @@ def _whole_copy(model: nn.Module, held: set[int]) -> nn.Module:
 
 def _too_large(model: nn.Module, local_ranks: int) -> str:
     """Return why a model is not stored, empty if it is; up to ``local_ranks`` ranks of this node store one each."""
-    tensors = _tensors(model)
+    tensors = tensors_in(model)
     if any(tensor.is_meta for tensor in tensors):
         return "the model is on the meta device"
     needed, free = local_ranks * sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"), free_memory()
     if needed > MAX_MEMORY_FRACTION * free:
         return f"the models of this node have {needed / 2**20:,.0f} MiB, of {free / 2**20:,.0f} MiB that are free"
     return ""
-
-
-def free_memory() -> int:
-    """Return the free bytes of host memory, within the limit of the job's cgroup."""
-    rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    free = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), 0)
-    for limit, used in CGROUP:
-        try:
-            available = int(Path("/sys/fs/cgroup", limit).read_text()) - int(Path("/sys/fs/cgroup", used).read_text())
-        except (OSError, ValueError):
-            continue
-        free = min(free, max(available, 0))
-    return free
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 @contextmanager

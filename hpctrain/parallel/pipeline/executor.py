@@ -7,37 +7,23 @@ gradients that autograd accumulates in the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain import trace
+from hpctrain.errors import UsageError
 from hpctrain.parallel.inputs import ONE_TENSOR, unflatten
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.pipeline.calls import MicrobatchCall
-from hpctrain.parallel.pipeline.channels import Channel
-from hpctrain.parallel.pipeline.chunk_channels import ChunkChannels
-from hpctrain.parallel.pipeline.parameters import used_twice
+from hpctrain.parallel.pipeline.channels import Channel, ChunkChannels
+from hpctrain.parallel.pipeline.layers import MicrobatchCall
 from hpctrain.parallel.pipeline.schedules import Action, ActionKind, Schedule
 from hpctrain.parallel.pipeline.split_backward import WeightGradStore
-from hpctrain.parallel.pipeline.stage import Chunk, backward
-
-
-class WeightVersions(Protocol):
-    """Interface to weight stashing: the weights that passes use if they change between forward and backward."""
-
-    def forward(self, microbatch: int) -> AbstractContextManager[None]:
-        """Compute forward with the newest weights."""
-
-    def backward(self, microbatch: int) -> AbstractContextManager[None]:
-        """Compute backward with the weights of the forward pass, and add the gradients to the parameters."""
-
-    def update(self) -> None:
-        """Make an update."""
+from hpctrain.parallel.pipeline.stage import Chunk, Tensors, backward, used_twice
 
 
 @dataclass(frozen=True)
@@ -54,14 +40,17 @@ class ScheduleExecutor:
     """Executor of schedules on this rank's chunks, by chunk number; the last of ``count`` chunks computes the loss."""
 
     def __init__(
-        self, chunks: Mapping[int, Chunk], count: int, device: torch.device, versions: WeightVersions | None = None
+        self, chunks: Mapping[int, Chunk], count: int, device: torch.device, versions: StashedWeights | None = None
     ) -> None:
-        self._chunks, self._last, self._device, self._versions = chunks, count - 1, device, versions
+        self.chunks, self.last, self.device, self.versions = chunks, count - 1, device, versions
         layers = [layer for chunk in chunks.values() for layer in chunk.layers]
-        self._weight_gradients = WeightGradStore(used_twice(layers))
+        self.weight_gradients = WeightGradStore(used_twice(layers))
 
-    def train(self, schedule: Schedule, channels: ChunkChannels, step_input: StepInput, rank: int) -> Tensor:
-        """Accumulate gradients in this rank's parameters; return the loss on the rank that computes it, elsewhere 0."""
+    def run(self, schedule: Schedule, channels: ChunkChannels, step_input: StepInput, rank: int) -> Tensor:
+        """Return the loss on the rank that computes it, elsewhere 0; accumulate gradients in this rank's parameters.
+
+        The schedule has backward passes if gradients are enabled, and forward passes only otherwise.
+        """
         step = _Step(self, schedule, channels, step_input)
         channels.begin(schedule.microbatches)
         for action in schedule.actions[rank]:
@@ -69,24 +58,6 @@ class ScheduleExecutor:
             step.do(action)
         channels.channel_set.finish()
         return step.total
-
-    @torch.no_grad()
-    def measure(self, schedule: Schedule, channels: ChunkChannels, step_input: StepInput, rank: int) -> Tensor:
-        """Return the loss on the rank that computes it, elsewhere 0."""
-        step = _Step(self, schedule, channels, step_input)
-        channels.begin(schedule.microbatches)
-        for action in schedule.actions[rank]:
-            channels.channel_set.progress()
-            step.do(action)
-            step.forget(action)
-        channels.channel_set.finish()
-        return step.total
-
-
-@dataclass(frozen=True)
-class _SavedPass:
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
 
 
 class _Step:
@@ -99,9 +70,9 @@ class _Step:
         self._splits = schedule.splits_backward
         # If every microbatch has its own update, its gradient counts in full; the loss is a mean in any case.
         self._count = schedule.microbatches
-        self._loss_scale = step_input.weight if executor._versions is not None else step_input.weight / self._count
-        self._saved: dict[tuple[int, int], _SavedPass] = {}
-        self.total = torch.zeros((), device=executor._device)
+        self._loss_scale = step_input.weight if executor.versions is not None else step_input.weight / self._count
+        self._saved: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}  # inputs and outputs of forward passes
+        self.total = torch.zeros((), device=executor.device)
 
     def do(self, action: Action) -> None:
         """Execute one action."""
@@ -113,33 +84,30 @@ class _Step:
             ActionKind.UPDATE: self._update,
         }[action.kind](action)
 
-    def forget(self, action: Action) -> None:
-        """Release the tensors that a backward pass would have needed."""
-        del self._saved[action.chunk, action.microbatch]
-        if action.chunk:
-            self._channels.activations_in[action.chunk].release()
-
     def _forward(self, action: Action) -> None:
         chunk, microbatch, executor = action.chunk, action.microbatch, self._executor
         inputs = self._inputs(action)
         message_formats = self._channels.message_formats
         received = message_formats[chunk - 1].structure if chunk else ONE_TENSOR
         with _span(action), self._version(action):
-            with self._deferring(action), self._step_input.objective.computing(executor._device):
-                returned = executor._chunks[chunk](inputs, received, self._step_input.inputs[microbatch])
+            with self._deferring(action), self._step_input.objective.computing(executor.device):
+                returned = executor.chunks[chunk](inputs, received, self._step_input.inputs[microbatch])
             outputs = returned.tensors
-            if chunk == executor._last:
+            if chunk == executor.last:
                 result = unflatten(returned.structure, outputs)
                 mean = self._step_input.objective.compare(result, self._step_input.targets[microbatch])
                 self.total += mean.detach() * (self._step_input.weight / self._count)
                 outputs = (mean * self._loss_scale,)
-        if chunk != executor._last:
-            message_formats[chunk].check_structure(returned.structure, executor._chunks[chunk].layers[-1].name)
+        if chunk != executor.last:
+            message_formats[chunk].check_structure(returned.structure, executor.chunks[chunk].layers[-1].name)
             with trace.span("send", chunk=chunk, microbatch=microbatch):
                 self._channels.activations_out[chunk].send([tensor.detach() for tensor in outputs])
-        self._saved[chunk, microbatch] = _SavedPass(inputs, outputs)
+        if torch.is_grad_enabled():
+            self._saved[chunk, microbatch] = inputs, outputs
+        elif chunk:
+            self._channels.activations_in[chunk].release()
 
-    def _inputs(self, action: Action) -> tuple[Tensor, ...]:
+    def _inputs(self, action: Action) -> Tensors:
         if action.chunk == 0:
             return ()  # the first chunk starts from the arguments of the model
         received = self._receive(self._channels.activations_in[action.chunk], action, "activations")
@@ -148,12 +116,12 @@ class _Step:
 
     def _backward(self, action: Action) -> None:
         chunk, executor, key = action.chunk, self._executor, (action.chunk, action.microbatch)
-        saved = self._saved[key] if action.kind is ActionKind.INPUT else self._saved.pop(key)
-        gradients: tuple[Tensor, ...] | None = None
-        if chunk != executor._last:
+        inputs, outputs = self._saved[key] if action.kind is ActionKind.INPUT else self._saved.pop(key)
+        gradients: Tensors | None = None
+        if chunk != executor.last:
             gradients = self._receive(self._channels.gradients_in[chunk], action, "gradients")
         with _span(action), self._version(action), self._deferring(action):
-            found = backward(saved.outputs, gradients, saved.inputs)
+            found = backward(outputs, gradients, inputs)
         if chunk:
             with trace.span("send", chunk=chunk, microbatch=action.microbatch):
                 self._channels.gradients_out[chunk].send(found)
@@ -162,27 +130,27 @@ class _Step:
 
     def _weight(self, action: Action) -> None:
         with _span(action):
-            self._executor._weight_gradients.flush((action.chunk, action.microbatch))
+            self._executor.weight_gradients.flush((action.chunk, action.microbatch))
         del self._saved[action.chunk, action.microbatch]
         self._release(action)
 
     def _update(self, action: Action) -> None:
-        assert self._executor._versions is not None, "only pipedream updates inside a step"
+        assert self._executor.versions is not None, "only pipedream updates inside a step"
         with trace.span("optimizer", microbatch=action.microbatch):
-            self._executor._versions.update()
+            self._executor.versions.update()
 
     def _release(self, action: Action) -> None:
         if action.chunk:
             self._channels.activations_in[action.chunk].release()
-        if action.chunk != self._executor._last:
+        if action.chunk != self._executor.last:
             self._channels.gradients_in[action.chunk].release()
 
-    def _receive(self, channel: Channel, action: Action, what: str) -> tuple[Tensor, ...]:
+    def _receive(self, channel: Channel, action: Action, what: str) -> Tensors:
         with trace.span("receive", chunk=action.chunk, microbatch=action.microbatch):
             return self._channels.channel_set.receive(channel, f"{what} of microbatch {action.microbatch}")
 
     def _version(self, action: Action) -> AbstractContextManager[None]:
-        versions = self._executor._versions
+        versions = self._executor.versions
         if versions is None or not torch.is_grad_enabled():
             return nullcontext()
         forward = action.kind is ActionKind.FORWARD
@@ -191,8 +159,108 @@ class _Step:
     def _deferring(self, action: Action) -> AbstractContextManager[object]:
         if not self._splits or not torch.is_grad_enabled():
             return nullcontext()
-        return self._executor._weight_gradients.deferring((action.chunk, action.microbatch))
+        return self._executor.weight_gradients.deferring((action.chunk, action.microbatch))
 
 
 def _span(action: Action) -> AbstractContextManager[None]:
     return trace.span(action.kind.word, chunk=action.chunk, microbatch=action.microbatch)
+
+
+# Weight stashing: the weights of a forward pass are stored until its backward pass (PipeDream) ------------------------
+#
+# See Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018, and
+# Narayanan et al., SOSP 2019. A version is a copy of this stage's parameters. It lives as long as a
+# microbatch that used it. A stage with only one microbatch at a time uses the parameters themselves.
+
+
+Update = Callable[[torch.optim.Optimizer, float], None]
+
+
+class StashedWeights:
+    """Weight versions of one stage; ``live`` is the number of microbatches in flight."""
+
+    def __init__(self, model: nn.Module, live: int) -> None:
+        self._model, self._copies = model, live > 1
+        self._owners: list[tuple[nn.Module, str, nn.Parameter]] | None = None
+        self._current: _WeightVersion | None = None
+        self._stashed: dict[int, _WeightVersion] = {}  # by microbatch
+        self._max_norm = float("inf")
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.make_update: Update = lambda optimizer, max_norm: optimizer.step()
+
+    def begin(self, objective: Objective) -> None:
+        """Begin a step: parameters may have changed since the last one."""
+        if self.optimizer is None:
+            raise UsageError(
+                "pipedream makes updates inside a step: pass it the optimizer, by job.run or by "
+                "job.strategy(model).check_optimizer(optimizer)",
+                everywhere=True,
+            )
+        self._max_norm, self._current, self._stashed = objective.max_norm, None, {}
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Compute forward with the newest weights, and store them for the backward pass."""
+        if not self._copies:
+            yield
+            return
+        if self._current is None:
+            self._current = _WeightVersion(self._parameter_owners())
+        self._stashed[microbatch] = self._current
+        with self._current.installed():
+            yield
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Compute backward with the weights of the forward pass, and add their gradients to the parameters."""
+        version = self._stashed.pop(microbatch, None)
+        with version.installed() if version is not None else nullcontext():
+            yield
+        if version is not None:
+            version.add_gradients()
+
+    def update(self) -> None:
+        """Make an update with the gradients of one microbatch."""
+        assert self.optimizer is not None
+        self.make_update(self.optimizer, self._max_norm)
+        self._current = None
+
+    def _parameter_owners(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        if self._owners is None:
+            self._owners = [
+                (module, name, parameter)
+                for module in self._model.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+        return self._owners
+
+
+class _WeightVersion:
+    """Copy of the parameters that can replace them in their modules."""
+
+    def __init__(self, owners: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        self._owners = owners
+        self._copies = {
+            parameter: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            for _, _, parameter in owners
+        }
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put the copies into the modules for the ``with`` block."""
+        for module, name, parameter in self._owners:
+            module._parameters[name] = self._copies[parameter]
+        try:
+            yield
+        finally:
+            for module, name, parameter in self._owners:
+                module._parameters[name] = parameter
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the copies to the parameters."""
+        for parameter, copy in self._copies.items():
+            if copy.grad is None:
+                continue
+            parameter.grad = copy.grad if parameter.grad is None else parameter.grad + copy.grad
+            copy.grad = None

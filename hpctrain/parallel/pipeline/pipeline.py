@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,17 +17,23 @@ from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.config import MICROBATCHES_PER_STAGE, ParallelSettings, largest_divisor, microbatches_for
 from hpctrain.parallel.inputs import ONE_TENSOR, CallArguments, cut, samples_of, unflatten
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.pipeline.calls import ArgumentBinder, MicrobatchCall
-from hpctrain.parallel.pipeline.channels import MessageFormat
-from hpctrain.parallel.pipeline.chunk_channels import ChunkChannels
+from hpctrain.parallel.pipeline.channels import ChunkChannels, MessageFormat
 from hpctrain.parallel.pipeline.compare import LayersCheck
-from hpctrain.parallel.pipeline.costs import MEASURES, balance
-from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StepInput
-from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.pipeline.parameters import TiedGradients, TiedParameter, prune, tied_parameters
+from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StashedWeights, StepInput
+from hpctrain.parallel.pipeline.layers import ArgumentBinder, Layer, MicrobatchCall, find_layers, tensors_in
+from hpctrain.parallel.pipeline.partition import balance, parse_partition
 from hpctrain.parallel.pipeline.schedules import Schedule, forward_only, make
-from hpctrain.parallel.pipeline.stage import Chunk, PassGenerators, Run, Tensors, make_chunks
-from hpctrain.parallel.pipeline.weight_stashing import StashedWeights
+from hpctrain.parallel.pipeline.stage import (
+    Chunk,
+    PassGenerators,
+    Run,
+    Tensors,
+    TiedGradients,
+    TiedParameter,
+    make_chunks,
+    prune,
+    tied_parameters,
+)
 
 
 class Pipeline:
@@ -62,7 +68,8 @@ class Pipeline:
         self.held = held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
         chunks = make_chunks(layers, cuts)
         self._chunks: dict[int, Chunk] = {chunk: chunks[chunk] for chunk in held}
-        self.check = LayersCheck(model, comm, local_ranks, device, _tensors(self._chunks.values()))
+        kept_ids = {id(one) for chunk in held for layer in chunks[chunk].layers for one in tensors_in(layer.module)}
+        self.check = LayersCheck(model, comm, local_ranks, device, kept_ids)
         if example_call is not None:
             self.check(example_call.changed(lambda tensor: tensor.to(device)))
         prune(model, layers, [number for chunk in held for number in cuts[chunk]])
@@ -95,9 +102,9 @@ class Pipeline:
         if self.versions is not None:
             self.versions.begin(objective)
         with self._generators.own_stream():
-            total = self._executor.train(schedule, channels, step_input, self.comm.rank)
-        return self._broadcast_loss(total)
+            return self._broadcast_loss(self._executor.run(schedule, channels, step_input, self.comm.rank))
 
+    @torch.no_grad()
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
         """Return the loss on every rank."""
         arguments = CallArguments.of(inputs)
@@ -107,7 +114,7 @@ class Pipeline:
         schedule = forward_only(self.comm.size, microbatches, self.settings.chunks_a_rank)
         channels, step_input = self._prepare(schedule, arguments, targets, objective, 1.0)
         with self._generators.own_stream():
-            return self._broadcast_loss(self._executor.measure(schedule, channels, step_input, self.comm.rank))
+            return self._broadcast_loss(self._executor.run(schedule, channels, step_input, self.comm.rank))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute forward through all stages, one after the other; every rank gets the outputs."""
@@ -247,17 +254,3 @@ class Pipeline:
                 "which update it at different times: untie it (model.tied = false), or take another schedule",
                 everywhere=True,
             )
-
-
-def parse_partition(partition: str) -> str | list[int | str]:
-    """Return the value of ``parallel.partition``: a measure, or its comma-separated numbers or names."""
-    words = [word.strip() for word in partition.split(",")]
-    if words == [partition] and partition in MEASURES:
-        return partition
-    return [int(word) if word.isdecimal() else word for word in words]
-
-
-def _tensors(chunks: Iterable[Chunk]) -> set[int]:
-    """Return the ids of the parameters and buffers of chunks."""
-    modules = [layer.module for chunk in chunks for layer in chunk.layers]
-    return {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
 from typing import Any
 
-from hpctrain.parallel.pipeline.actions import ActionKind
+from hpctrain.parallel.pipeline.schedules import ActionKind
 from hpctrain.parallel.pipeline.timeline import WAITS, Timeline, TimelineSpan
 from hpctrain.util.plotting import INK, new_figure
 from hpctrain.util.text import without_math

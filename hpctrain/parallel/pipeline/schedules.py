@@ -1,23 +1,66 @@
-"""Pipeline schedules (naive, GPipe, 1F1B, interleaved, PipeDream, ZB-H1): plain lists of actions per rank."""
+"""Pipeline schedules (naive, GPipe, 1F1B, interleaved, PipeDream, ZB-H1): plain lists of actions per rank.
+
+An action is one kind of pass for one chunk of the model and one microbatch. The executor runs the
+lists, and a plot shows them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.actions import Action, ActionKind, Actions, backward, forward
 from hpctrain.settings import unknown
 from hpctrain.util.text import short_repr
 
 
+class ActionKind(Enum):
+    """Kind of an action; its letter is used in texts and plots."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of inputs and weights
+    INPUT = "I"  # gradients of inputs only
+    WEIGHT = "W"  # gradients of weights, after those of the inputs
+    UPDATE = "U"  # the optimizer step
+
+    @property
+    def word(self) -> str:
+        """Return the name of the kind in traces and plots."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Action:
+    """One action of a schedule; chunks are numbered through the whole model, from its input."""
+
+    kind: ActionKind
+    chunk: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}"
+
+
+Actions = list[Action]  # of one rank, in execution order
+
+
+def forward(chunk: int, microbatch: int) -> Action:
+    """Return the forward pass of a microbatch on a chunk."""
+    return Action(ActionKind.FORWARD, chunk, microbatch)
+
+
+def backward(chunk: int, microbatch: int) -> Action:
+    """Return the whole backward pass of a microbatch on a chunk."""
+    return Action(ActionKind.BACKWARD, chunk, microbatch)
+
+
+# Naive model parallelism, the baseline of the other schedules ---------------------------------------------------------
+
+
 def naive(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
-    """Return the actions of naive model parallelism, the baseline of the other schedules."""
-    return [_naive_actions(rank, microbatches) for rank in range(ranks)]
-
-
-def _naive_actions(rank: int, microbatches: int) -> list[Action]:
-    return [action(rank, number) for number in range(microbatches) for action in (forward, backward)]
+    """Return the actions of naive model parallelism: one microbatch after the other."""
+    return [[action(rank, n) for n in range(microbatches) for action in (forward, backward)] for rank in range(ranks)]
 
 
 # GPipe schedule: all forward passes, then all backward passes (Huang et al., GPipe, NeurIPS 2019) ---------------------
@@ -152,10 +195,8 @@ def _split(rank: int, actions: Actions) -> Actions:
     return found + waiting
 
 
-# Pipeline schedules: plain lists of actions per rank, which the executor runs and a plot shows ----------------------
+# All schedules --------------------------------------------------------------------------------------------------------
 
-
-__all__ = ["SCHEDULES", "Action", "Actions", "ActionKind", "Schedule", "forward_only", "make"]
 
 SCHEDULES: dict[str, Callable[[int, int, int], list[Actions]]] = {
     "naive": naive,

@@ -1,61 +1,27 @@
-"""Forward and backward pass of a chunk (contiguous layers of a model), with its own random generators.
-
-Programs seed all ranks alike, which shuffling and initial weights need. The stages would then draw
-the same dropout masks for different layers. The passes of a batch therefore draw from a separate
-stream. Its seed combines the state of the host's generator, a counter, the stage and the data rank
-(Megatron-LM also seeds by the stage). Tensor ranks of one stage draw alike. Afterwards the
-program's own stream is restored, so all ranks continue to draw alike, as in one process.
-"""
+"""Stage of a pipeline: passes of its chunks, their random generators, and the parameters that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.backward_from import backward_from
 from hpctrain.parallel.inputs import ONE_TENSOR, flatten, named_leaves, unflatten
-from hpctrain.parallel.pipeline.calls import MicrobatchCall, call_layer
-from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.meta_init import REMOVED
+from hpctrain.parallel.pipeline.layers import Layer, MicrobatchCall, run_layers, tensors_in
+from hpctrain.parallel.pipeline.skip import carried, carrying
+from hpctrain.parallel.pipeline.split_backward import backward_from
 from hpctrain.parallel.rng import hash32, restored_generators
-from hpctrain.parallel.skip import carried, carrying
-
-
-class PassGenerators:
-    """Generators of the host and of ``device`` for passes; ``coordinates`` is the pipeline stage and the data rank."""
-
-    def __init__(self, device: torch.device, coordinates: tuple[int, int]) -> None:
-        self._devices = {torch.device("cpu"), device}
-        self._coordinates = coordinates
-        self._passes, self._last = 0, 0
-
-    @contextmanager
-    def own_stream(self) -> Iterator[None]:
-        """Draw from this stage's stream in the ``with`` block, from a new one each time."""
-        with restored_generators(self._devices) as saved:
-            number = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
-            # A program that draws nothing between two steps must not get the same masks twice.
-            self._passes = self._passes + 1 if number == self._last else 0
-            self._last = number
-            for generator, _ in saved:
-                generator.manual_seed(hash32(number, self._passes, *self._coordinates))
-            yield
-
-    def preserved(self) -> AbstractContextManager[object]:
-        """Restore the generators after the ``with`` block."""
-        return restored_generators(self._devices)
-
-
-# Forward and backward pass of a chunk (contiguous layers of a model) on tensors from the previous chunk ---------------
-
 
 Tensors = tuple[Tensor, ...]
+NO_ARGUMENTS = MicrobatchCall(())
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 Run = Callable[[Sequence[Layer], Tensors], Any]  # computes other layers and inputs with the same arguments
@@ -86,17 +52,21 @@ class Chunk:
         self.carried_out = tuple(carried_out)
         self.after: After | None = None
 
-    def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: MicrobatchCall | None = None) -> Outputs:
+    def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: MicrobatchCall = NO_ARGUMENTS) -> Outputs:
         """Return the outputs of the layers for ``inputs``, then the outgoing skip tensors; integers stay unchanged.
 
         ``structure`` is the skeleton of the previous chunk's result. ``call`` holds the arguments
         of the model. A chunk without inputs starts from ``call``.
         """
         count = len(inputs) - len(self.carried_in)
+
+        def run(layers: Sequence[Layer], given: Tensors) -> Any:
+            return run_layers(layers, call, *([unflatten(structure, given[:count])] if given else ()))
+
         entered = tuple(as_non_leaf(one) for one in inputs)
         stored = dict(zip(self.carried_in, entered[count:]))
         with carrying(stored):
-            x = _run(self.layers, entered[:count], structure, call)
+            x = run(self.layers, entered)
         if sorted(stored) != sorted(self.carried_out):
             raise UsageError(
                 f"layers {self._span} have kept {sorted(stored)}, expected {sorted(self.carried_out)}: every Keep and "
@@ -106,7 +76,7 @@ class Chunk:
         self._check(x, tensors)
         outputs = (*tensors, *(stored[name] for name in self.carried_out))
         if self.after is not None:
-            self.after(inputs, outputs, lambda layers, other: _run(layers, other[:count], structure, call))
+            self.after(inputs, outputs, run)
         return Outputs(outputs, skeleton)
 
     __call__ = forward
@@ -127,17 +97,6 @@ class Chunk:
     @property
     def _span(self) -> str:
         return f"{self.layers[0].name} to {self.layers[-1].name}"
-
-
-def _run(layers: Sequence[Layer], inputs: Tensors, structure: Any, call: MicrobatchCall | None) -> Any:
-    """Return the result of layers for the tensors of the previous chunk, or for the arguments of the model."""
-    if call is not None and not inputs:
-        x, rest = call.call_first(layers[0]), layers[1:]
-    else:
-        x, rest = unflatten(structure, inputs), layers
-    for layer in rest:
-        x = call_layer(layer, x, {} if call is None else call.named)
-    return x
 
 
 def make_chunks(layers: Sequence[Layer], cuts: Sequence[range]) -> list[Chunk]:
@@ -188,3 +147,137 @@ def as_non_leaf(x: Tensor) -> Tensor:
         return x
     entered: Tensor = _NonLeaf.apply(x)  # type: ignore[no-untyped-call]
     return entered
+
+
+# Random numbers of passes ---------------------------------------------------------------------------------------------
+#
+# Programs seed all ranks alike, which shuffling and initial weights need. The stages would then draw
+# the same dropout masks for different layers. The passes of a batch therefore draw from a separate
+# stream. Its seed combines the state of the host's generator, a counter, the stage and the data rank
+# (Megatron-LM also seeds by the stage). Tensor ranks of one stage draw alike. Afterwards the
+# program's own stream is restored, so all ranks continue to draw alike, as in one process.
+
+
+class PassGenerators:
+    """Generators of the host and of ``device`` for passes; ``coordinates`` is the pipeline stage and the data rank."""
+
+    def __init__(self, device: torch.device, coordinates: tuple[int, int]) -> None:
+        self._devices = {torch.device("cpu"), device}
+        self._coordinates = coordinates
+        self._passes, self._last = 0, 0
+
+    @contextmanager
+    def own_stream(self) -> Iterator[None]:
+        """Draw from this stage's stream in the ``with`` block, from a new one each time."""
+        with restored_generators(self._devices) as saved:
+            number = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+            # A program that draws nothing between two steps must not get the same masks twice.
+            self._passes = self._passes + 1 if number == self._last else 0
+            self._last = number
+            for generator, _ in saved:
+                generator.manual_seed(hash32(number, self._passes, *self._coordinates))
+            yield
+
+    def preserved(self) -> AbstractContextManager[object]:
+        """Restore the generators after the ``with`` block."""
+        return restored_generators(self._devices)
+
+
+# Parameters of a rank's chunks: removal of those of other stages, and gradient reduction of tied ones -----------------
+#
+# A removed parameter or buffer becomes None in its module; ``state_dict``, ``parameters()`` and
+# ``to()`` skip it. If it was on the meta device, its module remembers it, which takes no memory.
+# ``materialise`` then draws the module's initial values as in the whole model, because the values
+# that a module draws may depend on what was drawn before.
+
+
+@dataclass(frozen=True, eq=False)
+class TiedParameter:
+    """Parameter that several chunks of a model share: all its names, and the chunks that contain one of them."""
+
+    names: tuple[str, ...]
+    chunks: tuple[int, ...]
+    parameter: nn.Parameter
+
+
+def prune(model: nn.Module, layers: Sequence[Layer], held: Collection[int]) -> None:
+    """Remove the parameters and buffers of all layers except the ``held`` ones from their modules, in place.
+
+    Tensors that a held layer shares stay in every module. ``layers`` is the result of
+    ``find_layers``.
+    """
+    kept_ids = {id(tensor) for number in held for tensor in tensors_in(layers[number].module)}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in list(own.items()):
+                if tensor is not None and id(tensor) not in kept_ids:
+                    _remove(module, name, tensor)
+
+
+def _remove(module: nn.Module, name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        vars(module).setdefault(REMOVED, {})[name] = tensor
+    setattr(module, name, None)  # not through the dictionary: recurrent layers keep their own list
+
+
+def tied_parameters(layers: Sequence[Layer], chunks: Sequence[Collection[int]]) -> list[TiedParameter]:
+    """Return the parameters that layers of different chunks share, in the model's order; call it before ``prune``."""
+    uses: dict[nn.Parameter, list[tuple[str, int]]] = {}
+    home = {number: chunk for chunk, numbers in enumerate(chunks) for number in numbers}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.module.named_parameters(layer.name, remove_duplicate=False):
+            uses.setdefault(parameter, []).append((name, home[number]))
+    found = []
+    for parameter, used in uses.items():
+        within = tuple(sorted({chunk for _, chunk in used}))
+        if len(within) > 1:
+            found.append(TiedParameter(tuple(name for name, _ in used), within, parameter))
+    return found
+
+
+def used_twice(layers: Sequence[Layer]) -> list[nn.Parameter]:
+    """Return the parameters that layers hold under several names."""
+    counts: dict[nn.Parameter, int] = {}
+    for layer in layers:
+        for _, parameter in layer.module.named_parameters(remove_duplicate=False):
+            counts[parameter] = counts.get(parameter, 0) + 1
+    return [parameter for parameter, count in counts.items() if count > 1]
+
+
+class TiedGradients:
+    """Tied parameters of this stage, such as an embedding that is also the output layer. Collective over all stages.
+
+    Every stage that holds a tied parameter updates it alike, with the sum of the gradients. The
+    copies therefore stay equal bit for bit.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Communicator, shared: Sequence[TiedParameter], held: Collection[int]
+    ) -> None:
+        self._model = model
+        self._groups: list[tuple[str, Communicator]] = []
+        self._counted_elsewhere: set[str] = set()  # names that an earlier stage counts
+        for each in shared:
+            owners = sorted({chunk % comm.size for chunk in each.chunks})
+            if len(owners) == 1:
+                continue
+            group = comm.split(0 if comm.rank in owners else 1)
+            if comm.rank not in owners:
+                group.free()
+                continue
+            self._groups.append((each.names[0], group))
+            if comm.rank != each.chunks[0] % comm.size:
+                self._counted_elsewhere |= set(each.names)
+
+    def reduce(self) -> None:
+        """Sum the gradients of tied parameters over their stages; the gradients must be complete. Collective."""
+        for name, group in self._groups:
+            parameter = self._model.get_parameter(name)
+            if any(group.all_gather_object(parameter.grad is not None)):
+                if parameter.grad is None:
+                    parameter.grad = parameter.new_zeros(parameter.shape)
+                group.all_reduce(parameter.grad)
+
+    def counts(self, name: str) -> bool:
+        """Return whether this stage is the one that counts a parameter, where each parameter counts once."""
+        return name not in self._counted_elsewhere

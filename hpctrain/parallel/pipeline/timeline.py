@@ -6,9 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.actions import Action, ActionKind
-from hpctrain.parallel.pipeline.order import Dependency, execution_order, needs, satisfies
-from hpctrain.parallel.pipeline.schedules import LIVE_CHANGE, Schedule
+from hpctrain.parallel.pipeline.schedules import LIVE_CHANGE, Action, ActionKind, Schedule
 
 WORK = (*(kind.word for kind in ActionKind), "loss", "optimizer")
 WAITS = ("send", "receive", "reduce", "wait")  # idle time, even inside work
@@ -80,6 +78,56 @@ class Timeline:
         return max((count for _, count in self.live(rank)), default=0)
 
 
+# Simulation -----------------------------------------------------------------------------------------------------------
+#
+# Receives block and sends do not. The order in which ranks are visited therefore makes no difference:
+# once an action can be executed, it stays executable.
+
+
+Dependency = tuple[str, int, int]  # "activations" or "gradients" of a chunk's inputs, chunk, microbatch
+
+
+def execution_order(schedule: Schedule) -> tuple[list[tuple[int, Action]], dict[int, Action]]:
+    """Return ranks and actions in an executable order, and the actions at which ranks wait forever."""
+    done: set[Dependency | None] = set()
+    positions = [0] * schedule.ranks
+    order: list[tuple[int, Action]] = []
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank, actions in enumerate(schedule.actions):
+            while positions[rank] < len(actions) and done.issuperset(_needs(actions[positions[rank]], schedule.chunks)):
+                action = actions[positions[rank]]
+                done.add(_satisfies(action))
+                order.append((rank, action))
+                positions[rank] += 1
+                progressed = True
+    rows = zip(schedule.actions, positions)
+    return order, {rank: row[at] for rank, (row, at) in enumerate(rows) if at < len(row)}
+
+
+def _needs(action: Action, chunks: int) -> Iterator[Dependency]:
+    """Yield the dependencies of an action: passes of the neighbouring chunks, and earlier passes of its own chunk."""
+    chunk, microbatch = action.chunk, action.microbatch
+    if action.kind is ActionKind.FORWARD and chunk:
+        yield "activations", chunk - 1, microbatch
+    if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT):
+        yield "activations", chunk, microbatch
+        if chunk + 1 < chunks:
+            yield "gradients", chunk + 1, microbatch
+    if action.kind is ActionKind.WEIGHT:
+        yield "gradients", chunk, microbatch
+
+
+def _satisfies(action: Action) -> Dependency | None:
+    """Return the dependency that an action satisfies."""
+    if action.kind is ActionKind.FORWARD:
+        return "activations", action.chunk, action.microbatch
+    if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT):
+        return "gradients", action.chunk, action.microbatch
+    return None
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times of the passes of each chunk, of an update per chunk, and of a message from one rank to another."""
@@ -130,19 +178,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     A message has a latency and does not stop any rank from working. Raises ``UsageError`` if the
     ranks deadlock.
     """
-    order = execution_order(schedule)
-    if order.blocked:
+    order, blocked = execution_order(schedule)
+    if blocked:
         raise UsageError(f"the schedule {schedule.name} cannot be executed: ranks wait for each other", everywhere=True)
     ready: dict[Dependency | None, tuple[float, int]] = {}  # time and rank at which it is ready
     free = [0.0] * schedule.ranks
     rows: list[list[TimelineSpan]] = [[] for _ in range(schedule.ranks)]
-    for rank, action in order.actions:
+    for rank, action in order:
         start = free[rank]
-        for need in needs(action, schedule.chunks):
+        for need in _needs(action, schedule.chunks):
             when, where = ready[need]
             start = max(start, when if where == rank else when + costs.send)
         free[rank] = start + costs.of(action)
-        ready[satisfies(action)] = (free[rank], rank)
+        ready[_satisfies(action)] = (free[rank], rank)
         rows[rank].append(TimelineSpan(action.kind.word, start, free[rank], action.chunk, action.microbatch))
     return Timeline(tuple(map(tuple, rows)))
 

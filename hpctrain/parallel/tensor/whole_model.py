@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hpctrain.cluster.shared_memory import free_memory
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.log import logger
@@ -59,15 +60,6 @@ def blank_copy(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _free_memory() -> int:
-    """Return the available bytes of host memory; 0 if unknown."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return 0
-
-
 def _has_own_hooks(model: nn.Module) -> bool:
     """Return whether the program has registered forward hooks, which a copy must not call."""
     for module in model.modules():
@@ -80,7 +72,7 @@ def _has_own_hooks(model: nn.Module) -> bool:
 
 def fits(model: nn.Module, comm: Communicator, device: torch.device) -> bool:
     """Return whether all ranks have enough memory for the whole model. Collective."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory() // comm.local_size
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // comm.local_size
     needed = sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
     return bool(needed <= MAX_MEMORY_FRACTION * min(comm.all_gather_object(free)))
 

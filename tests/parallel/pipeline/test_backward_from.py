@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from hpctrain.parallel.backward_from import backward_from
+from hpctrain.parallel.pipeline.split_backward import backward_from
 
 
 def test_gradients_equal_those_of_torch() -> None:

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.inputs import CallArguments
-from hpctrain.parallel.pipeline.calls import ArgumentBinder, MicrobatchCall, run_layers
-from hpctrain.parallel.pipeline.layers import find_layers
+from hpctrain.parallel.pipeline.layers import ArgumentBinder, MicrobatchCall, find_layers, run_layers
 
 
 class Echo(nn.Module):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
-from hpctrain.models.shapes import GPTConfig
-from hpctrain.parallel.pipeline import costs as costs_module
-from hpctrain.parallel.pipeline.costs import balance, costs
+from hpctrain.models.settings import GPTConfig
+from hpctrain.parallel.pipeline import partition as costs_module
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.skip import Join, Keep
+from hpctrain.parallel.pipeline.partition import balance, costs
+from hpctrain.parallel.pipeline.skip import Join, Keep
 
 CONFIG = GPTConfig(layers=2, heads=2, width=16, context=8, vocab_size=31, tied=True)
 

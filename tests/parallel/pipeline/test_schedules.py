@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.actions import Action, ActionKind
-from hpctrain.parallel.pipeline.order import check_schedule
-from hpctrain.parallel.pipeline.schedules import SCHEDULES, Schedule, make
+from hpctrain.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind, Schedule, make
+from hpctrain.parallel.pipeline.timeline import execution_order
 
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 
@@ -22,6 +21,57 @@ def grid(name: str) -> Iterator[Schedule]:
                 yield make(name, ranks, microbatches)
             elif microbatches % ranks == 0:
                 yield from (make(name, ranks, microbatches, chunks) for chunks in (2, 3))
+
+
+# Together these leave no pass out: a microbatch without a whole backward pass has both halves.
+EXACTLY_ONCE = (
+    (ActionKind.FORWARD,),
+    (ActionKind.BACKWARD, ActionKind.INPUT),
+    (ActionKind.BACKWARD, ActionKind.WEIGHT),
+)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ``AssertionError`` unless a schedule computes every pass once, in order, and without deadlock.
+
+    Every chunk computes one forward and one backward pass per microbatch, in the order of the
+    microbatches. A backward pass is one action, or an input pass and a weight pass. Updates
+    directly follow their backward pass; the last microbatch has none. With blocking receives and
+    buffered sends, no rank waits forever.
+    """
+    if len(schedule.actions) != schedule.ranks or schedule.chunks % schedule.ranks:
+        raise invalid(schedule, f"{len(schedule.actions)} lists of actions, {schedule.chunks} chunks")
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if not 0 <= action.chunk < schedule.chunks or schedule.rank_of(action.chunk) != rank:
+                raise invalid(schedule, f"{action} of chunk {action.chunk} on rank {rank}, which does not hold it")
+        check_updates(schedule, actions)
+        for chunk in range(rank, schedule.chunks, schedule.ranks):
+            check_chunk(schedule, [action for action in actions if action.chunk == chunk], chunk)
+    _, blocked = execution_order(schedule)
+    if blocked:
+        waits = ", ".join(f"rank {rank} in {action} of chunk {action.chunk}" for rank, action in blocked.items())
+        raise invalid(schedule, f"ranks wait for each other: {waits}")
+
+
+def check_chunk(schedule: Schedule, actions: list[Action], chunk: int) -> None:
+    for kinds in EXACTLY_ONCE:
+        found = [action.microbatch for action in actions if action.kind in kinds]
+        if found != list(range(schedule.microbatches)):
+            names = " or ".join(kind.word for kind in kinds)
+            raise invalid(schedule, f"{names} passes of chunk {chunk} come as {found}")
+
+
+def check_updates(schedule: Schedule, actions: tuple[Action, ...]) -> None:
+    last = schedule.microbatches - 1
+    for before, action in zip((None, *actions), actions):
+        if action.kind is ActionKind.UPDATE:
+            if before != Action(ActionKind.BACKWARD, action.chunk, action.microbatch) or action.microbatch == last:
+                raise invalid(schedule, f"{action} of chunk {action.chunk} after {before}")
+
+
+def invalid(schedule: Schedule, reason: str) -> AssertionError:
+    return AssertionError(f"the schedule {schedule.name} cannot be executed: {reason}")
 
 
 def texts(schedule: Schedule) -> list[str]:
@@ -150,11 +200,11 @@ def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedul
     ],
 )
 def test_the_checker_finds_errors(schedule: Schedule, message: str) -> None:
-    with pytest.raises(UsageError, match=f"the schedule {schedule.name} cannot be executed: .*{message}"):
+    with pytest.raises(AssertionError, match=f"the schedule {schedule.name} cannot be executed: .*{message}"):
         check_schedule(schedule)
 
 
 def test_a_deadlock_between_individually_valid_orders_is_found() -> None:
     # Rank 0 waits for a gradient before it sends the activations that rank 1 needs to compute that gradient.
-    with pytest.raises(UsageError, match="rank 0 in B0 of chunk 0, rank 1 in F1 of chunk 1"):
+    with pytest.raises(AssertionError, match="rank 0 in B0 of chunk 0, rank 1 in F1 of chunk 1"):
         check_schedule(broken("gpipe", 0, "F0 B0 F1 B1"))

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
+from hpctrain.parallel.pipeline.skip import Join, Keep, SkipTensors, carried, carrying, skip_tensors
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.skip import Join, Keep, SkipTensors, carried, carrying, skip_tensors
 
 
 def net() -> nn.Sequential:

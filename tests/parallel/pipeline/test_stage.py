@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet, MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.inputs import ONE_TENSOR, Slot, unflatten
 from hpctrain.parallel.pipeline.channels import MessageFormat
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.parameters import prune, tied_parameters, used_twice
+from hpctrain.parallel.pipeline.skip import Join, Keep
 from hpctrain.parallel.pipeline.split_backward import WeightGradStore
-from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks
+from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks, prune, tied_parameters, used_twice
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.skip import Join, Keep
 
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
 Make = Callable[[], nn.Module]

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.convnet import ConvNet
+from hpctrain.models.build import ConvNet, MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
-from hpctrain.models.mlp import MultiLayerPerceptron
-from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.meta_init import check_initialisable, materialise
 from hpctrain.parallel.pipeline.layers import find_layers
-from hpctrain.parallel.pipeline.parameters import prune, tied_parameters, used_twice
+from hpctrain.parallel.pipeline.stage import prune, tied_parameters, used_twice
 
 CPU = torch.device("cpu")
 SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.actions import ActionKind
-from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
+from hpctrain.parallel.pipeline.schedules import SCHEDULES, ActionKind, make
 from hpctrain.parallel.pipeline.timeline import Costs, Timeline, TimelineSpan, equal_costs, simulate
 
 GRID = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 4, 8, 11, 16)]
