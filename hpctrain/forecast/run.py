@@ -148,6 +148,6 @@ class PlannedRun:
 
 def check_run(settings: Settings, ranks: int) -> Shape:
     """Return the mesh if ranks, batch and microbatches fit together; otherwise raise an error."""
-    from hpctrain.train.recipe import check_sizes
+    from hpctrain.train.config import check_sizes
 
     return check_sizes(settings, ranks)

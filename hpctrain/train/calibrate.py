@@ -35,6 +35,15 @@ _NO_CANARY = None, "not tried (--no-canary)"
 
 
 @dataclass(frozen=True)
+class Instruments:
+    """Measurements of a calibration: the algorithms, the canary on GPUs, and the number of visible GPUs."""
+
+    measure: Callable[..., AlgorithmTimes] = measure
+    probe: Callable[[float], ProbeResult] = probe
+    gpus: Callable[[], int] = torch.cuda.device_count
+
+
+@dataclass(frozen=True)
 class CalibrationReport:
     """Results of a calibration and the file that contains them."""
 
@@ -54,6 +63,7 @@ def calibrate(
     output: Path | None = None,
     try_canary: bool = True,
     progress: Callable[[float, str], None] = lambda seconds, what: None,
+    instruments: Instruments = Instruments(),
 ) -> CalibrationReport:
     """Measure for about ``seconds`` and store the results; all ranks return the same report. Collective.
 
@@ -66,8 +76,10 @@ def calibrate(
     # Checked first: a minute of measuring must not be lost because the folder is not writable.
     earlier, path = on_first_rank(comm, lambda: _prepare(output))
     load = load_now()
-    measured = measure(comm, sizes, seconds, job.device, progress)
-    verdict, description = on_first_rank(comm, lambda: _canary(earlier.machine) if try_canary else _NO_CANARY)
+    measured = instruments.measure(comm, sizes, seconds, job.device, progress)
+    verdict, description = on_first_rank(
+        comm, lambda: _canary(earlier.machine, instruments) if try_canary else _NO_CANARY
+    )
     measurement = _measurement(measured, load) if measured.times else None
     found = _joined(earlier, measurement, verdict)
     stores = found is not earlier
@@ -119,12 +131,12 @@ def _check_writable(path: Path) -> None:
         raise UsageError(f"cannot store the calibration in {path}: {error.strerror}") from error
 
 
-def _canary(machine: NodeType) -> tuple[ProbeResult | None, str]:
+def _canary(machine: NodeType, instruments: Instruments) -> tuple[ProbeResult | None, str]:
     """Test in a separate job whether MPI accepts device pointers; return the verdict and a description."""
-    if not torch.cuda.is_available():
+    if not instruments.gpus():
         return None, "not tried: no GPU is visible"
     try:
-        verdict = probe(timeout=min(TIMEOUT, timeout_seconds() / 2))
+        verdict = instruments.probe(min(TIMEOUT, timeout_seconds() / 2))
     except (CommunicationError, OSError) as error:
         return None, f"not tried: {error}"
     if not verdict.library:  # it died before it reported its MPI: assume that of this environment

@@ -1,4 +1,10 @@
-"""Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions."""
+"""Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions.
+
+``HPCTRAIN_CALIBRATION`` names the file, or the folder of such files. The default is
+``hpctrain/calibration`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A file contains tables for several
+layouts of ranks, and whether its MPI accepts device pointers. A file that is damaged or from
+another machine is ignored with one warning: a calibration never makes a run fail.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,10 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from hpctrain._version import __version__
 from hpctrain.comm.device.cuda_aware_probe import ProbeResult
@@ -23,6 +29,12 @@ from hpctrain.util.child import python
 from hpctrain.util.probe import run_program
 from hpctrain.util.reading import read_json
 
+if TYPE_CHECKING:
+    import torch
+
+VARIABLE = "HPCTRAIN_CALIBRATION"
+FORMAT = "hpctrain-calibration 1"
+LARGEST = 2**24  # bytes; a larger file was not written by this module
 _CPUINFO = Path("/proc/cpuinfo")
 _NAMES = ("model name", "cpu model", "cpu", "Model")  # keys of the processor's name on various architectures
 # Runs in a subprocess, because MPI must not start in a process that only needs the library's name.
@@ -90,19 +102,6 @@ def mpi_name() -> str:
     answer = run_program(python("-c", _ASK_MPI), timeout=60)
     lines = answer.text.splitlines()
     return " ".join(lines[0].strip("\0").split()) if lines and not answer.error else ""
-
-
-# Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions --------
-#
-# ``HPCTRAIN_CALIBRATION`` names the file, or the folder of such files. The default is
-# ``hpctrain/calibration`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A file contains tables for several
-# layouts of ranks, and whether its MPI accepts device pointers. A file that is damaged or from
-# another machine is ignored with one warning: a calibration never makes a run fail.
-
-
-VARIABLE = "HPCTRAIN_CALIBRATION"
-FORMAT = "hpctrain-calibration 1"
-LARGEST = 2**24  # bytes; a larger file was not written by this module
 
 
 class Ranks(Protocol):
@@ -251,35 +250,20 @@ def find(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Calibrat
 # In a job -------------------------------------------------------------------------------------------------------------
 
 
-def stored(ranks: Ranks) -> Calibration | None:
+def stored(ranks: Ranks, machine: Callable[[], NodeType] = lambda: this_machine(mpi_name())) -> Calibration | None:
     """Return rank 0's calibration on all ranks, because all ranks must choose the same algorithms. Collective."""
     if ranks.size == 1:
         return None  # no algorithms to choose, and possibly no MPI
-    found: Calibration | None = ranks.broadcast_object(_find_own() if ranks.rank == 0 else None)
+    found: Calibration | None = ranks.broadcast_object(_find_own(machine) if ranks.rank == 0 else None)
     return found
 
 
-def _find_own() -> Calibration | None:
+def _find_own(machine: Callable[[], NodeType]) -> Calibration | None:
     try:
-        return find(this_machine(mpi_name()))
+        return find(machine())
     except Exception as error:  # any error: the other ranks wait for an answer, and training needs no calibration
         logger.warning("cannot look for a calibration: %s: %s", type(error).__name__, error)
         return None
-
-
-def stored_table(ranks: Ranks, layout: RankLayout) -> AlgorithmTable | None:
-    """Return the table measured with rank 0's layout, the same on all ranks. Collective."""
-    found = stored(ranks)
-    layout = ranks.broadcast_object(layout)
-    measurement = found.measurements.get(layout) if found else None
-    return measurement.table if measurement else None
-
-
-def stored_verdict(ranks: Ranks) -> ProbeResult | None:
-    """Return the canary's verdict on this MPI, the same on all ranks. Collective."""
-    found = stored(ranks)
-    verdict = found.verdict if found else None
-    return verdict if verdict and found and verdict.holds_for(found.machine.mpi) else None
 
 
 # Checking -------------------------------------------------------------------------------------------------------------
@@ -310,3 +294,31 @@ def _measurement(tree: Any) -> Measurement:
             ):
                 raise SettingsError("times of a measurement: expected seconds by rule, algorithm and bytes")
     return Measurement(AlgorithmTable.from_json(parts["table"]), parts["times"], parts["date"], parts["load"])
+
+
+# Operations that measure a device: a matrix product for its operations, a sum of arrays for its bandwidth -------------
+
+
+@dataclass(frozen=True)
+class RateKernel:
+    """Repeated operation, and its size in operations or bytes."""
+
+    run: Callable[[], object]
+    amount: float
+
+
+def product_kernel(side: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> RateKernel:
+    """Return a product of two square matrices with ``side`` rows."""
+    import torch
+
+    one, two = (torch.rand(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(side, side, dtype=dtype, device=device)
+    return RateKernel(lambda: torch.mm(one, two, out=out), 2.0 * side**3)
+
+
+def stream_kernel(nbytes: int, device: torch.device | str = "cpu") -> RateKernel:
+    """Return a sum of two float32 arrays of ``nbytes`` into a third; its memory traffic is that of all three."""
+    import torch
+
+    one, two, out = (torch.ones(nbytes // 4, device=device) for _ in range(3))
+    return RateKernel(lambda: torch.add(one, two, out=out), 3.0 * nbytes)

@@ -7,20 +7,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.checkpoint.retention import Best
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.data.settings import DataSettings
-from hpctrain.errors import SettingsError
+from hpctrain.errors import SettingsError, UsageError
 from hpctrain.models.settings import ModelSettings
-from hpctrain.parallel.asynchronous.config import AsynchronousSettings, rename_section
-from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.asynchronous.config import AsynchronousSettings, is_asynchronous, rename_section
+from hpctrain.parallel.config import ParallelSettings, microbatches_for, shape_of
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import check_most, names_function, read_toml, suggestion, unknown
 from hpctrain.util.text import short_repr
+
+if TYPE_CHECKING:
+    from hpctrain.comm.mesh import Shape
 
 # The losses with a name. parallel.objective implements them, but it loads torch.
 LOSSES = ("cross_entropy", "mse")
@@ -263,3 +266,24 @@ def load(path: str | Path, assignments: Sequence[str] = ()) -> Settings:
     if isinstance(run, dict):
         run.setdefault("folder", f"runs/{Path(path).stem}")
     return build(Settings, tree)
+
+
+def check_sizes(settings: Settings, ranks: int) -> Shape:
+    """Return the mesh of the ranks; raise an error if the number of ranks or the batch does not fit."""
+    from hpctrain.data.loader import check_batch  # loads torch
+
+    shape = shape_of(settings.parallel, ranks)
+    train, idle = settings.train, settings.asynchronous.ranks
+    if idle >= ranks:
+        raise SettingsError(f"setting asynchronous.ranks = {idle}: must be less than the number of ranks, {ranks}")
+    if is_asynchronous(settings.asynchronous, settings.parallel) and settings.checkpoint.background:
+        raise UsageError("checkpoint.background: not possible with asynchronous workers")
+    check_batch(train.batch, shape.data - idle, train.accumulate)
+    if shape.pipe > 1:
+        microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)
+        if settings.parallel.schedule == "pipedream" and train.accumulate > 1:
+            raise SettingsError(
+                f'setting train.accumulate = {train.accumulate}: parallel.schedule = "pipedream" makes an update after '
+                "every microbatch"
+            )
+    return shape

@@ -2,68 +2,49 @@
 
 from __future__ import annotations
 
+import math
+import os
 import random
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.mesh import Shape
-from hpctrain.data.dataset import Dataset, FileDataset
-from hpctrain.data.loader import Batch, Loader, check_batch, evaluation_batches
+from hpctrain.data.dataset import FileDataset
+from hpctrain.data.loader import Batch, Loader
 from hpctrain.data.settings import open_dataset
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.models.build import build
-from hpctrain.parallel.asynchronous.config import is_asynchronous
-from hpctrain.parallel.config import SHARDED, generator_number, microbatches_for, shape_of
-from hpctrain.parallel.objective import Objective, loss_named
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.models.gpt import GPT, generate
+from hpctrain.parallel.config import SHARDED, generator_number
+from hpctrain.parallel.objective import LOSSES, Objective, loss_named
+from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
 from hpctrain.train.allocator import ALLOCATOR
-from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings
-from hpctrain.train.fit import check_loss
+from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings, check_sizes
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.init import init
 from hpctrain.train.job import Job
 from hpctrain.train.metrics import SAMPLES
+from hpctrain.train.receipt import render
 from hpctrain.train.run import Run
-from hpctrain.train.summary import sample_text, summarise
+from hpctrain.util.text import printable_lines
 
-
-@torch.no_grad()
-def evaluate(
-    strategy: Strategy,
-    objective: Objective,
-    dataset: Dataset,
-    *,
-    batch: int,
-    limit: int | None,
-    device: torch.device,
-) -> float:
-    """Return the mean loss over at most ``limit`` samples of the split. Collective."""
-    model, data = strategy.model, strategy.data
-    training = model.training
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
-    for part in evaluation_batches(dataset, batch=batch, rank=data.rank, size=data.size, limit=limit):
-        if part.samples:
-            part = part.to(device)
-            mean = strategy.measure(part.inputs, part.targets, objective)
-            sums += torch.tensor([float(mean) * part.samples, part.samples], dtype=torch.float64)
-        else:
-            strategy.join_empty(backward=False)
-    model.train(training)
-    data.all_reduce(sums)
-    return float(sums[0] / sums[1])
-
-
-# Forward and backward passes of one training step ---------------------------------------------------------------------
+LENGTH = 300  # bytes of generated text
+BYTES = 256  # vocabulary of a byte-level model
 
 
 class Stepper:
@@ -97,9 +78,6 @@ class Stepper:
         return total
 
 
-# Training recipe for a run from a settings file: all steps in the order in which they happen --------------------------
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Training and validation splits of the data."""
@@ -108,8 +86,8 @@ class Corpus:
     validation: FileDataset
 
 
-def train(settings: Settings, *, verbose: bool = False) -> None:
-    """Train to the last step or until a stop request; resume from the run folder.
+def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job] = init) -> None:
+    """Train to the last step or until a stop request; resume from the run folder. ``init`` joins the ranks.
 
     Raises an ``HpctrainError`` on all ranks for any wrong input, before anything is written.
     """
@@ -157,15 +135,14 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 # All values are logged before the step ends, because its checkpoint may be kept for one of them.
-                run.log(loss=loss, tokens=tokens_in(batch.targets, settings, data), same={"learning_rate": rate})
-                if not settings.data.has_tokens:
-                    run.log(same={SAMPLES: number * settings.train.batch})
+                tokens, samples = trained_on(number, batch, settings, data)
+                run.log(loss=loss, tokens=tokens, same={"learning_rate": rate, **samples})
                 if is_due(number, settings):
-                    run.log(same={"validation_loss": validate(settings, step, corpus), **strategy.metrics()})
+                    run.log(same={"validation_loss": validate(settings, step, corpus), **metrics_of(strategy)})
 
         # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
         multiple = shape.tensor if settings.parallel.sequence else 1
-        with strategy.consensus_view():
+        with consensus_view(strategy):
             text = sample_text(model, settings.train.prompt, job.device, multiple)
         if job.rank == 0:
             done_before = resumed_at >= settings.train.steps
@@ -223,28 +200,11 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
-def check_sizes(settings: Settings, ranks: int) -> Shape:
-    """Return the mesh of the ranks; raise an error if the number of ranks or the batch does not fit."""
-    shape = shape_of(settings.parallel, ranks)
-    train, idle = settings.train, settings.asynchronous.ranks
-    if idle >= ranks:
-        raise SettingsError(f"setting asynchronous.ranks = {idle}: must be less than the number of ranks, {ranks}")
-    if is_asynchronous(settings.asynchronous, settings.parallel) and settings.checkpoint.background:
-        raise UsageError("checkpoint.background: not possible with asynchronous workers")
-    check_batch(train.batch, shape.data - idle, train.accumulate)
-    if shape.pipe > 1:
-        microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)
-        if settings.parallel.schedule == "pipedream" and train.accumulate > 1:
-            raise SettingsError(
-                f'setting train.accumulate = {train.accumulate}: parallel.schedule = "pipedream" makes an update after '
-                "every microbatch"
-            )
-    return shape
-
-
-def tokens_in(targets: torch.Tensor, settings: Settings, data: Communicator) -> int:
-    """Return the tokens per step over all data ranks, which have equal numbers of them; 0 for arrays."""
-    return targets.numel() * data.size if settings.data.has_tokens else 0
+def trained_on(number: int, batch: Batch, settings: Settings, data: Communicator) -> tuple[int, dict[str, int]]:
+    """Return the tokens of a step over all data ranks; for arrays 0, and the samples since the beginning of the run."""
+    if settings.data.has_tokens:
+        return batch.targets.numel() * data.size, {}  # all data ranks have equal numbers of tokens
+    return 0, {SAMPLES: number * settings.train.batch}
 
 
 def is_due(number: int, settings: Settings) -> bool:
@@ -256,7 +216,7 @@ def is_due(number: int, settings: Settings) -> bool:
 
 def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
     """Return the loss on the validation split, computed in float32."""
-    with step.strategy.consensus_view():
+    with consensus_view(step.strategy):
         return evaluate(
             step.strategy,
             replace(step.objective, dtype=None),
@@ -281,3 +241,125 @@ def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:
         torch.get_num_threads(),
         run.folder,
     )
+
+
+# Checks of data, model and loss before the run begins -----------------------------------------------------------------
+
+
+def check_loss(settings: Settings, model: nn.Module, dataset: FileDataset) -> None:
+    """Raise ``SettingsError`` if the loss cannot compare the model's outputs with the targets.
+
+    Targets are checked by dtype. A model from a factory, and a loss function of the user, are
+    called on one sample in evaluation mode if the whole model is on this rank. If that forward pass
+    fails, the error is left to the run.
+    """
+    inputs, targets = dataset.batch(np.arange(1))
+    name = settings.train.loss
+    if name in LOSSES:
+        _check_dtype(name, targets, dataset.path)
+    compare = loss_named(name)
+    named = settings.model.factory is None and name in LOSSES
+    outputs = None if named or _lacks_values(model) else _outputs(model, inputs)
+    if outputs is None:
+        return
+    try:
+        with torch.no_grad():
+            compare(outputs, targets)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"train.loss = {name!r} cannot compare the model's output, {_described(outputs)}, with the targets, "
+            f"{_described(targets)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _check_dtype(name: str, targets: Tensor, path: str) -> None:
+    classes = not targets.is_floating_point()
+    if name == "cross_entropy" and not classes:
+        raise SettingsError(
+            f"train.loss = 'cross_entropy' takes classes (whole numbers), the targets of {path} are floats: set "
+            'train.loss = "mse", or a function of yours'
+        )
+    if name == "mse" and classes:
+        raise SettingsError(
+            f"train.loss = 'mse' takes floats, the targets of {path} are whole numbers: set "
+            'train.loss = "cross_entropy", or write the targets as floats'
+        )
+
+
+def _lacks_values(model: nn.Module) -> bool:
+    """Return whether a model has parameters or buffers without values: meta tensors or lazy parameters."""
+    held: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
+    return any(each.is_meta or is_lazy(each) for each in held)
+
+
+def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
+    """Return the model's output for one sample; None if it is not a tensor or the model cannot run here."""
+    training = model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = model.eval()(inputs)
+    except Exception:
+        return None
+    finally:
+        model.train(training)
+    return outputs if isinstance(outputs, Tensor) else None
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+# Summary printed at the end of a run: losses, a text sample, and the run folder ---------------------------------------
+
+
+def sample_text(model: nn.Module, prompt: str, device: torch.device, multiple: int = 1) -> str | None:
+    """Return the text that a byte-level GPT generates after the prompt; None without a prompt or such a model.
+
+    Sequence lengths must be multiples of ``multiple``, because sequences may be split over ranks.
+    """
+    if not prompt or not isinstance(model, GPT) or model.config.vocab_size != BYTES:
+        return None
+    tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    written = generate(model, tokens, LENGTH, temperature=0.7, top_k=40, generator=generator, multiple=multiple)
+    return bytes(written.tolist()).decode(errors="replace")
+
+
+def _program() -> str:
+    """Return how to call the command from this folder: its name if it is in PATH, otherwise its path."""
+    if shutil.which("hpctrain"):
+        return "hpctrain"
+    script = Path(sys.executable).with_name("hpctrain")
+    return os.path.relpath(script) if script.exists() else f"{sys.executable} -m hpctrain"
+
+
+def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
+    """Return a loss with its unit; only the cross entropy has one."""
+    if loss != "cross_entropy":
+        return f"{value:.4f}"
+    unit = " per byte" if facts.get("vocab_size") == BYTES else ""
+    return f"{value:.4f} nats{unit} = {value / math.log(2):.4f} bits{unit}"
+
+
+def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool, loss: str) -> None:
+    """Print the last losses, the sample, and where to find more; ``loss`` names the loss function."""
+    lines = (
+        [f"{run.folder} is finished: {run.step} steps are done; increase train.steps to continue"] if resumed else []
+    )
+    losses = run.state.curves.columns
+    if losses.get("loss"):
+        nats = " nats" if loss == "cross_entropy" else ""
+        lines.append(f"training loss    {losses['loss'][-1]:.4f}{nats} after step {run.step}")
+    if losses.get("validation_loss"):
+        lines.append(f"validation loss  {_in_bits(losses['validation_loss'][-1], facts, loss)}")
+    if text is not None:
+        lines += ["", "The model continues the prompt:", "", *(f"    {line}" for line in text.splitlines()), ""]
+    lines.append(f"run folder       {run.folder}")
+    if (best := run.state.retention.best()) is not None:
+        lines.append(f"best checkpoint  {best} (by {run.options.keep_best})")
+    if (consumed := render.summary(run.folder)) is not None:
+        lines.append(f"efficiency       {consumed}")
+    lines.append(f"inspect          {_program()} checkpoint show {run.state.path(run.step)}")
+    print(printable_lines("\n".join(lines)), flush=True)

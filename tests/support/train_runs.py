@@ -16,10 +16,10 @@ from support.shards import Variant, communicator
 from support.training_fixtures import metrics_of
 
 from hpctrain.cluster.launcher import detect
-from hpctrain.train import recipe
 from hpctrain.train.config import load
 from hpctrain.train.control import stop_request
 from hpctrain.train.job import Job
+from hpctrain.train.recipe import train
 
 VARIANTS = {
     "ddp": Variant("ddp"),
@@ -54,7 +54,8 @@ class Legs:
     """Successive calls of ``hpctrain train`` in the project's folder."""
 
     def __init__(self, comm: Any, project: Path, patch: pytest.MonkeyPatch) -> None:
-        self.comm, self.project, self._patch = comm, project, patch
+        self.comm, self.project = comm, project
+        self.job_type: type[Job] = Job
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.chdir(project)
         patch.syspath_prepend(str(project))
@@ -88,13 +89,12 @@ class Legs:
 
             def init(**options: Any) -> Job:
                 shape = (options[each] for each in ("parallel", "offload", "asynchronous"))
-                return Job(own, torch.device("cpu"), detect(), guard, *shape)
+                return self.job_type(own, torch.device("cpu"), detect(), guard, *shape)
 
-            self._patch.setattr(recipe, "init", init)
             torch.set_num_threads(1)
             stop_request.signal = None  # each leg behaves like a new process
             strategy = [f"parallel.data={variant.data}", f"parallel.shard_within={variant.within}"]
-            recipe.train(load("tiny.toml", [*strategy, *words]))
+            train(load("tiny.toml", [*strategy, *words]), init=init)
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults import file_size_limit
 
 from hpctrain.comm.device.cuda_aware_probe import ProbeResult
 from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
@@ -27,7 +28,7 @@ from hpctrain.train.calibration import (
     path_of,
     read,
     store_calibration,
-    stored_verdict,
+    stored,
     this_machine,
 )
 
@@ -92,7 +93,7 @@ def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.
     assert path_of(MACHINE, in_folder(tmp_path / "new.json")) == tmp_path / "new.json"
     (tmp_path / "plain").touch()
     assert path_of(MACHINE, in_folder(tmp_path / "plain")) == tmp_path / "plain"
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setenv("HOME", "relative")  # no home folder
     assert folder({}) is None and path_of(MACHINE, {}) is None and find(MACHINE, {}) is None
 
 
@@ -176,44 +177,38 @@ def test_readers_during_a_write_get_the_old_file(tmp_path: Path) -> None:
     assert read(held) == FULL and read(path) == Calibration(MACHINE)
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
     store_calibration(FULL, path)
-
-    def full_disk(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(DataError, match=f"cannot store the calibration in {path}: No space left on device"):
+    with file_size_limit(100), pytest.raises(DataError, match=f"cannot store the calibration in {path}: File too"):
         store_calibration(Calibration(MACHINE), path)
     assert read(path) == FULL and list(tmp_path.iterdir()) == [path]
 
 
-class Broken:
+class RankZero:
     rank, size = 0, 2
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         return item
 
 
-def test_a_failure_on_rank_0_does_not_leave_the_others_waiting(
-    monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
-) -> None:
-    def fail(mpi: str) -> NodeType:
-        raise RuntimeError("CUDA driver error")
+def fail() -> NodeType:
+    raise RuntimeError("CUDA driver error")
 
-    monkeypatch.setattr(calibration, "this_machine", fail)
-    assert calibration.stored(Broken()) is None
+
+def test_a_failure_on_rank_0_does_not_leave_the_others_waiting(warned: Callable[[], list[str]]) -> None:
+    assert stored(RankZero(), fail) is None
     assert "cannot look for a calibration: RuntimeError: CUDA driver error" in warned()[0]
 
 
 def test_a_verdict_applies_to_its_mpi_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "site.json"))
     here = this_machine(mpi_name())
-    for library, expected in ((here.mpi, True), ("Other MPI", None)):
+    for library, expected in ((here.mpi, True), ("Other MPI", False)):
         store_calibration(Calibration(here).with_verdict(ProbeResult(True, "it did", library)), tmp_path / "site.json")
-        verdict = stored_verdict(Broken())
-        assert (verdict.cuda_aware if verdict else None) is expected
+        found = stored(RankZero())
+        assert found is not None and found.verdict is not None
+        assert found.verdict.holds_for(here.mpi) is expected
 
 
 @pytest.mark.ranks
@@ -227,17 +222,12 @@ def test_all_ranks_get_the_calibration_of_rank_0(
     store_calibration(
         Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own
     )
-    table = calibration.stored_table(comm, layout)
-    assert table is not None and table.best("all_reduce", "window", "carried", 2**20) == "window"
-    assert comm.all_gather_object(table) == [table] * comm.size
-    assert calibration.stored_table(comm, RankLayout(99, 1, 99)) is None
-    assert calibration.stored_table(comm.transport, layout) == table
-    assert stored_verdict(comm) is None
+    found = stored(comm)
+    assert found is not None and found.verdict is None and list(found.measurements) == [layout]
+    assert found.measurements[layout].table.best("all_reduce", "window", "carried", 2**20) == "window"
+    assert comm.all_gather_object(found) == [found] * comm.size
+    assert stored(comm.transport) == found
 
 
-def test_a_single_rank_does_not_look_for_a_calibration(
-    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "lost.json"))
-    monkeypatch.setattr(calibration, "find", None)
-    assert calibration.stored_table(comm, RankLayout(1, 1, 1)) is None
+def test_a_single_rank_does_not_look_for_a_calibration(comm: Any, warned: Callable[[], list[str]]) -> None:
+    assert stored(comm, fail) is None and not warned()

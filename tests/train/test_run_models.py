@@ -15,8 +15,9 @@ from hpctrain.errors import UsageError
 from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.meta_init import is_meta
-from hpctrain.train import recipe
 from hpctrain.train.config import DataSettings, Settings, TrainSettings
+from hpctrain.train.job import Job
+from hpctrain.train.recipe import make_model
 
 IMAGES = {"input_shape": (8, 8), "outputs": 5}
 MODELS: dict[str, tuple[ModelSettings, dict[str, Any]]] = {
@@ -69,7 +70,7 @@ def settings_of(model: ModelSettings, data: Any) -> Settings:
 
 def made(model: ModelSettings, data: Any, facts: dict[str, Any], ranks: int) -> torch.nn.Module:
     corpus: Any = SimpleNamespace(train=SimpleNamespace(facts=facts))
-    return recipe.make_model(settings_of(model, data), corpus, ranks)
+    return make_model(settings_of(model, data), corpus, ranks)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,16 +117,16 @@ def leg(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Le
 @pytest.mark.ranks(2, 3, 4)
 def test_sharded_runs_start_with_the_loss_of_ddp(leg: Legs) -> None:
     seen = []
-    make_model = recipe.make_model
 
-    def looking(*args: Any) -> torch.nn.Module:
-        model = make_model(*args)
-        seen.append(is_meta(model))
-        return model
+    class Observed(Job):
+        """Job that records whether the model that it gets is on the meta device."""
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "make_model", looking)
-        every = {name: losses(leg(name, name, *GPT, "train.steps=3")) for name in ("ddp", *SPLIT)}
+        def wrap(self, model: Any, *args: Any, **options: Any) -> Any:
+            seen.append(is_meta(model))
+            return super().wrap(model, *args, **options)
+
+    leg.job_type = Observed
+    every = {name: losses(leg(name, name, *GPT, "train.steps=3")) for name in ("ddp", *SPLIT)}
     assert seen == [False, True, True, True, True]
     for found in every.values():
         assert found[0] == every["ddp"][0] and found == pytest.approx(every["ddp"], rel=1e-5)
