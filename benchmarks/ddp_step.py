@@ -135,8 +135,7 @@ def report(
     score = ideal / ours
     speedups = {name: times[name]["median"] / ours for name in times if name.startswith("torch")}
     drift = max(
-        abs(a - b) / abs(b)
-        for a, b in zip(candidates["hpctrain DDP"].losses, candidates["torch DDP + gloo"].losses)
+        abs(a - b) / abs(b) for a, b in zip(candidates["hpctrain DDP"].losses, candidates["torch DDP + gloo"].losses)
     )
     print(f"score (no-sync step + 2S/B) / step       {score:.3f}   (target {TARGET_SCORE})")
     for name, speedup in speedups.items():

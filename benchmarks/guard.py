@@ -27,6 +27,7 @@ from torch import nn
 
 import hpctrain
 from hpctrain.errors import UsageError
+from hpctrain.parallel.guard.guard import unprotect
 
 ROUNDS, WARMUP = 40, 5
 STRATEGIES = ("ddp", "zero1", "fsdp")
@@ -98,7 +99,7 @@ def step_of(job: Any, strategy: str, count: int, *, guards: bool) -> Callable[[]
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count // 2)]
     model = job.wrap(nn.Sequential(*layers), strategy)
     if not guards:
-        job.strategy(model).unprotect()
+        unprotect(job.strategy(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = torch.randn(SAMPLES, WIDTH)
 

@@ -18,69 +18,95 @@ overhead.
 from __future__ import annotations
 
 import argparse
-import json
+import gc
+import math
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import turns
-from comm.peers import process_group
-from comm.place import Place
-from harness import guarded, milliseconds, mpi_name, mpi_slug, provenance, slowest, summary, table, write
-from piping import plot
-from piping.candidates import make
-from piping.check import Found, drift
-from piping.ideal import Held, Ranks, hold, seconds, timeline
-from piping.names import ALONE, CANDIDATES, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE, INTERLEAVED, MANY, OURS, TORCH, WORDS
-from piping.targets import targets
-from piping.task import FULL, SMALL, Task
-from piping.timing import take_turns
-from saving.report import print_targets, targets_json
-from saving.targets import Target
+from harness.plot import bars, save, save_figure, step_bars
+from harness.report import mpi_name, mpi_slug, step_table, table
+from harness.run import (
+    announce,
+    finish,
+    interleave,
+    main,
+    no_garbage_collection,
+    parse_candidates,
+    process_group,
+    start,
+)
+from harness.stats import Times, ratio, slowest, summary
+from harness.targets import Target, at_least, at_most, target_table, targets_json
+from pipeline_candidates import (
+    ALONE,
+    CANDIDATES,
+    FEW_ONE_F_ONE_B,
+    FEW_ZERO_BUBBLE,
+    FULL,
+    GPIPE,
+    INTERLEAVED,
+    MANY,
+    ONE_F_ONE_B,
+    OURS,
+    SMALL,
+    TORCH,
+    TORCH_GPIPE,
+    TORCH_ONE_F_ONE_B,
+    WORDS,
+    Alone,
+    Candidate,
+    Task,
+    make,
+)
+from pipeline_ideal import Ranks, ScheduleCost, Step, compare, timeline
 
-import hpctrain
-from hpctrain.errors import UsageError
+from hpctrain import trace
+from hpctrain.comm.communicator import Communicator
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.pipeline import schedules
-from hpctrain.parallel.pipeline.timeline import Timeline
+from hpctrain.parallel.pipeline.render import figure as timeline_figure
+from hpctrain.parallel.pipeline.timeline import Timeline, TimelineSpan
+from hpctrain.train.profile.record import clock_offsets
 
 ROUNDS, WARMUP = 15, 2
-DRAWN = (FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; rank 0 prints and writes. Return the exit code."""
-    return guarded(lambda: run(parse(argv)))
+DRAWN = (FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE)  # schedules whose timelines are drawn
+EFFICIENCY_TARGET, TORCH_TARGET = 0.93, 1.0
+DRIFT_TARGET = 1e-5  # relative
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options."""
-    return turns.parse("pipeline.py", __doc__, argv, rounds=ROUNDS, words=WORDS, candidates=CANDIDATES)
+    return parse_candidates("pipeline", __doc__, argv, rounds=ROUNDS, words=WORDS, known=CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure all candidates on the ranks of the job."""
-    job = hpctrain.init(device="cpu")
-    if job.size < 2:
-        raise UsageError("one rank is no pipeline: make -C benchmarks pipeline starts two", everywhere=True)
+    job = start("pipeline")
     torch.set_num_threads(1)
-    task = SMALL if args.quick else FULL
-    needs_torch = any(name in TORCH for name in args.names)
-    with process_group(Place(job.comm, job.device, torch.float32)) if needs_torch else nullcontext():
-        candidates = make(args.names, task, job.comm)
-        if job.rank == 0:
-            print(f"timing {len(candidates)} candidates ...", file=sys.stderr, flush=True)
-        found = drift(job.comm, candidates, task)
-        everyone = job.comm.all_gather_object(take_turns(job.comm, candidates, task, WARMUP, args.rounds))
+    task, comm = SMALL if args.quick else FULL, job.comm
+    with process_group(comm) if set(args.names) & set(TORCH) else nullcontext():
+        candidates = {name: make(name, task, comm) for name in args.names}
+        announce(f"timing {len(candidates)} candidates", comm)
+        drift = differences(comm, candidates, task)
+        ahead = clock_offsets(comm)[comm.rank]
+        turns = {name: partial(timed_step, comm, one, task, ahead) for name, one in candidates.items()}
+        own = interleave(turns, args.rounds, warmup=WARMUP, comm=comm, what="rounds")
+        everyone = comm.all_gather_object(own)
     if job.rank:
         return
-    steps: dict[str, list[Ranks]] = {name: list(zip(*(rank[name] for rank in everyone))) for name in args.names}
+    steps: dict[str, list[Ranks]] = {
+        name: list(zip(*(rank[name] for rank in everyone))) for name in args.names if own[name]
+    }
     times = {name: summary(slowest([[step.seconds for step in rank[name]] for rank in everyone])) for name in steps}
-    held = {name: hold(_schedule(name, job.size), steps[name]) for name in steps if name in OURS}
-    reached = list(targets(times, held, found))
+    found = {name: compare(_schedule(name, job.size), steps[name]) for name in steps if name in OURS}
+    reached = list(targets(times, found, drift))
     content = {
         "benchmark": "pipeline",
         "ranks": job.size,
@@ -90,12 +116,75 @@ def run(args: argparse.Namespace) -> None:
         "cuts": _cuts(task, job.size, args.names),
         "targets": targets_json(reached),
         "seconds": times,
-        "schedules": {name: {**asdict(one), "efficiency": one.efficiency} for name, one in held.items()},
-        "relative_differences_from_one_rank": {name: asdict(one) for name, one in found.items()},
-        "provenance": provenance(job.size, mpi_name()),
+        "schedules": {name: {**asdict(one), "efficiency": one.efficiency} for name, one in found.items()},
+        "relative_differences_from_one_rank": {name: asdict(one) for name, one in drift.items()},
     }
-    drawn = {name: _typical(steps[name]) for name in DRAWN if name in held}
-    report(content, reached, held, found, drawn, args)
+    typical = {name: _typical(steps[name]) for name in DRAWN if name in found}
+    text = "\n".join([f"\n{title(content)}\n", target_table(reached), tables(times, found, drift)])
+    finish(
+        args,
+        f"pipeline-np{job.size}-{mpi_slug()}",
+        content,
+        text,
+        ranks=job.size,
+        launched=True,
+        draw=partial(draw, timelines=typical),
+    )
+
+
+def timed_step(comm: Communicator, one: Candidate, task: Task, ahead: float, number: int) -> Step:
+    """Run a step of a candidate; return its time and spans, by rank 0's clock. Collective."""
+    batch = task.batch(number, one.microbatches)
+    one.model.zero_grad()
+    gc.collect()
+    with no_garbage_collection():
+        comm.barrier()
+        trace.start()
+        try:
+            started = time.monotonic()
+            one.step(*batch)
+            ended = time.monotonic()
+        finally:
+            recorded = trace.take()
+    spans = (
+        TimelineSpan(one.name, one.start - ahead, one.end - ahead, one.facts.get("chunk"), one.facts.get("microbatch"))
+        for one in recorded.spans
+    )
+    return Step(started - ahead, ended - ahead, tuple(sorted(spans, key=lambda one: (one.start, -one.end))))
+
+
+@dataclass(frozen=True)
+class LossAndNorm:
+    """Loss of a batch and norm of all its gradients."""
+
+    loss: float
+    norm: float
+
+
+def differences(comm: Communicator, candidates: Mapping[str, Candidate], task: Task) -> dict[str, LossAndNorm]:
+    """Return the relative difference of each candidate from a single rank, before any is timed. Collective."""
+    counts = sorted({one.microbatches for one in candidates.values()})
+    truth = {count: find(comm, Alone(task, comm, count), task) for count in counts}
+    found = {}
+    for name, one in candidates.items():
+        value, right = find(comm, one, task), truth[one.microbatches]
+        found[name] = LossAndNorm(
+            abs(value.loss - right.loss) / abs(right.loss), abs(value.norm - right.norm) / right.norm
+        )
+    return found
+
+
+def find(comm: Communicator, one: Candidate, task: Task) -> LossAndNorm:
+    """Return a candidate's result for a batch; if ranks differ, the loss furthest from the mean."""
+    one.model.zero_grad()
+    loss = one.step(*task.batch(-1, one.microbatches))
+    gradients = [parameter.grad for parameter in one.model.parameters() if parameter.grad is not None]
+    squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    everyone = comm.all_gather_object((loss, squares))
+    losses = [each for each, _ in everyone if each is not None]
+    assert losses, "at least one rank has the loss"
+    mean = sum(losses) / len(losses)
+    return LossAndNorm(max(losses, key=lambda each: abs(each - mean)), math.sqrt(sum(each for _, each in everyone)))
 
 
 def _schedule(name: str, ranks: int) -> schedules.Schedule:
@@ -117,52 +206,85 @@ def _cuts(task: Task, ranks: int, names: Sequence[str]) -> dict[str, list[list[s
 
 
 def _typical(steps: Sequence[Ranks]) -> Timeline:
-    """Return the timeline of the step with the median time."""
-    return timeline(sorted(steps, key=seconds)[len(steps) // 2])
+    """Return the timeline of the step with the median time, in milliseconds."""
+    found = timeline(sorted(steps, key=lambda ranks: max(step.seconds for step in ranks))[len(steps) // 2])
+    rows = (tuple(replace(span, start=span.start * 1e3, end=span.end * 1e3) for span in row) for row in found.rows)
+    return Timeline(tuple(rows))
 
 
-def report(
-    content: dict[str, Any],
-    reached: Sequence[Target],
-    held: Mapping[str, Held],
-    found: Mapping[str, Found],
-    drawn: Mapping[str, Timeline],
-    args: argparse.Namespace,
-) -> None:
-    """Print, write and plot a result."""
-    name = f"pipeline-np{content['ranks']}-{mpi_slug()}"
-    paths = [write(name, content, args.results), *plot.draw(content, drawn, args.results / name)]
-    if args.json:
-        print(json.dumps(content, indent=2))
-        return
-    print(f"\n{plot.title(content)}\n")
-    print_targets(reached)
-    rows = [["step", "median ms", "quartile 1", "quartile 3", "min", "times one rank", "loss differs", "gradients"]]
-    alone = content["seconds"].get(ALONE)
-    counts = {each: count for each, (_, count) in OURS.items()}
-    for each, time in content["seconds"].items():
-        share = counts.get(each, MANY) / MANY
-        ratio = f"{alone['median'] * share / time['median']:.2f}" if alone else ""
-        rows.append([each, *milliseconds(time), ratio, f"{found[each].loss:.0e}", f"{found[each].norm:.0e}"])
-    print(table(rows) + "\n")
-    if held:
-        print(_lost(held) + "\n")
-    print("written to " + ", ".join(str(path) for path in paths))
+# Output ---------------------------------------------------------------------------------------------------------------
 
 
-def _lost(held: Mapping[str, Held]) -> str:
-    """Return a table of the losses of schedules, by cause."""
+def targets(times: Times, found: Mapping[str, ScheduleCost], drift: Mapping[str, LossAndNorm]) -> Iterator[Target]:
+    """Yield the targets for which the run has figures."""
+    if ONE_F_ONE_B in found:
+        yield Target(f"{ONE_F_ONE_B}: ideal / measured", found[ONE_F_ONE_B].efficiency, EFFICIENCY_TARGET)
+    if FEW_ONE_F_ONE_B in found and FEW_ZERO_BUBBLE in found:
+        zero, one = found[FEW_ZERO_BUBBLE], found[FEW_ONE_F_ONE_B]
+        yield from at_most(f"{FEW_ZERO_BUBBLE} / {FEW_ONE_F_ONE_B}", zero.measured / one.measured, 1.0)
+        yield from at_most(f"{FEW_ZERO_BUBBLE} / ideal 1f1b", zero.measured / one.ideal, 1.0)
+    for theirs, ours in ((TORCH_GPIPE, GPIPE), (TORCH_ONE_F_ONE_B, ONE_F_ONE_B)):
+        yield from at_least(f"step: {theirs} / {ours}", ratio(times, theirs, ours), TORCH_TARGET)
+    for what, words in (("loss", "losses"), ("norm", "norms of gradients")):
+        value = max((getattr(one, what) for one in drift.values()), default=None)
+        yield from at_most(f"{words}: furthest from {ALONE}, relative", value, DRIFT_TARGET)
+
+
+def tables(times: Times, found: Mapping[str, ScheduleCost], drift: Mapping[str, LossAndNorm]) -> str:
+    """Return a table of the steps, and one of the losses of schedules by cause."""
+    shares = {name: OURS.get(name, ("", MANY))[1] / MANY for name in times}
+    alone = times.get(ALONE)
+    more = {
+        "times one rank": (
+            {name: f"{alone['median'] * shares[name] / times[name]['median']:.2f}" for name in times} if alone else {}
+        ),
+        "loss differs": {name: f"{one.loss:.0e}" for name, one in drift.items()},
+        "gradients": {name: f"{one.norm:.0e}" for name, one in drift.items()},
+    }
     head = ["schedule", "ideal ms", "ideal / measured", "played / measured", "bubble", "simulated", "(p-1)/(m+p-1)"]
     rows = [[*head, "rest of each rank"]]
-    for name, one in held.items():
+    for name, one in found.items():
         bubble = one.bubble
-        shares = [f"{share:.1%}" for share in (bubble.measured, bubble.simulated)]
-        formula = "" if bubble.formula is None else f"{bubble.formula:.1%}"
-        rest = " ".join(f"{each.rest:.1%}" for each in one.shares)
         cells = [f"{one.ideal * 1e3:.1f}", f"{one.efficiency:.3f}", f"{one.played:.3f}"]
-        rows.append([name, *cells, *shares, formula, rest])
-    return table(rows)
+        cells += [f"{share:.1%}" for share in (bubble.measured, bubble.simulated)]
+        cells += ["" if bubble.formula is None else f"{bubble.formula:.1%}"]
+        rows.append([name, *cells, " ".join(f"{each.rest:.1%}" for each in one.shares)])
+    return step_table("step", times, more) + (f"\n{table(rows)}\n" if found else "")
+
+
+def draw(result: dict[str, Any], path: Path, timelines: Mapping[str, Timeline] | None = None) -> list[Path]:
+    """Draw the time of a step per candidate with its ideal, and timelines, in milliseconds, by schedule."""
+    times = result["seconds"]
+
+    def fill(figure: Any) -> None:
+        axes, rows = figure.subplots(), step_bars(times, own=[ALONE])
+        ideals = {name: one["ideal"] * 1e3 for name, one in result["schedules"].items()}
+        rows = [
+            replace(one, text=f"{one.text}   ({ideals[one.name]:.0f} ideal)") if one.name in ideals else one
+            for one in rows
+        ]
+        bars(axes, rows, "ms per step, slowest rank (bar: median; line: quartiles; upright mark: ideal)")
+        for place, one in enumerate(rows):
+            if one.name in ideals:
+                for colour, width, order in (("white", 3, 4), ("black", 1.2, 5)):
+                    ends = [place - 0.4, place + 0.4]
+                    axes.plot([ideals[one.name]] * 2, ends, color=colour, linewidth=width, zorder=order)
+        axes.set_title(title(result), loc="left", fontsize=11, fontweight="bold")
+
+    files = save(path, (8, 0.36 * len(times) + 1.1), fill)
+    for name, drawn in (timelines or {}).items() if files else ():
+        words = name.replace("hpctrain ", "").replace("m=", "m = ")
+        picture = partial(timeline_figure, drawn, f"{words}, measured", unit="ms")
+        files += save_figure(picture, path.with_name(f"{path.name}-{words.split()[0]}"))
+    return files
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """Return a title that states the task."""
+    task = result["task"]
+    shape = f"GPT of {task['layers']} layers, width {task['width']}, on {result['ranks']} ranks"
+    return f"{shape}, microbatches of {task['context']} tokens"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

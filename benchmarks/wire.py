@@ -1,7 +1,7 @@
 """TCP bandwidth of a link in both directions at once, with plain sockets.
 
-    python benchmarks/wire.py serve ADDRESS PORT SECONDS     on one node
-    python benchmarks/wire.py call ADDRESS PORT SECONDS      on the other; each prints the bytes per second received
+python benchmarks/wire.py serve ADDRESS PORT SECONDS     on one node
+python benchmarks/wire.py call ADDRESS PORT SECONDS      on the other; each prints the bytes per second received
 """
 
 from __future__ import annotations

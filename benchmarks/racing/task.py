@@ -9,9 +9,7 @@ import torch
 from racing.names import DIGITS, GPT
 from torch import Tensor, nn
 
-from hpctrain.data.dataset import ArrayDataset
-from hpctrain.data.dataset import FileDataset
-from hpctrain.data.dataset import TokenDataset
+from hpctrain.data.dataset import ArrayDataset, FileDataset, TokenDataset
 from hpctrain.errors import UsageError
 from hpctrain.models.build import build
 from hpctrain.models.settings import ModelSettings

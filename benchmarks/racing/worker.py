@@ -18,7 +18,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
 from hpctrain.data.loader import Loader, evaluation_batches
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
 from hpctrain.parallel.wrap import attach
 from hpctrain.train.job import Job
 
@@ -75,13 +75,13 @@ class Worker:
 
     def evaluate(self, dataset: FileDataset) -> Evaluation:
         """Evaluate the centre, or the served parameters. Collective."""
-        with self.strategy.consensus_view():
+        with consensus_view(self.strategy):
             found = evaluate(self.model, self.strategy.comm, dataset, self.task.validation)
             return Evaluation(*found, digest(self.model))
 
     def metrics(self) -> Mapping[str, Any]:
         """Return the strategy's metrics since the last call. Collective."""
-        return self.strategy.metrics()
+        return metrics_of(self.strategy)
 
     def close(self) -> None:
         """Release the strategy's resources. Collective."""

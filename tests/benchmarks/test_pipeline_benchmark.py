@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import re
-import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pipeline
 import pytest
-from piping.names import ALONE, CANDIDATES, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE, GPIPE, ONE_F_ONE_B, OURS, TORCH_GPIPE
+import torch
+from benchmark_helpers import FOLDER, PROVENANCE, TIME, check_refused, options_of_make, texts_of
+from pipeline import (
+    ALONE,
+    CANDIDATES,
+    FEW_ONE_F_ONE_B,
+    FEW_ZERO_BUBBLE,
+    GPIPE,
+    ONE_F_ONE_B,
+    OURS,
+    SMALL,
+    TORCH,
+    TORCH_GPIPE,
+    TORCH_ONE_F_ONE_B,
+    WORDS,
+    Alone,
+    LossAndNorm,
+    differences,
+    draw,
+    find,
+    targets,
+    timed_step,
+)
+from pipeline_ideal import Bubble, ScheduleCost
 from support.jobs import JobStarter
 from support.programs import be_alone, in_one_job
+from torch import nn
 
-from hpctrain.errors import UsageError
+from hpctrain import trace
+from hpctrain.parallel.pipeline.schedules import make
+from hpctrain.parallel.pipeline.timeline import equal_costs, simulate
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PROGRAM = FOLDER / "pipeline.py"
 WITHOUT = "torch-gpipe,torch-1f1b,alone,naive,interleaved,1f1b-4,zb-h1-4"
-WHOLE = pytest.mark.benchmark
 
 
-@WHOLE
+@pytest.mark.benchmark
 @pytest.mark.limit(400)
 def test_all_candidates_are_timed_and_compared_with_an_ideal(launch: JobStarter, tmp_path: Path) -> None:
     """Run in one job, after a run without torch and others that writes its result as JSON."""
-    quick, without = ("--quick", "--rounds", "2", "--results"), ("--json", "--without", WITHOUT)
-    done = launch(2, in_one_job(PROGRAM, (*quick, tmp_path / "json", *without), (*quick, tmp_path)), timeout=300)
+    quick, without = ("--quick", "--rounds", "2", "--out"), ("--json", "--without", WITHOUT)
+    calls = (*quick, tmp_path / "json", *without), (*quick, tmp_path)
+    done = launch(2, in_one_job(FOLDER / "pipeline.py", *calls), timeout=300)
     assert done.returncode == 0, done
     check_json(json.JSONDecoder().raw_decode(done.stdout)[0])
     (path,) = tmp_path.glob("pipeline-np2-*.json")
@@ -50,8 +74,7 @@ def test_all_candidates_are_timed_and_compared_with_an_ideal(launch: JobStarter,
     values = {one["what"]: one["value"] for one in found["targets"]}
     ratio = found["seconds"][TORCH_GPIPE]["median"] / found["seconds"][GPIPE]["median"]
     assert values[f"step: {TORCH_GPIPE} / {GPIPE}"] == pytest.approx(ratio) and len(values) == 7
-    assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
-    assert found["provenance"]["threads_per_rank"] == 1
+    assert PROVENANCE <= found["provenance"].keys() and found["provenance"]["threads_per_rank"] == 1
     assert done.stdout.index("target") < done.stdout.index("median ms") < done.stdout.index("ideal ms")
     for end in (".svg", "-1f1b.svg", "-zb-h1.svg"):
         assert path.with_name(path.stem + end).exists()
@@ -63,32 +86,169 @@ def check_json(printed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (("--rounds", "1"), "1 rounds: at least 2 are needed"),
-        (("--without", "gloo"), "no candidate is called 'gloo': known are alone, naive, gpipe, 1f1b, interleaved"),
-        (("--without", ",".join(pipeline.WORDS)), "every candidate is left out"),
+        ("--rounds 1", "1 rounds: at least 2 are needed"),
+        ("--without gloo", "no candidate is called 'gloo': known are alone, naive, gpipe, 1f1b, interleaved"),
+        (f"--without {','.join(WORDS)}", "every candidate is left out"),
     ],
 )
-def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        pipeline.parse(arguments)
+def test_wrong_options_are_refused(words: str, message: str) -> None:
+    check_refused(pipeline.parse, words, message)
 
 
-def test_one_rank_is_refused(
-    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     be_alone(monkeypatch, comm)
-    assert pipeline.main(["--quick"]) == 2
-    assert "one rank is no pipeline" in capsys.readouterr().err
+    assert pipeline.main(pipeline.parse, pipeline.run, ["--quick"]) == 2
+    assert "pipeline needs 2 ranks or more, not 1" in capsys.readouterr().err
 
 
 def test_variables_of_make_become_valid_options_of_the_program() -> None:
     without = "WITHOUT=naive,interleaved,torch-gpipe,torch-1f1b,gpipe,1f1b,zb-h1"
-    command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", "pipeline", "NP=3", "ROUNDS=5", without]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-    program = re.search(r'PROGRAM="benchmarks/pipeline.py (.*?)" +NP=3 MPI=mpich', text)
-    assert program
-    words = subprocess.run(["sh", "-c", f"printf '%s\\n' {program[1]}"], capture_output=True, text=True).stdout
-    args = pipeline.parse(words.splitlines())
+    args = pipeline.parse(options_of_make("pipeline", "NP=3", "ROUNDS=5", without))
     assert args.rounds == 5 and args.names == [ALONE, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE]
+
+
+# Values of the candidates ---------------------------------------------------------------------------------------------
+
+
+class OneRank:
+    """Communicator of one rank with the methods that the benchmark uses; records its barriers."""
+
+    rank, size, node = 0, 1, 0
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        self.said.append("barrier")
+        assert not trace.recording, "waiting for the others is no part of a step"
+
+
+class Broken(Alone):
+    """Candidate that drops one gradient, or compares with wrong targets."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(SMALL, OneRank(), 4)  # type: ignore[arg-type]
+        self.what = what
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
+        loss = super().step(inputs, targets.roll(1, 0) if self.what == "loss" else targets)
+        if self.what == "norm":
+            self.model.get_parameter("norm.bias").grad = None
+        return loss
+
+
+def test_losses_and_gradients_equal_those_of_a_plain_pass() -> None:
+    comm: Any = OneRank()
+    found = find(comm, Alone(SMALL, comm, 4), SMALL)
+    model = SMALL.model()
+    inputs, targets = SMALL.batch(-1, 4)
+    loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5) and found.norm == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_a_candidate_that_computes_something_else_is_detected(what: str) -> None:
+    comm: Any = OneRank()
+    found = differences(comm, {"right": Alone(SMALL, comm, 4), "wrong": Broken(what)}, SMALL)
+    assert found["right"].loss == found["right"].norm == 0
+    assert getattr(found["wrong"], what) > 1e-5
+
+
+def test_task_is_reproducible_and_smaller_batches_are_prefixes_of_larger_ones() -> None:
+    inputs, answers = SMALL.batch(3, 8)
+    assert inputs.shape == answers.shape == (8, SMALL.context) and inputs[:, 1:].equal(answers[:, :-1])
+    assert SMALL.batch(3, 4)[0].equal(inputs[:4]) and not SMALL.batch(4, 8)[0].equal(inputs)
+    assert all(a.equal(b) for a, b in zip(SMALL.model().parameters(), SMALL.model().parameters()))
+    cuts = SMALL.cuts(2)
+    assert [name for cut in cuts for name in cut] == ["embedding", *(f"blocks.{i}" for i in range(4)), "norm", "head"]
+    assert "blocks.1" in cuts[0] and "blocks.2" in cuts[1]
+
+
+# Timing ---------------------------------------------------------------------------------------------------------------
+
+
+class Candidate:
+    """Candidate that checks the state at the begin of a step, and may fail."""
+
+    microbatches = 2
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.model = fails, nn.Linear(1, 1)
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        assert self.model.weight.grad is None and not gc.isenabled()
+        assert inputs.equal(SMALL.batch(5, 2)[0])
+        with trace.span("backward", chunk=1, microbatch=0):
+            self.model.weight.grad = torch.ones(1, 1)
+            with trace.span("send"):
+                pass
+        if self.fails:
+            raise ValueError
+
+
+def test_a_timed_step_has_its_spans_and_restores_all_switches() -> None:
+    comm: Any = OneRank()
+    turn = partial(timed_step, comm, task=SMALL, ahead=10.0, number=5)
+    step = turn(Candidate())  # type: ignore[arg-type]
+    assert comm.said == ["barrier"]
+    backward, send = step.spans
+    assert (backward.name, backward.chunk, backward.microbatch, send.name) == ("backward", 1, 0, "send")
+    assert step.start <= backward.start <= send.start <= send.end <= backward.end <= step.end
+    assert step.seconds == step.end - step.start
+    with pytest.raises(ValueError):
+        turn(Candidate(fails=True))  # type: ignore[arg-type]
+    assert gc.isenabled() and not trace.recording
+
+
+# Output ---------------------------------------------------------------------------------------------------------------
+
+
+def cost(measured: float, ideal: float) -> ScheduleCost:
+    return ScheduleCost(measured, ideal, 1.0, Bubble(0.1, 0.1, None), [], {})
+
+
+def test_schedules_are_compared_with_their_ideals_and_with_torch() -> None:
+    times = {name: {"median": value} for name, value in {TORCH_GPIPE: 1.1, GPIPE: 1.0, TORCH_ONE_F_ONE_B: 0.9}.items()}
+    times[ONE_F_ONE_B] = {"median": 1.0}
+    schedules = {ONE_F_ONE_B: cost(1.0, 0.92), FEW_ONE_F_ONE_B: cost(0.6, 0.5), FEW_ZERO_BUBBLE: cost(0.54, 0.5)}
+    drift = {GPIPE: LossAndNorm(1e-7, 2e-5), ONE_F_ONE_B: LossAndNorm(2e-7, 0.0)}
+    found = list(targets(times, schedules, drift))
+    assert [one.value for one in found] == pytest.approx([0.92, 0.9, 1.08, 1.1, 0.9, 2e-7, 2e-5])
+    assert [one.met for one in found] == [False, True, False, True, False, True, False]
+    assert not list(targets({GPIPE: {"median": 1.0}}, {FEW_ZERO_BUBBLE: cost(1, 1)}, {}))
+
+
+def test_every_candidate_has_an_option_name() -> None:
+    assert sorted(WORDS.values()) == sorted(CANDIDATES)
+    assert list(WORDS)[:3] == ["alone", "naive", "gpipe"] and WORDS["zb-h1-4"] == FEW_ZERO_BUBBLE
+
+
+@pytest.mark.parametrize("names", [CANDIDATES, (ALONE, *TORCH)])
+def test_plots_name_all_candidates_and_show_timelines(tmp_path: Path, names: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    result: dict[str, Any] = {
+        "ranks": 2,
+        "task": {"width": 384, "layers": 8, "heads": 6, "context": 128},
+        "seconds": {name: TIME for name in names},
+        "schedules": {name: {"ideal": 0.45} for name in names if name in OURS},
+    }
+    lines = {
+        FEW_ONE_F_ONE_B: simulate(make("1f1b", 2, 4), equal_costs(2, forward=0.01)),
+        FEW_ZERO_BUBBLE: simulate(make("zb-h1", 2, 4), equal_costs(2, forward=0.01)),
+    }
+    files = draw(result, tmp_path / "pipeline-np2", lines)
+    ends = ["", "-1f1b", "-zb-h1"]
+    assert [file.name for file in files] == [f"pipeline-np2{end}.{kind}" for end in ends for kind in ("png", "svg")]
+    texts = texts_of(files[1])
+    for text in ("GPT of 8 layers, width 384, on 2 ranks, microbatches of 128 tokens", *names, "ms per step"):
+        assert text in texts
+    assert texts.count("(450 ideal)") == len(result["schedules"])
+    texts = texts_of(files[3])
+    assert "1f1b m = 4, measured" in texts and "time (ms)" in texts and "stage 1" in texts

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tensor
-from splitting.names import ALONE, CANDIDATES, DTENSOR, MESSAGES, OURS
+from benchmark_helpers import FOLDER, PROVENANCE, TIME, check_refused, options_of_make, texts_of
 from support.jobs import JobStarter
 from support.programs import be_alone, in_one_job
-
-from hpctrain.errors import UsageError
-
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PROGRAM = FOLDER / "tensor.py"
-WHOLE = pytest.mark.benchmark
+from tensor import ALONE, CANDIDATES, DTENSOR, FULL, MESSAGES, OURS, SMALL, draw, targets
 
 
-@WHOLE
+@pytest.mark.benchmark
 @pytest.mark.limit(400)
 def test_all_candidates_are_timed_and_reductions_are_counted(launch: JobStarter, tmp_path: Path) -> None:
     """Run in one job, after a run without torch that writes its result as JSON."""
-    quick, without = ("--quick", "--rounds", "2", "--results"), ("--json", "--without", "torch-dtensor,alone")
-    done = launch(2, in_one_job(PROGRAM, (*quick, tmp_path / "json", *without), (*quick, tmp_path)), timeout=300)
+    quick, without = ("--quick", "--rounds", "2", "--out"), ("--json", "--without", "torch-dtensor,alone")
+    calls = (*quick, tmp_path / "json", *without), (*quick, tmp_path)
+    done = launch(2, in_one_job(FOLDER / "tensor.py", *calls), timeout=300)
     assert done.returncode == 0, done
     check_json(json.JSONDecoder().raw_decode(done.stdout)[0])
     (path,) = tmp_path.glob("tensor-np2-*.json")
@@ -42,7 +36,7 @@ def test_all_candidates_are_timed_and_reductions_are_counted(launch: JobStarter,
     values = [one["value"] for one in found["targets"]]
     assert values[0] == pytest.approx((medians[ALONE] / 2 + medians[MESSAGES]) / medians[OURS])
     assert values[1] == pytest.approx(medians[DTENSOR] / medians[OURS]) and values[2:] == [blocks, blocks]
-    assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
+    assert PROVENANCE <= found["provenance"].keys() and found["complete"]
     assert done.stdout.index("target") < done.stdout.index("median ms")
     assert path.with_suffix(".svg").exists()
 
@@ -53,30 +47,59 @@ def check_json(printed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (("--rounds", "1"), "1 rounds: at least 2 are needed"),
-        (("--without", "gloo"), "no candidate is called 'gloo': known are alone, torch-dtensor"),
+        ("--rounds 1", "1 rounds: at least 2 are needed"),
+        ("--without gloo", "no candidate is called 'gloo': known are alone, torch-dtensor"),
     ],
 )
-def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        tensor.parse(arguments)
+def test_wrong_options_are_refused(words: str, message: str) -> None:
+    check_refused(tensor.parse, words, message)
 
 
-def test_one_rank_is_refused(
-    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     be_alone(monkeypatch, comm)
-    assert tensor.main(["--quick"]) == 2
-    assert "one rank shares nothing" in capsys.readouterr().err
+    assert tensor.main(tensor.parse, tensor.run, ["--quick"]) == 2
+    assert "tensor needs 2 ranks or more, not 1" in capsys.readouterr().err
 
 
 def test_variables_of_make_become_valid_options_of_the_program() -> None:
-    command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", "tensor", "NP=3", "ROUNDS=5", "WITHOUT=alone"]
-    line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    program = re.search(r'PROGRAM="benchmarks/tensor.py (.*)" NP=3 MPI=mpich', line)
-    assert program
-    words = subprocess.run(["sh", "-c", f"printf '%s\\n' {program[1]}"], capture_output=True, text=True).stdout
-    args = tensor.parse(words.splitlines())
+    args = tensor.parse(options_of_make("tensor", "NP=3", "ROUNDS=5", "WITHOUT=alone"))
     assert args.rounds == 5 and args.names == [OURS, DTENSOR]
+
+
+def times(**medians: float) -> dict[str, dict[str, float]]:
+    names = {"alone": ALONE, "ours": OURS, "dtensor": DTENSOR, "messages": MESSAGES}
+    return {names[name]: {"median": value} for name, value in medians.items()}
+
+
+def test_a_step_is_compared_with_a_share_of_one_rank_and_with_torch() -> None:
+    counts = {"forward": 8, "backward": 9, "step": 17}
+    one, two, forward, backward = targets(times(alone=0.6, ours=0.35, dtensor=0.42, messages=0.01), counts, FULL, 2)
+    assert one.value == pytest.approx(0.31 / 0.35) and not one.met
+    assert two.value == pytest.approx(1.2) and two.met
+    assert forward.met and not backward.met
+    assert not list(targets(times(ours=1.0, messages=0.1), {}, FULL, 2))
+
+
+def test_task_is_reproducible_and_reduces_once_per_block_and_direction() -> None:
+    assert FULL.messages == 16 and FULL.message == 512 * 512
+    one, two = SMALL.batch(3), SMALL.batch(3)
+    assert one[0].equal(two[0]) and one[0].requires_grad and not one[0].equal(SMALL.batch(4)[0])
+    assert all(a.equal(b) for a, b in zip(SMALL.model().parameters(), SMALL.model().parameters()))
+
+
+@pytest.mark.parametrize("names", [CANDIDATES, (OURS, DTENSOR)])
+def test_plots_name_all_candidates_with_times(tmp_path: Path, names: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    result: dict[str, Any] = {
+        "ranks": 2,
+        "task": {"blocks": 8, "width": 512, "tokens": 512},
+        "seconds": {name: TIME for name in (*names, MESSAGES)},
+    }
+    png, svg = draw(result, tmp_path / "tensor-np2")
+    assert [png.name, svg.name] == ["tensor-np2.png", "tensor-np2.svg"]
+    texts = texts_of(svg)
+    for text in ("8 MLP blocks of width 512, 512 tokens, 2 ranks", *names, "ms per step"):
+        assert text in texts
+    assert MESSAGES not in texts and (ALONE in texts) is (ALONE in names)

@@ -16,7 +16,7 @@ CODES = "exit codes: "
 
 
 def in_one_job(program: Path, *calls: Sequence[str | Path]) -> str:
-    """Return Python source that calls a program's ``main`` with each list of arguments; it exits with the worst code.
+    """Return Python source that runs a benchmark with each list of arguments; it exits with the worst code.
 
     The ranks load torch and join the job once. Rank 0 prints the exit code of each call after ``CODES``.
     """
@@ -26,9 +26,10 @@ import sys
 sys.path.insert(0, {str(program.parent)!r})
 import hpctrain
 import {program.stem} as program
+from harness.run import main
 job = hpctrain.init(device="cpu")
 hpctrain.init = lambda *words, **options: job
-codes = [program.main(words) for words in {words!r}]
+codes = [main(program.parse, program.run, words) for words in {words!r}]
 if job.rank == 0:
     print({CODES!r}, *codes, file=sys.stderr)
 sys.exit(max(codes))

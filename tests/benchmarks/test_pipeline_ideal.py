@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from piping.ideal import covered, hold, medians_of, played, seconds, shares, timeline
-from piping.timing import Step
+from pipeline_ideal import Step, compare, covered, medians_of, played, seconds, shares, timeline
 
 from hpctrain.parallel.pipeline.schedules import Schedule, make
 from hpctrain.parallel.pipeline.timeline import TimelineSpan, equal_costs, simulate
@@ -33,7 +32,7 @@ def perfect(schedule: Schedule, *, stretch: float = 1.0, late: float = 0.0) -> t
 @pytest.mark.parametrize("name, microbatches, chunks", SCHEDULES)
 def test_a_step_without_losses_equals_its_ideal(name: str, microbatches: int, chunks: int) -> None:
     schedule = make(name, 2, microbatches, chunks)
-    held = hold(schedule, [perfect(schedule)] * 3)
+    held = compare(schedule, [perfect(schedule)] * 3)
     assert held.efficiency == pytest.approx(1) and held.played == pytest.approx(1)
     assert held.bubble.measured == pytest.approx(held.bubble.simulated)
     if name in ("gpipe", "1f1b"):
@@ -45,12 +44,12 @@ def test_a_step_without_losses_equals_its_ideal(name: str, microbatches: int, ch
 def test_lost_time_lowers_the_efficiency() -> None:
     schedule = make("1f1b", 2, 4)
     whole = seconds(perfect(schedule))
-    held = hold(schedule, [perfect(schedule, late=whole)] * 2)
+    held = compare(schedule, [perfect(schedule, late=whole)] * 2)
     assert held.measured == pytest.approx(2 * whole) and held.ideal == pytest.approx(whole)
     assert held.efficiency == pytest.approx(0.5) and held.played == pytest.approx(0.5)
     # One of three steps is stretched by other work: this shows in single times, but not in medians.
     steps = [perfect(schedule), perfect(schedule), perfect(schedule, stretch=3)]
-    assert hold(schedule, steps).efficiency == pytest.approx(1)
+    assert compare(schedule, steps).efficiency == pytest.approx(1)
     assert played(schedule, steps[2]) == pytest.approx(3 * whole)
 
 

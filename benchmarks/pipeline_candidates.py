@@ -1,19 +1,77 @@
-"""Candidates for the gradients of a batch: one rank alone, hpctrain's pipeline, and torch's."""
+"""Candidates of the pipeline benchmark: gradients of a batch by one rank alone, hpctrain's pipeline, and torch's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
-from piping.names import ALONE, CANDIDATES, MANY, OURS, TORCH
-from piping.task import Task
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.models import GPT, GPTConfig
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.pipeline.layers import find_layers
+from hpctrain.parallel.pipeline.partition import balance
 from hpctrain.parallel.wrap import attach
+
+MANY, FEW = 8, 4  # microbatches
+ALONE = "one rank alone"
+NAIVE, GPIPE, ONE_F_ONE_B = "hpctrain naive", "hpctrain gpipe", "hpctrain 1f1b"
+INTERLEAVED, ZERO_BUBBLE = "hpctrain interleaved", "hpctrain zb-h1"
+FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE = f"{ONE_F_ONE_B} m={FEW}", f"{ZERO_BUBBLE} m={FEW}"
+TORCH_GPIPE, TORCH_ONE_F_ONE_B = "torch GPipe + gloo", "torch 1F1B + gloo"
+# Schedule and microbatches of hpctrain's candidates.
+OURS: dict[str, tuple[Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1"], int]] = {
+    NAIVE: ("naive", MANY),
+    GPIPE: ("gpipe", MANY),
+    ONE_F_ONE_B: ("1f1b", MANY),
+    INTERLEAVED: ("interleaved", MANY),
+    ZERO_BUBBLE: ("zb-h1", MANY),
+    FEW_ONE_F_ONE_B: ("1f1b", FEW),
+    FEW_ZERO_BUBBLE: ("zb-h1", FEW),
+}
+TORCH = {TORCH_GPIPE: "ScheduleGPipe", TORCH_ONE_F_ONE_B: "Schedule1F1B"}
+CANDIDATES = (ALONE, *OURS, *TORCH)
+WORDS = {
+    "alone": ALONE,
+    **{name.removeprefix("hpctrain ").replace(" m=", "-"): name for name in OURS},
+    "torch-gpipe": TORCH_GPIPE,
+    "torch-1f1b": TORCH_ONE_F_ONE_B,
+}
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """Shape of the model and of its sequences; head and embedding are untied, as in torch's stages."""
+
+    width: int = 384
+    layers: int = 8
+    heads: int = 6
+    context: int = 128
+
+    def model(self) -> GPT:
+        """Return the model, with the same weights each time and on every rank."""
+        torch.manual_seed(0)
+        shape = {"width": self.width, "layers": self.layers, "heads": self.heads, "context": self.context}
+        return GPT(GPTConfig(**shape, vocab_size=BYTES, tied=False))
+
+    def batch(self, number: int, microbatches: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, one sequence per microbatch; a smaller batch is the beginning of a larger one."""
+        generator = torch.Generator().manual_seed(number)
+        tokens = [torch.randint(0, BYTES, (self.context + 1,), generator=generator) for _ in range(microbatches)]
+        both = torch.stack(tokens)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+    def cuts(self, parts: int) -> list[list[str]]:
+        """Return the names of the layers of each part, by hpctrain's default partition."""
+        layers = find_layers(self.model())
+        return [[layers[number].name for number in cut] for cut in balance(layers, parts)]
+
+
+FULL, SMALL = Task(), Task(width=32, layers=4, heads=2, context=16)
 
 
 class Candidate(Protocol):
@@ -51,10 +109,9 @@ class Ours:
 
     def __init__(self, name: str, task: Task, comm: Communicator) -> None:
         schedule, self.microbatches = OURS[name]
-        self.settings = ParallelSettings(pipe=comm.size, schedule=schedule, microbatches=self.microbatches)
         self.model: nn.Module = task.model()
-        self._strategy = attach(self.model, comm, self.settings)
-        self._objective = Objective(cross_entropy)
+        settings = ParallelSettings(pipe=comm.size, schedule=schedule, microbatches=self.microbatches)
+        self._strategy, self._objective = attach(self.model, comm, settings), Objective(cross_entropy)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
         """Run the schedule."""
@@ -90,13 +147,6 @@ class Torch:
         return torch.stack(losses).sum().item()
 
 
-def make(names: Iterable[str], task: Task, comm: Communicator) -> dict[str, Candidate]:
-    """Return candidates by name, in the order of the tables."""
-    wanted = set(names)
-    return {name: _make(name, task, comm) for name in CANDIDATES if name in wanted}
-
-
-def _make(name: str, task: Task, comm: Communicator) -> Candidate:
-    if name == ALONE:
-        return Alone(task, comm)
-    return Ours(name, task, comm) if name in OURS else Torch(name, task, comm)
+def make(name: str, task: Task, comm: Communicator) -> Candidate:
+    """Return a candidate. Collective."""
+    return Alone(task, comm) if name == ALONE else Ours(name, task, comm) if name in OURS else Torch(name, task, comm)

@@ -11,14 +11,27 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from piping.timing import Step
-
 from hpctrain.parallel.pipeline.schedules import Action, ActionKind, Schedule
 from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Costs, Timeline, TimelineSpan, simulate
 
 FORMULA = ("gpipe", "1f1b")  # schedules whose idle share is (p-1)/(m+p-1) if all stages take the same time
 PASSES = tuple(kind.word for kind in ActionKind)
 SENDING = "send"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step of this rank: start and end by rank 0's clock, and its spans."""
+
+    start: float
+    end: float
+    spans: tuple[TimelineSpan, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return the duration."""
+        return self.end - self.start
+
 
 Ranks = Sequence[Step]  # one step of all ranks
 
@@ -43,7 +56,7 @@ class Bubble:
 
 
 @dataclass(frozen=True)
-class Held:
+class ScheduleCost:
     """Measured steps of a schedule and their ideal time, in seconds."""
 
     measured: float
@@ -59,12 +72,12 @@ class Held:
         return self.ideal / self.measured
 
 
-def hold(schedule: Schedule, steps: Sequence[Ranks]) -> Held:
+def compare(schedule: Schedule, steps: Sequence[Ranks]) -> ScheduleCost:
     """Return the comparison of a schedule's measured steps with their ideal."""
     medians = medians_of(schedule, steps)
     simulated = simulate(schedule, costs_of(schedule, medians))
     formula = (schedule.ranks - 1) / (schedule.microbatches + schedule.ranks - 1)
-    return Held(
+    return ScheduleCost(
         measured=statistics.median(seconds(ranks) for ranks in steps),
         ideal=simulated.makespan,
         played=statistics.median(played(schedule, ranks) / seconds(ranks) for ranks in steps),

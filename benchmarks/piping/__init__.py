@@ -1,1 +1,0 @@
-"""Pipeline schedules: candidates, timing of steps, and comparison with the ideal time."""

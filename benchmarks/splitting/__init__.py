@@ -1,1 +1,0 @@
-"""Tensor parallelism: candidates, and time of a step."""
