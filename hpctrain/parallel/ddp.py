@@ -39,14 +39,14 @@ from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.guard import AddedParameters
 from hpctrain.parallel.hooks import ModuleHook, StepHooks, after_gradient
-from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
-from hpctrain.parallel.strategy import Strategy, broadcast_buffers, clip_whole_gradients, trainable
+from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model, trainable
+from hpctrain.parallel.strategy import SyncStrategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 FIRST_BUCKET = 2**20  # bytes
 
 
-class DataParallel(Strategy):
+class DataParallel(SyncStrategy):
     """Data parallelism of a module: same parameters on all ranks, gradients averaged over them.
 
     Raises ``MismatchError`` if the ranks' models differ. With one rank no hooks are registered.
@@ -55,9 +55,8 @@ class DataParallel(Strategy):
     adopts_frozen = True
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ParallelSettings = ParallelSettings()) -> None:
-        self.model = model
-        self.comm = comm
-        self.settings = settings
+        super().__init__(model, comm)
+        self.settings, self.copies = settings, comm
         check_same_model(model, comm)
         broadcast_model(model, comm)
         named = trainable(model)
@@ -88,11 +87,6 @@ class DataParallel(Strategy):
         """Return this rank's share of the average; it scales each gradient on copy, so no extra pass divides them."""
         return self._sample_weight / self.comm.size
 
-    @property
-    def copies(self) -> Communicator:
-        """Return the ranks with the same parameters: all ranks."""
-        return self.comm
-
     def join_empty(self, *, backward: bool = True) -> None:
         """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
         if not self._buckets or not backward:
@@ -114,13 +108,6 @@ class DataParallel(Strategy):
             yield
         if reduces and self._buckets:
             self._finish()
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
-
-        Every rank holds all averaged gradients, so the local norm equals the global norm.
-        """
-        return clip_whole_gradients(self.model, max_norm)
 
     def detach(self) -> None:
         """Remove all hooks from the module; its gradients stay in the communicator's memory."""
@@ -223,7 +210,7 @@ class DataParallel(Strategy):
             self._adopt_changed()
         if not (self.model.training and torch.is_grad_enabled()):
             return
-        self._check_local_gradients()
+        self.gradients.check_weight(self._sample_weight)
         if self._syncing and self.settings.broadcast_buffers:
             broadcast_buffers(self.model, self.comm)
 
@@ -232,7 +219,7 @@ class DataParallel(Strategy):
             self._add_gradient(number, parameter)
         else:
             self._gradient_hooks.check_reduced(self._names[number])
-            self._record_local_gradients()
+            self.gradients.mark_local(self._sample_weight)
 
     def _add_gradient(self, number: int, parameter: Tensor) -> None:
         """Copy one gradient into its bucket; start the buckets that are full."""
@@ -292,7 +279,7 @@ class DataParallel(Strategy):
         self._works.clear()
         self._next = 0
         self._running = False
-        self._local_weight = None
+        self.gradients.mark_averaged()
         self._reductions += 1
         if not self._rebuilt:
             self._rebuild()

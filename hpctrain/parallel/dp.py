@@ -6,20 +6,18 @@ plain baseline: one rank per GPU is faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import data_parallel
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.strategy import Strategy, clip_whole_gradients
+from hpctrain.parallel.strategy import SyncStrategy
 
 
-class ThreadedDataParallel(Strategy):
+class ThreadedDataParallel(SyncStrategy):
     """Data parallelism over all GPUs visible to this process: inputs are split along the first dim, in place.
 
     Outputs are gathered on the model's own GPU, gradients in its parameters. Hooks on the model
@@ -35,20 +33,11 @@ class ThreadedDataParallel(Strategy):
                 "define it in the class",
                 everywhere=True,
             )
-        self.model = model
+        super().__init__(model, comm)
         model.forward = _Parallel(model)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Do nothing: there are no other ranks."""
-        yield
 
     def join_empty(self, *, backward: bool = True) -> None:
         """Do nothing: there are no other ranks."""
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
-        return clip_whole_gradients(self.model, max_norm)
 
     def detach(self) -> None:
         """Restore the module's own ``forward``."""

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError, UsageError
+from hpctrain.parallel.clip import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.config import ParallelSettings, shape_of
-from hpctrain.parallel.fsdp.optimizer import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.guard.gradient_hooks import ALTERNATIVE, GradientHooks
 from hpctrain.parallel.meta_init import is_meta
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.pipeline.stage import TiedGradients
 from hpctrain.parallel.pipeline.pipeline import Pipeline
+from hpctrain.parallel.pipeline.stage import TiedGradients
 from hpctrain.parallel.rng import synchronize_generators
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import SplitStrategy, Strategy, SyncStrategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.first_step_checks import FirstStep, whole_copy
 from hpctrain.parallel.tensor.plan import apply as split_matrices
@@ -41,7 +41,7 @@ _HOOKS = "the gradients of a slice or of a microbatch are not what one process g
 Attach = Callable[[nn.Module, Communicator, ParallelSettings, torch.device], Strategy]
 
 
-class ModelParallel(Strategy):
+class ModelParallel(SplitStrategy):
     """Strategy for the axes pipe, tensor and data, attached in place; ``attach`` creates that of the data axis.
 
     Construction is collective over ``comm``. Raises ``UsageError`` for a model that cannot be
@@ -57,14 +57,15 @@ class ModelParallel(Strategy):
         attach: Attach,
         example: Any = None,
     ) -> None:
-        self.model, self.comm, self.settings, self.device = model, comm, settings, device
+        super().__init__(model, comm)
+        self.settings, self.device = settings, device
         _check_hooks(model)
         _broadcast_values(model, comm)
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
         coordinates = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
         self.place = ", ".join(f"{axis} {coordinates[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
         self.stage = coordinates["pipe"]
-        self.pipelined = settings.pipe > 1
+        self.pipe = self.mesh.pipe if settings.pipe > 1 else None
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
         chosen = choose(model, plan)
         check(chosen, settings.tensor)  # before the model is split
@@ -93,8 +94,12 @@ class ModelParallel(Strategy):
             if isinstance(module, SyncBatchNorm):
                 module.comm = self.mesh.data  # tensor ranks have the same samples
         data_settings = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
-        self.inner = attach(model, self.mesh.data, data_settings, device)
-        if not self.inner.partial_parameters()[1] and self.mesh.data.size == 1:
+        inner = attach(model, self.mesh.data, data_settings, device)
+        assert isinstance(inner, SyncStrategy), "other strategies do not support split models"
+        self.inner, self._sharding = inner, inner if isinstance(inner, SplitStrategy) else None
+        self.gradients, self.early_updates, self.copies = inner.gradients, inner.early_updates, inner.copies
+        self.reduces_early = self._pipeline is None and inner.reduces_early
+        if not self._shards()[1] and self.mesh.data.size == 1:
             # Without a reduction, autograd would call the hooks with the gradient of a slice, or of
             # each microbatch.
             self._gradient_hooks = GradientHooks(dict(model.named_parameters()), refused=_HOOKS)
@@ -108,11 +113,6 @@ class ModelParallel(Strategy):
             vars(model)["forward"] = self._pipeline  # the whole model, for callers other than this strategy
             if self._pipeline.versions is not None:
                 self._pipeline.versions.make_update = self._update
-
-    @property
-    def pipe(self) -> Communicator:
-        """Return the stages of this rank's pipeline."""
-        return self.mesh.pipe
 
     @property
     def data(self) -> Communicator:
@@ -195,7 +195,7 @@ class ModelParallel(Strategy):
 
         Collective. PipeDream's stages clip by their own norms, as they do within a step.
         """
-        held = self.inner.reduced_gradients()
+        held = self.reduced_gradients()
         squares, gradients = self._squares(held), [gradient for _, gradient in held]
         own = norm_of(squares, gradients)
         self.mesh.pipe.all_reduce(squares)
@@ -208,16 +208,15 @@ class ModelParallel(Strategy):
     def _scale(self, norm: Tensor, max_norm: float) -> None:
         """Scale this stage's gradients, whose norm is given, down to ``max_norm``, as torch does."""
         if math.isfinite(max_norm):
-            self.inner.scale_gradients(clip_factor(norm, max_norm))
+            self.gradients.scale(clip_factor(norm, max_norm))
 
     def _squares(self, held: list[tuple[str, Tensor]]) -> Tensor:
         """Return the sum of squares of this stage's gradients, each element counted once."""
         counted = [gradient for name, gradient in held if self.counts(name)]
         device = held[0][1].device if held else torch.device("cpu")
         squares = sum_of_squares(counted, device)
-        if self.inner.replica is not None:
-            self.inner.replica.all_reduce(squares)
-        self.mesh.tensor.all_reduce(squares)
+        for comm in [*self._shard_groups(), self.mesh.tensor]:
+            comm.all_reduce(squares)
         return squares
 
     def counts(self, name: str) -> bool:
@@ -230,7 +229,7 @@ class ModelParallel(Strategy):
         """Update only this stage's parameters (pipedream)."""
         with self.inner.deferred_reduction():
             pass
-        held = self.inner.reduced_gradients()
+        held = self.reduced_gradients()
         self._scale(norm_of(self._squares(held), [gradient for _, gradient in held]), max_norm)
         self.updates_itself = True
         try:
@@ -239,21 +238,31 @@ class ModelParallel(Strategy):
         finally:
             self.updates_itself = False
 
+    def _shard_groups(self) -> list[Communicator]:
+        """Return the groups of ranks over which the data axis divides gradients."""
+        return [] if self._sharding is None else self._sharding.norm_groups()
+
     def norm_groups(self) -> list[Communicator]:
         """Return the groups of ranks over which sums over this rank's parts must be reduced, in this order."""
-        return [*self.inner.norm_groups(), self.mesh.tensor, self.mesh.pipe]
+        return [*self._shard_groups(), self.mesh.tensor, self.mesh.pipe]
 
     def before_write(self) -> None:
         """Prepare for a change of guarded parameters by the program itself. Collective."""
-        self.inner.before_write()
+        if self._sharding is not None:
+            self._sharding.before_write()
 
     def gradients_final(self) -> None:
         """Apply pending changes to the gradients before their next use."""
-        self.inner.gradients_final()
+        if self._sharding is not None:
+            self._sharding.gradients_final()
+
+    def _shards(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
+        """Return the partial parameters of the data axis."""
+        return ("", {}, False) if self._sharding is None else self._sharding.partial_parameters()
 
     def partial_parameters(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
         """Return the shards of the data axis, else slices of matrices or all parameters of a stage."""
-        what, parts, in_passes = self.inner.partial_parameters()
+        what, parts, in_passes = self._shards()
         if parts:
             return what, parts, in_passes
         named = dict(self.model.named_parameters())
@@ -263,41 +272,18 @@ class ModelParallel(Strategy):
         slices = {name: parameter for name, parameter in named.items() if self._tensor.is_split(name)}
         return "this tensor rank's slice of parameter", slices, True
 
-    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the local gradients that backward passes under ``no_sync`` have accumulated, by name."""
-        return self.inner.local_gradients()
-
-    def reduced_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's part of the averaged gradients, by name."""
-        return self.inner.reduced_gradients()
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply this rank's part of the averaged gradients by a factor, a scalar."""
-        self.inner.scale_gradients(factor)
-
-    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allow updates within the backward pass; ``announce_update`` must precede the last pass before each update."""
-        self.inner.update_early(optimizer)
-
-    def announce_update(self) -> None:
-        """Announce that the next backward pass is the last before an update."""
-        if self._syncing:
-            self.inner.announce_update()
-
     def drain(self) -> None:
         """Complete background work. Collective."""
         self.inner.drain()
-
-    def drop_gradients(self) -> None:
-        """Discard all gradients, reduced or not."""
-        self.inner.drop_gradients()
 
     # Layout of the split model ----------------------------------------------------------------------------------------
 
     def whole_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of the whole tensor; None if neither the tensor axis nor the data axis splits it."""
         position = self._tensor.positions.get(name) if self._tensor is not None else None
-        return self.inner.whole_shape(name) if position is None else position.shape
+        if position is not None:
+            return position.shape
+        return None if self._sharding is None else self._sharding.whole_shape(name)
 
     @property
     def split(self) -> Split:
@@ -307,16 +293,6 @@ class ModelParallel(Strategy):
             split = self._tensor.compose(split)
         split = split if split is not None else _WholeTensors()
         return split if self._pipeline is None else _StageSplit(split, self._pipeline.tied)
-
-    @property
-    def copies(self) -> Communicator | None:
-        """Return the data ranks that hold the same parameters."""
-        return self.inner.copies
-
-    @property
-    def reduces_early(self) -> bool:
-        """Return whether each backward pass of a step should be reduced by itself."""
-        return self._pipeline is None and self.inner.reduces_early
 
     @contextmanager
     def unshard(self, *, write: bool = False) -> Iterator[None]:

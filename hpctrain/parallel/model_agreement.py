@@ -1,10 +1,11 @@
-"""Checks that all ranks have the same model, and broadcasts of its values."""
+"""Agreement on a model: checks that all ranks have the same one, and broadcasts of its values."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
@@ -12,6 +13,11 @@ from hpctrain.errors import MismatchError
 
 # The ranks compare for each entry: kind, name, shape, dtype, and whether it requires a gradient.
 Entry = tuple[str, str, tuple[int, ...], str, bool]
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that require gradients, each once, under the first of its names."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def check_same_model(model: nn.Module, comm: Communicator) -> None:
@@ -33,6 +39,18 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         comm.broadcast(tensor)
+
+
+def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Broadcast the buffers of rank 0 to all ranks, one message per dtype. Collective."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
+        comm.broadcast(flat)
+        for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
+            buffer.copy_(values.view_as(buffer))
 
 
 def model_entries(model: nn.Module) -> list[Entry]:

@@ -1,4 +1,10 @@
-"""Interface between the training loop and a parallel strategy."""
+"""Interfaces between the training loop and the parallel strategies.
+
+``Strategy`` is what the loop needs of any strategy. ``SyncStrategy`` averages gradients over the
+ranks. ``SplitStrategy`` also splits parameters, which guard and checkpoints ask about.
+``AsyncStrategy`` lets every worker make its own updates. Callers ask for such a capability by
+``isinstance``. The default implementations are correct for ranks that hold the whole model.
+"""
 
 from __future__ import annotations
 
@@ -6,63 +12,124 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain import trace
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.transport.single import SingleTransport
 from hpctrain.errors import UsageError
+from hpctrain.parallel.clip import clip_whole_gradients, element_values
 from hpctrain.parallel.inputs import CallArguments
+from hpctrain.parallel.model_agreement import trainable
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.shard import Split
+from hpctrain.shard import Shard, Split
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.guard.guard import ParameterGuard, WholeStates
+    from hpctrain.parallel.guard.guard import ParameterGuard
 
 Metrics = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
 
 
+# Gradients ------------------------------------------------------------------------------------------------------------
+
+
+class ModelGradients:
+    """Gradients that this rank holds: averaged ones, and local ones of backward passes under ``no_sync``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._local_weight: float | None = None  # sample weight of the local gradients; None: there are none
+
+    def averaged(self) -> list[tuple[str, Tensor]]:
+        """Return this rank's part of the averaged gradients, by name."""
+        return [(name, each.grad) for name, each in trainable(self._model) if each.grad is not None]
+
+    def local(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the local gradients, by name."""
+        yield from self.averaged()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply this rank's part of the averaged gradients by a factor, a scalar."""
+        gradients = [gradient for _, gradient in self.averaged()]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def drop(self) -> None:
+        """Discard all gradients, averaged or not."""
+        for _, parameter in trainable(self._model):
+            parameter.grad = None
+        self._local_weight = None
+
+    def mark_local(self, weight: float) -> None:
+        """Record that a backward pass leaves local gradients, of a sample ``weight``."""
+        self._local_weight = weight
+
+    def mark_averaged(self) -> None:
+        """Record that a reduction leaves no local gradient."""
+        self._local_weight = None
+
+    def check_weight(self, weight: float) -> None:
+        """Raise ``UsageError`` if local gradients were computed with another sample weight.
+
+        Called before each pass that adds to them or reduces them, because one factor is applied to
+        their sum.
+        """
+        if self._local_weight is None or self._local_weight == weight:
+            return
+        if any(bool(element_values(gradient).any()) for _, gradient in self.local()):
+            raise UsageError(
+                f"cannot add gradients of sample weight {weight:g} to those that no_sync has accumulated "
+                f"at {self._local_weight:g}; the batches of one update must be divided over the ranks alike; "
+                "write run.backward(batch, compute, accumulate=n)"
+            )
+        self._local_weight = None  # they were dropped
+
+
+class EarlyUpdates(Protocol):
+    """Updates within a backward pass, before the optimizer's step."""
+
+    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Allow them for an optimizer."""
+
+    def announce(self) -> None:
+        """Announce that the next averaged gradients are those of the next update."""
+
+
+# Strategies -----------------------------------------------------------------------------------------------------------
+
+
 class Strategy(ABC):
-    """Base class of strategies, which are attached to a module by hooks and distribute its training over the ranks.
+    """Base class of strategies, which are attached to a module by hooks and distribute its training over the ranks."""
 
-    The default implementations are correct for ranks that hold the whole model.
-    """
-
-    model: nn.Module
-    comm: Communicator
-    place = ""  # coordinates of this rank in the mesh, as text
-    stage = 0  # pipeline stage
-    pipelined = False  # whether batches go through a pipeline, which forward_backward executes
-    _syncing = True  # whether backward passes are reduced
-    adopts_frozen = False  # whether an initially frozen parameter may be trained later
     asynchronous = False  # whether ranks step asynchronously between evaluations and checkpoints
-    computes = True  # whether this rank computes
-    sync_count = 0  # number of synchronisations that this rank has joined
+    reduces_early = False  # whether to reduce each backward pass of a step: whole gradients do not fit in memory
+    adopts_frozen = False  # whether an initially frozen parameter may be trained later
     updates_itself = False  # whether the optimizer update in progress was started by the strategy
+    place, stage = "", 0  # coordinates of this rank in the mesh, as text, and its pipeline stage
+    pipe: Communicator | None = None  # stages of the pipeline that forward_backward executes; None without one
+    copies: Communicator | None = None  # ranks that must hold the same parameters as this one after an update
     held: Mapping[int, nn.Parameter] | None = None  # parameters trained at attachment, by id; None: unknown
+    early_updates: EarlyUpdates | None = None
+    _syncing = True  # whether backward passes are reduced
     _sample_weight = 1.0  # local samples x data ranks / global samples
-    guards: ClassVar[WeakSet[Strategy]] = WeakSet()  # strategies whose parameters are guarded
-    guard: ParameterGuard | None = None
-    whole_states: WholeStates | None = None
-    guarded: Mapping[str, nn.Parameter] = MappingProxyType({})  # by name
-    _local_weight: float | None = None  # sample weight of unreduced local gradients; None: no such gradients
 
-    @property
-    def pipe(self) -> Communicator:
-        """Return the stages of this rank's pipeline; only this rank if there is no pipeline."""
-        return Communicator(SingleTransport())
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.model, self.comm = model, comm
+        self.gradients = ModelGradients(model)
 
     @property
     def data(self) -> Communicator:
         """Return the ranks that divide the samples of a batch; each of them gets different ones."""
         return self.comm
+
+    @property
+    def split(self) -> Split | None:
+        """Return how the model's tensors are split over the ranks, for checkpoints; None if they are not split."""
+        return None
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -91,19 +158,9 @@ class Strategy(ABC):
             outputs = arguments.call(self.model)
         return objective.compare(outputs, targets)
 
-    def skip_checks(self) -> None:
-        """Disable the checks of the first step."""
-
-    @contextmanager
-    def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
-        """Keep parameters unsharded and gradients local for any forward and backward passes of parts of the model.
-
-        At the end of the ``with`` block all gradients are averaged at once, if it ``reduces`` them.
-        Collective over the ranks of ``data``.
-        """
-        if reduces:
-            raise UsageError(f"{type(self).__name__} cannot train a model in parts", everywhere=True)
-        yield
+    @abstractmethod
+    def join_empty(self, *, backward: bool = True) -> None:
+        """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -113,20 +170,6 @@ class Strategy(ABC):
             yield
         finally:
             self._syncing = before
-
-    @abstractmethod
-    def join_empty(self, *, backward: bool = True) -> None:
-        """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
-
-    @abstractmethod
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
-
-    @abstractmethod
-    def detach(self) -> None:
-        """Remove all hooks from the module."""
-
-    # Shares of a batch ------------------------------------------------------------------------------------------------
 
     @property
     def sample_weight(self) -> float:
@@ -153,151 +196,11 @@ class Strategy(ABC):
             if isinstance(module, SyncBatchNorm):
                 module.sample_weight = self._sample_weight
 
-    def _record_local_gradients(self) -> None:
-        """Record that a backward pass leaves unreduced gradients on this rank."""
-        self._local_weight = self._sample_weight
-
-    def _check_local_gradients(self) -> None:
-        """Raise ``UsageError`` if unreduced local gradients were computed with another sample weight.
-
-        Called before each pass that adds to them or reduces them, because one factor is applied to
-        their sum.
-        """
-        if self._local_weight is None or self._local_weight == self._sample_weight:
-            return
-        if any(bool(element_values(gradient).any()) for _, gradient in self.local_gradients()):
-            raise UsageError(
-                f"cannot add gradients of sample weight {self._sample_weight:g} to those that no_sync has accumulated "
-                f"at {self._local_weight:g}; the batches of one update must be divided over the ranks alike; "
-                "write run.backward(batch, compute, accumulate=n)"
-            )
-        self._local_weight = None  # they were dropped
-
-    # Layout of the split model ----------------------------------------------------------------------------------------
-
-    @property
-    def split(self) -> Split | None:
-        """Return how the model's tensors are split over the ranks, for checkpoints; None if they are not split."""
-        return None
-
-    def whole_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of the whole tensor if this rank holds a part of it; None if it holds all of it."""
-        return None
-
-    @property
-    def reduces_early(self) -> bool:
-        """Return whether to reduce each backward pass of a step, because whole gradients do not fit in memory."""
-        return False
-
-    @contextmanager
-    def unshard(self, *, write: bool = False) -> Iterator[None]:
-        """Unshard the parameters of the model for the ``with`` block. Collective.
-
-        Changes are discarded unless ``write`` is true; in that case the values of rank 0 are kept.
-        """
-        yield
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` if an optimizer cannot update this rank's parameters."""
-
-    def refresh(self) -> None:
-        """Synchronise after a change of parameters other than by the optimizer. Collective."""
-
-    def agree_on_generators(self) -> None:
-        """Make the ranks that must draw the same numbers agree, after torch's generators were set. Collective."""
+    # Gradients and updates --------------------------------------------------------------------------------------------
 
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
         """Return this rank's part of the averaged gradients, by name."""
-        return [(name, each.grad) for name, each in trainable(self.model) if each.grad is not None]
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply this rank's part of the averaged gradients by a factor, a scalar."""
-        gradients = [gradient for _, gradient in self.reduced_gradients()]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-
-    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allow updates within the backward pass; ``announce_update`` must precede the last pass before each update.
-
-        The caller guarantees that updates do not depend on an inspection of the gradients. The
-        hyperparameters are those at the time of that pass.
-        """
-
-    def announce_update(self) -> None:
-        """Announce that the next backward pass is the last before an update."""
-
-    @contextmanager
-    def consensus_view(self) -> Iterator[None]:
-        """Load the consensus state of all ranks into the model for the ``with`` block, for evaluations and checkpoints.
-
-        Collective.
-        """
-        yield
-
-    def metrics(self) -> Metrics:
-        """Return metrics over all ranks, for plots. Collective."""
-        return {}
-
-    def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return the rank-local tensors beyond ``split``, for saving and for loading in place."""
-        return {}
-
-    def drain(self) -> None:
-        """Complete background work, so that parameters and states may be read. Collective."""
-
-    def conclude(self) -> None:
-        """Store the jointly trained parameters in the model on every rank, at the end of a run. Collective."""
-
-    @property
-    def replica(self) -> Communicator | None:
-        """Return the ranks that together hold the averaged gradients; None if each rank holds all of them."""
-        return None
-
-    @property
-    def copies(self) -> Communicator | None:
-        """Return the ranks that must hold the same parameters as this one after an update; None if there are none."""
-        return None
-
-    # Partial parameters -----------------------------------------------------------------------------------------------
-
-    def partial_parameters(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
-        """Return a description of this rank's partial parameters, these by name, and whether passes use them."""
-        return "", {}, False
-
-    def unprotect(self) -> None:
-        """Make the parameters ordinary ones again."""
-        if self.guard is not None:
-            self.guard.close()
-            if self.whole_states is not None:
-                self.whole_states.close()
-            self.guard, self.guarded = None, {}
-            Strategy.guards.discard(self)
-
-    def unguarded(self) -> AbstractContextManager[None]:
-        """Return a context in which the parameters are ordinary ones."""
-        return nullcontext() if self.guard is None else self.guard.suspend()
-
-    def norm_groups(self) -> list[Communicator]:
-        """Return the groups of ranks over which sums over this rank's parts must be reduced, in this order."""
-        return [] if self.replica is None else [self.replica]
-
-    def counts(self, name: str) -> bool:
-        """Return whether this rank counts a parameter, among all ranks that hold the same elements of it."""
-        return True
-
-    def before_write(self) -> None:
-        """Prepare for a change of guarded parameters by the program itself. Collective."""
-
-    def gradients_final(self) -> None:
-        """Apply pending changes to the gradients before their next use."""
-
-    # Unreduced gradients ----------------------------------------------------------------------------------------------
-
-    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the local gradients that backward passes under ``no_sync`` have accumulated, by name."""
-        for name, parameter in trainable(self.model):
-            if parameter.grad is not None:
-                yield name, parameter.grad
+        return self.gradients.averaged()
 
     def average_gradients(self) -> None:
         """Average over the data ranks the gradients that the program has assigned itself. Collective."""
@@ -308,51 +211,158 @@ class Strategy(ABC):
                 everywhere=True,
             )
 
-    def drop_gradients(self) -> None:
-        """Discard all gradients, reduced or not."""
-        for _, parameter in trainable(self.model):
-            parameter.grad = None
-        self._local_weight = None
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
+
+        Every rank holds all averaged gradients here, so the local norm is the global norm.
+        """
+        return clip_whole_gradients(self.model, max_norm)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` if an optimizer cannot update this rank's parameters."""
+
+    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Allow updates within the backward pass; ``announce_update`` must precede the last pass before each update.
+
+        The caller guarantees that updates do not depend on an inspection of the gradients. The
+        hyperparameters are those at the time of that pass.
+        """
+        if self.early_updates is not None:
+            self.early_updates.update_early(optimizer)
+
+    def announce_update(self) -> None:
+        """Announce that the next backward pass is the last before an update."""
+        if self.early_updates is not None and self._syncing:
+            self.early_updates.announce()
+
+    # Parameters -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def unshard(self, *, write: bool = False) -> Iterator[None]:
+        """Unshard the parameters of the model for the ``with`` block. Collective.
+
+        Changes are discarded unless ``write`` is true; in that case the values of rank 0 are kept.
+        """
+        yield
+
+    def refresh(self) -> None:
+        """Synchronise after a change of parameters other than by the optimizer. Collective."""
+
+    def drain(self) -> None:
+        """Complete background work, so that parameters and states may be read. Collective."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Remove all hooks from the module."""
 
 
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that require gradients, each once, under the first of its names."""
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+class SyncStrategy(Strategy):
+    """Strategy that averages the gradients of each backward pass over the ranks."""
+
+    def deferred_reduction(self, *, reduces: bool = True) -> AbstractContextManager[None]:
+        """Keep parameters unsharded and gradients local for any forward and backward passes of parts of the model.
+
+        At the end of the ``with`` block all gradients are averaged at once, if it ``reduces`` them.
+        Collective over the ranks of ``data``.
+        """
+        raise UsageError(f"{type(self).__name__} cannot train a model in parts", everywhere=True)
 
 
-def clip_whole_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip gradients that this rank holds in full; return their norm before clipping.
+class SplitStrategy(SyncStrategy):
+    """Synchronous strategy whose ranks may hold parts of parameters."""
 
-    If the norm is not finite, the gradients stay unchanged: scaling would spread NaN to all of
-    them, and hide its origin.
-    """
-    dense = [parameter for _, parameter in trainable(model) if parameter.grad is not None]
-    sparse = []
-    for parameter in list(dense):
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()  # a row may have been looked up more than once
-            sparse.append(element_values(parameter.grad))
-            dense = [one for one in dense if one is not parameter]
-    norm = torch.nn.utils.get_total_norm([*(one.grad for one in dense if one.grad is not None), *sparse])
-    if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
-        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
-        for values in sparse:
-            values.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(values.device))  # same factor as torch's
-    return norm
+    guard: ParameterGuard | None = None  # of the partial parameters, once they are guarded
+
+    @abstractmethod
+    def partial_parameters(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
+        """Return a description of this rank's partial parameters, these by name, and whether passes use them."""
+
+    @abstractmethod
+    def whole_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of the whole tensor if this rank holds a part of it; None if it holds all of it."""
+
+    @abstractmethod
+    def norm_groups(self) -> list[Communicator]:
+        """Return the groups of ranks over which sums over this rank's parts must be reduced, in this order."""
+
+    def counts(self, name: str) -> bool:
+        """Return whether this rank counts a parameter, among all ranks that hold the same elements of it."""
+        return True
+
+    @abstractmethod
+    def before_write(self) -> None:
+        """Prepare for a change of guarded parameters by the program itself. Collective."""
+
+    @abstractmethod
+    def gradients_final(self) -> None:
+        """Apply pending changes to the gradients before their next use."""
+
+    def guarded(self, name: str) -> nn.Parameter | None:
+        """Return a guarded parameter by name."""
+        return None if self.guard is None else self.guard.parameters.get(name)
+
+    def unguarded(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are ordinary ones."""
+        return nullcontext() if self.guard is None else self.guard.suspend()
+
+    def skip_checks(self) -> None:
+        """Disable the checks of the first step."""
+
+    def agree_on_generators(self) -> None:
+        """Make the ranks that must draw the same numbers agree, after torch's generators were set. Collective."""
 
 
-def element_values(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient, each once; for a sparse gradient those of its rows."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+class AsyncStrategy(Strategy):
+    """Strategy of workers that make their own updates; evaluations and checkpoints use their consensus state."""
+
+    computes = True  # whether this rank computes
+    sync_count = 0  # number of synchronisations that this rank has joined
+    has_local_state = False  # whether workers hold different states, which a checkpoint stores per rank
+
+    @property
+    def split(self) -> Split | None:
+        """Return the split in which rank 0 writes what all ranks hold alike in a consensus view."""
+        return FirstRank(self.comm.rank)
+
+    def join_empty(self, *, backward: bool = True) -> None:
+        """Do nothing: every worker makes its own passes."""
+
+    @abstractmethod
+    def consensus_view(self) -> AbstractContextManager[None]:
+        """Load the consensus state of all ranks into the model for the ``with`` block. Collective."""
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Leave the consensus state in the model on every rank, at the end of a run. Collective."""
+
+    @abstractmethod
+    def metrics(self) -> Metrics:
+        """Return metrics over all ranks since the last call, for plots. Collective."""
+
+    def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return the rank-local tensors beyond ``split``, for saving and for loading in place."""
+        return {}
 
 
-def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Broadcast the buffers of rank 0 to all ranks, one message per dtype. Collective."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in model.buffers():
-        kinds.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in kinds.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
-        comm.broadcast(flat)
-        for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
-            buffer.copy_(values.view_as(buffer))
+class FirstRank:
+    """Split in which rank 0 writes tensors that every rank holds in full, under equal names; every rank reads them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def shards(self, name: str, tensor: Any) -> list[Shard]:
+        """Return the whole tensor, which only rank 0 writes."""
+        whole = Shard.whole(name, tensor)
+        if self._rank == 0:
+            return [whole]
+        return [Shard(whole.name, whole.shape, whole.dtype, whole.start, whole.extent, tensor, spare=True)]
+
+
+def consensus_view(strategy: Strategy) -> AbstractContextManager[None]:
+    """Return a ``with`` block in which the model holds the state that evaluations and checkpoints use. Collective."""
+    return strategy.consensus_view() if isinstance(strategy, AsyncStrategy) else nullcontext()
+
+
+def metrics_of(strategy: Strategy) -> Metrics:
+    """Return the metrics of all workers since the last call; none under synchronous strategies. Collective."""
+    return strategy.metrics() if isinstance(strategy, AsyncStrategy) else {}

@@ -24,8 +24,9 @@ from hpctrain.parallel.asynchronous.config import check as check_asynchronous
 from hpctrain.parallel.asynchronous.config import is_asynchronous
 from hpctrain.parallel.config import SHARDED, ParallelSettings, shape_of
 from hpctrain.parallel.meta_init import materialise
+from hpctrain.parallel.model_agreement import trainable
 from hpctrain.parallel.offload.config import OffloadSettings, check, warn_if_useless
-from hpctrain.parallel.strategy import Strategy, trainable
+from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SYNCHRONOUS, synchronise
 
 

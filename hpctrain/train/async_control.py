@@ -25,7 +25,7 @@ from hpctrain.comm.rma.select import expose
 from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
 from hpctrain.errors import DeadlineError, UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import AsyncStrategy, Strategy
 from hpctrain.train.exchange import LOGGED, StepExchange, StepRequests, StepState, different_calls
 
 PART = 0.1  # fraction of HPCTRAIN_TIMEOUT that a rank may take for a step
@@ -125,7 +125,7 @@ def exchange_for(comm: Communicator, strategy: Strategy) -> AsyncExchange | Step
     The synchronous exchange uses a separate communicator: a rank that leaves the loop in the middle
     of a step must not match a gradient reduction of the other ranks.
     """
-    if strategy.asynchronous:
+    if isinstance(strategy, AsyncStrategy) and strategy.asynchronous:
         return AsyncExchange(comm, computes=strategy.computes, sync_count=lambda: strategy.sync_count)
     return StepExchange(comm.twin())
 

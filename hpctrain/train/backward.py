@@ -46,7 +46,7 @@ class Backward:
         try:
             parts = parts_of(batch, accumulate)
             with self._run.checks.weighted():
-                if strategies[0].pipelined:
+                if strategies[0].pipe is not None:
                     pipeline = PipelineBackward(strategies[0], compute, self._checked, self._run.options.checks)
                     return pipeline(parts, weight)
                 return self._by_parts(strategies, parts, compute, weight)
@@ -123,6 +123,6 @@ def _scale_local(strategies: list[Strategy], factor: float) -> None:
     if factor == 1.0:
         return
     for strategy in strategies:
-        gradients = [gradient for _, gradient in strategy.local_gradients()]
+        gradients = [gradient for _, gradient in strategy.gradients.local()]
         if gradients:
             torch._foreach_mul_(gradients, factor)

@@ -24,7 +24,8 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.hooks import ModuleHook
-from hpctrain.parallel.strategy import Strategy, trainable
+from hpctrain.parallel.model_agreement import trainable
+from hpctrain.parallel.strategy import Strategy
 
 LOSSES = (
     "binary_cross_entropy",

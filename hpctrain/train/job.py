@@ -16,10 +16,10 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings, asynchronous_settings
 from hpctrain.parallel.config import ParallelSettings, parallel_settings, shape_of
-from hpctrain.parallel.guard.guard import protect
+from hpctrain.parallel.guard.guard import protect, unprotect
 from hpctrain.parallel.hooks import plain_module
 from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import Strategy, consensus_view
 from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.allocator import ALLOCATOR
@@ -262,7 +262,7 @@ class Job:
         """
         strategy = self.strategy(model)
         check_call(self.comm, self.strategies.values(), "job.state_dict")
-        with strategy.consensus_view(), strategy.unshard():
+        with consensus_view(strategy), strategy.unshard():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in strategy.model.state_dict().items()}
 
     @on_shards
@@ -270,7 +270,7 @@ class Job:
         """Stop the failure detection and detach the strategies from their models. Collective."""
         self.guard.close()
         for strategy in self.strategies.values():
-            strategy.unprotect()
+            unprotect(strategy)
             strategy.detach()
         self.strategies.clear()
 

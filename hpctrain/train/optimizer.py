@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpctrain.errors import SettingsError
-from hpctrain.parallel.strategy import trainable
+from hpctrain.parallel.model_agreement import trainable
 from hpctrain.settings import call_named, function_named, unknown
 from hpctrain.train.config import OPTIMIZER_ARGUMENTS, OptimizerSettings
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.agreement import agreed
-from hpctrain.data.nested import cut, rows_of, samples_in
 from hpctrain.data.random_streams import OuterState
+from hpctrain.data.split_loader import cut, rows_of, samples_in
 from hpctrain.errors import UsageError
 from hpctrain.parallel.config import ParallelSettings, microbatches_for
 from hpctrain.parallel.inputs import CallArguments
@@ -49,7 +49,9 @@ class PipelineBackward:
     """
 
     def __init__(self, strategy: Strategy, compute: Compute, checked: set[Any], checks: bool) -> None:
-        self._strategy, self._compute, self._checked, self._checks = strategy, compute, checked, checks
+        assert strategy.pipe is not None
+        self._strategy, self._pipe = strategy, strategy.pipe
+        self._compute, self._checked, self._checks = compute, checked, checks
         self._counted: list[tuple[float, float]] = []  # sum and count of each microbatch in the last stage
 
     def __call__(self, parts: list[BatchPart], weight: float) -> Tensor:
@@ -176,19 +178,18 @@ class PipelineBackward:
         return loss * (microbatches / share)  # the pipeline scales this by share / microbatches
 
     def _any_sums(self) -> bool:
-        pipe = self._strategy.pipe
-        return any(pipe.all_gather_object(bool(self._counted)))
+        return any(self._pipe.all_gather_object(bool(self._counted)))
 
     def _as_sums(self) -> Tensor:
         """Divide the gradients, which are gradients of sums, by the count; return the loss."""
         strategy = self._strategy
-        everywhere = strategy.pipe.all_gather_object(self._counted)
+        everywhere = self._pipe.all_gather_object(self._counted)
         counted = next(rows for rows in everywhere if rows)
         sums = torch.tensor([[*row] for row in counted], dtype=torch.float64).sum(dim=0)
         strategy.data.all_reduce(sums)
         total, count = float(sums[0]), float(sums[1])
         # The reduced gradient is the mean over the data ranks of the gradients of their sums.
-        strategy.scale_gradients(torch.tensor(strategy.data.size / count if count else float("nan")))
+        strategy.gradients.scale(torch.tensor(strategy.data.size / count if count else float("nan")))
         return torch.tensor(total / count if count else float("nan"))
 
 

@@ -27,6 +27,7 @@ from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.hooks import plain_module
+from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy, metrics_of
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.accumulate import Compute
 from hpctrain.train.async_control import check_call, exchange_for, synchronize
@@ -340,7 +341,8 @@ class Run:
         if not self.options.checks or self.finished:
             self._updates.checks = None
             for strategy in self.strategies.values():
-                strategy.skip_checks()
+                if isinstance(strategy, SplitStrategy):
+                    strategy.skip_checks()
         self._updates.attach(self._loop.begin_update, self._loop.note_update)
         self.job.guard.failure_record = FailureRecord(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
@@ -370,7 +372,7 @@ class Run:
         """Return the strategies' metrics since the last call, such as the staleness of updates. Collective."""
         found: dict[str, Any] = {}
         for key, strategy in self.strategies.items():
-            values = dict(strategy.metrics())
+            values = dict(metrics_of(strategy))
             if values.get("staleness_histogram") == []:  # no update since the last call
                 values = {name: value for name, value in values.items() if not name.startswith("staleness")}
             if values.get("communication") == 0.0:  # no step since the last call
@@ -422,7 +424,8 @@ class Run:
                 self._find_late_schedulers()
                 self._checkpoints.finish(moved=moved)
                 for strategy in self.strategies.values():
-                    strategy.conclude()
+                    if isinstance(strategy, AsyncStrategy):
+                        strategy.conclude()
                 self._tracing.close()
                 self._loop.exchange.close()
         except BaseException as failure:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,11 +29,10 @@ from hpctrain.checkpoint.states import Leaf, Stateful, is_plain, pack_states, re
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy, Strategy, consensus_view
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Split
 from hpctrain.train import schedulers
-from hpctrain.train.changes import changed_hyperparameters
 from hpctrain.train.config import NOT_JUDGED
 from hpctrain.train.metrics import Curves
 from hpctrain.util.text import printable
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
 __all__ = ["LOADER", "Stateful", "TrainState"]
-T = TypeVar("T")
 
 LOADER = "loader"  # the state that contains the data position, for a loader with a state of its own
 FEED = "feed"  # the state that contains the pass over the loader and the progress in it
@@ -75,7 +73,6 @@ class TrainState:
         self.comm = comm
         self.schedulers: set[str] = set()  # names of schedulers that were found, not passed by the program
         self.found_scaler = False  # whether a GradScaler was found, not passed by the program
-        self.changed: list[str] = []  # hyperparameters that the last restore has overwritten, one line each
         self.folder = folder
         self.retention = files.Retention(folder, keep)
         self.step = 0
@@ -88,21 +85,6 @@ class TrainState:
         self.config: str | None = None  # text to store with each checkpoint
         self.provenance: Mapping[str, Any] = {}  # facts to store with each checkpoint
         self._warned = False  # whether a warning about a checkpoint that cannot be the best was logged
-
-    @property
-    def model(self) -> nn.Module:
-        """Return the model of a run with one model."""
-        return _only(self.models, "models")
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer of a run with one optimizer."""
-        return _only(self.optimizers, "optimizers")
-
-    @property
-    def strategy(self) -> Strategy | None:
-        """Return the strategy of a run with one model; None if it has none."""
-        return _only(self.strategies, "strategies") if self.strategies else None
 
     @property
     def splits(self) -> dict[str, Split | None]:
@@ -127,7 +109,7 @@ class TrainState:
         """Show the parameters that a checkpoint stores, which asynchronous strategies do not train on. Collective."""
         with ExitStack() as views:
             for strategy in self.strategies.values():
-                views.enter_context(strategy.consensus_view())
+                views.enter_context(consensus_view(strategy))
             yield
 
     def save_request(self, path: Path | None = None) -> SaveRequest:
@@ -157,38 +139,19 @@ class TrainState:
         )
 
     def find_schedulers(self) -> list[str]:
-        """Add learning-rate schedulers that the program did not pass to the saved states; return their names.
+        """Add to the saved states the schedulers, and a scaler, that the program did not pass; return the schedulers' names.
 
         Collective. Called before the run resumes, and again before the first save, for schedulers
         created in between.
         """
-        found = schedulers.find_schedulers(self.optimizers, self.parts)
-        everyone = self.comm.all_gather_object([(name, type(one).__name__) for name, one in found.items()])
-        for rank, names in enumerate(everyone):
-            if names != everyone[0]:
-                raise UsageError(
-                    f"rank 0 has the learning-rate schedulers {everyone[0]} and rank {rank} {names}; all ranks must "
-                    "make the same ones",
-                    everywhere=True,
-                )
+        found = schedulers.find_on_all_ranks(self.optimizers, self.parts, self.comm)
         self.parts |= found
         self.schedulers |= set(found)
-        self._find_scaler()
-        return list(found)
-
-    def _find_scaler(self) -> None:
-        """Add the program's GradScaler to the saved states if there is only one and it was not passed. Collective."""
-        found = schedulers.find_scalers(self.parts)
-        counts = self.comm.all_gather_object(len(found))
-        if max(counts) > 1 and self.comm.rank == 0:
-            logger.warning(
-                "%d GradScalers are not in states: their scales are not saved; add those of this run: "
-                'states={"scaler": scaler}',
-                max(counts),
-            )
-        if set(counts) == {1} and schedulers.SCALER not in self.parts:
-            self.parts[schedulers.SCALER] = found[0]
+        scaler = schedulers.find_scaler(self.parts, self.comm)
+        if scaler is not None:
+            self.parts[schedulers.SCALER] = scaler
             self.found_scaler = True
+        return list(found)
 
     @on_shards
     def check_storable(self) -> None:
@@ -260,7 +223,7 @@ class TrainState:
         """Return the rank-local state of this rank; if there are several models, names begin with the model's key."""
         found: dict[str, torch.Tensor] = {}
         for key, strategy in self.strategies.items():
-            if type(strategy).rank_local_state is Strategy.rank_local_state:
+            if not isinstance(strategy, AsyncStrategy) or not strategy.has_local_state:
                 continue
             own = strategy.rank_local_state(self._optimizer_of(key))
             found |= {f"{key}/{name}" if key else name: tensor for name, tensor in own.items()}
@@ -285,19 +248,22 @@ class TrainState:
             logger.warning("%s has no state of these workers: all start from the center", path)
 
     @on_shards
-    def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
+    def restore(
+        self,
+        path: Path,
+        *,
+        rewind_data: bool = True,
+        before: Callable[[Mapping[str, Any]], object] = lambda groups: None,
+    ) -> Loaded:
         """Restore a checkpoint; without ``rewind_data``, the data position does not change.
 
+        ``before`` gets the param_groups in the checkpoint, by optimizer, before they overwrite those of the program.
         Raises ``UsageError`` on all ranks if only one of the checkpoint and the program has a
         learning-rate scheduler.
         """
         saved, groups = on_first_rank(self.comm, lambda: _names_and_groups(path))
         schedulers.check_saved(saved, self.parts, sorted(self.schedulers), path)
-        self.changed = [
-            line
-            for key, optimizer in self.optimizers.items()
-            for line in changed_hyperparameters(groups.get(key, ()), optimizer.param_groups, key)
-        ]
+        before(groups)
         loaded = load(path, model=self.models, optimizer=self.optimizers, comm=self.comm, split=self.splits)
         for strategy in self.strategies.values():
             strategy.refresh()
@@ -323,7 +289,8 @@ class TrainState:
         if loaded.rng is not None:
             rng.restore_rng(loaded.rng)
         for strategy in self.strategies.values():
-            strategy.agree_on_generators()
+            if isinstance(strategy, SplitStrategy):
+                strategy.agree_on_generators()
         self.step = loaded.step
         if train.get(files.KEEP_BEST) == SAVED_FOR and not self.retention.policy.best:
             self.keep_best()  # as the program requested by run.save(best=...)
@@ -369,12 +336,6 @@ def _fingerprint(leaf: Leaf) -> tuple[object, ...]:
     array = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return str(leaf.dtype), tuple(leaf.shape), crc32(data)
-
-
-def _only(things: Mapping[str, T], what: str) -> T:
-    if len(things) != 1:
-        raise UsageError(f"this run has several {what}: {', '.join(things)}; ask for state.{what} by key")
-    return next(iter(things.values()))
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:

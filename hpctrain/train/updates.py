@@ -13,10 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain import trace
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import MismatchError, NonFiniteError, SettingsError
 from hpctrain.log import logger
-from hpctrain.parallel.strategy import Strategy, element_values, trainable
+from hpctrain.parallel.clip import element_values
+from hpctrain.parallel.model_agreement import trainable
+from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import local_statistics
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.first_step import FirstStepChecks, flat_elements, model_name
@@ -77,7 +79,7 @@ class Health:
             self.skipped = 0
             return
         where = self.find()
-        self.strategy.drop_gradients()  # an optimizer does not change parameters without a gradient
+        self.strategy.gradients.drop()  # an optimizer does not change parameters without a gradient
         self._decide(f"gradient norm is {float(norm)} in step {step}: {where}")
 
     @on_shards
@@ -91,14 +93,14 @@ class Health:
             everywhere = self.comm.all_gather_object(next(self._broken("averaged gradient", reduced), None))
             return next(filter(None, everywhere), "the sum over its elements overflows")
         self._compute_again(self.replay)
-        found = next(self._broken("gradient", self.strategy.local_gradients()), None)
+        found = next(self._broken("gradient", self.strategy.gradients.local()), None)
         for rank, text in enumerate(self.comm.all_gather_object(found)):
             if text:
                 return f"on rank {rank} {text}"
         return "finite on each rank, but the sum over the ranks overflows"
 
     def _compute_again(self, replay: Callable[[], object]) -> None:
-        self.strategy.drop_gradients()
+        self.strategy.gradients.drop()
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.device("cuda", torch.cuda.current_device())] if on_device else []
         # Later results must not depend on whether this check ran.

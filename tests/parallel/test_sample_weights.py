@@ -187,7 +187,7 @@ def test_local_passes_divided_differently_are_refused(comm: Any, name: str) -> N
             backward(model)
         with strategy.no_sync(), pytest.raises(UsageError, match=r"run\.backward"):
             backward(model)
-        strategy.drop_gradients()
+        strategy.gradients.drop()
         backward(model)
 
 
@@ -199,10 +199,10 @@ def test_dropping_local_gradients_resets_the_weight(comm: Any, name: str) -> Non
             strategy.set_sample_weight(1.5)
             with strategy.no_sync():
                 backward(model)
-            for _, gradient in strategy.local_gradients():
+            for _, gradient in strategy.gradients.local():
                 gradient.zero_()
             if set_to_none:
-                strategy.drop_gradients()
+                strategy.gradients.drop()
             strategy.set_sample_weight(0.5)
             backward(model)
 

@@ -7,7 +7,8 @@ import torch
 from support.replicas import assert_same, backward, gradients, make_gpt, make_mlp, vectors
 from torch import nn
 
-from hpctrain.parallel.strategy import clip_whole_gradients, trainable
+from hpctrain.parallel.clip import clip_whole_gradients
+from hpctrain.parallel.model_agreement import trainable
 
 
 def test_trainable_parameters_are_named_once() -> None:

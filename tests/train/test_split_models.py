@@ -34,7 +34,7 @@ def _backward(strategy: Any, x: Tensor, y: Tensor) -> None:
     """Compute the averaged gradients of a batch of all data ranks."""
     share = SAMPLES // strategy.data.size
     part = slice(strategy.data.rank * share, (strategy.data.rank + 1) * share)
-    if strategy.pipelined:
+    if strategy.pipe is not None:
         strategy.forward_backward(x[part], y[part], Objective(F.mse_loss))
     else:
         F.mse_loss(strategy.model(x[part]), y[part]).backward()

@@ -50,7 +50,7 @@ def _learn(job: Any, case: str, mesh: dict[str, Any], more: dict[str, str] | Non
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         x, y = (part.chunk(strategy.data.size)[strategy.data.rank] for part in samples(step, torch.float64))
-        if strategy.pipelined:
+        if strategy.pipe is not None:
             strategy.forward_backward(x, y, Objective(F.mse_loss))
         else:
             F.mse_loss(model(x), y).backward()

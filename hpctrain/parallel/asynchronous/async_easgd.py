@@ -21,7 +21,7 @@ from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiti
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.metrics import StalenessHistogram
 from hpctrain.parallel.asynchronous.replica import Replica
-from hpctrain.parallel.strategy import Metrics, clip_whole_gradients
+from hpctrain.parallel.strategy import Metrics
 
 _TURN_WORD = WORDS  # the counter of rank 0 after those of its lock
 
@@ -90,10 +90,6 @@ class AsyncElasticAveraging(Replica):
         turn = self._centre.fetch_add(0, _TURN_WORD) % self.comm.size
         waited = f"rank {self.comm.rank} waited {timeout_seconds():g} s (HPCTRAIN_TIMEOUT) for its turn"
         return f"{waited}: it is rank {turn}'s"
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
-        return clip_whole_gradients(self.model, max_norm)
 
     def centre(self) -> Tensor:
         """Return the centre. Collective."""

@@ -20,7 +20,7 @@ from hpctrain.comm.transport.base import Work
 from hpctrain.parallel.asynchronous import replica
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.replica import Replica
-from hpctrain.parallel.strategy import clip_whole_gradients
+from hpctrain.parallel.clip import clip_whole_gradients
 
 
 class ElasticAveraging(Replica):

@@ -24,23 +24,23 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.select import expose
 from hpctrain.parallel.asynchronous import replica
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.hooks import FirstRank, WorkerHooks, worker_state
+from hpctrain.parallel.asynchronous.hooks import WorkerHooks, worker_state
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram
 from hpctrain.parallel.asynchronous.sparse import RowReader, TableUpdates, find_tables
-from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
-from hpctrain.parallel.strategy import Metrics, Strategy, broadcast_buffers, clip_whole_gradients, trainable
-from hpctrain.shard import Split
+from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model, trainable
+from hpctrain.parallel.strategy import AsyncStrategy, Metrics
 
 
-class Hogwild(Strategy):
+class Hogwild(AsyncStrategy):
     """Hogwild strategy of one worker, whose parameters are shared by all workers of its node."""
 
-    asynchronous = True
+    asynchronous = has_local_state = True
 
     def __init__(
         self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
     ) -> None:
-        self.model, self.comm, self.settings = model, comm, settings
+        super().__init__(model, comm)
+        self.settings = settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
         self._copy_owners = _copy_owners_of(comm)
@@ -127,13 +127,6 @@ class Hogwild(Strategy):
         """Return the number of updates that this node's copy has received, before this worker's ``increment``."""
         return self._memory.fetch_add(self._copy_owner, 0, increment) + int(self._remote_updates)
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
-        return clip_whole_gradients(self.model, max_norm)
-
-    def join_empty(self, *, backward: bool = True) -> None:
-        """Do nothing: every worker makes its own passes."""
-
     # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
@@ -189,11 +182,6 @@ class Hogwild(Strategy):
         self._exchanging.pause()
         self._memory.barrier()  # ranks that still update may need this rank's progress
         return {**self._staleness.metrics(self.comm), **self._exchanging.metrics(self.comm)}
-
-    @property
-    def split(self) -> Split | None:
-        """Return the split in which rank 0 writes what all workers hold alike, and their optimizer states."""
-        return FirstRank(self.comm.rank)
 
     def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this worker's buffers and optimizer states, to be saved and filled in place."""

@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.hooks import ModuleHook, after_gradient
-from hpctrain.parallel.strategy import trainable
-from hpctrain.shard import Shard
+from hpctrain.parallel.model_agreement import trainable
 
 Call = Callable[[], None]
 
@@ -89,21 +88,7 @@ def _call(method: Callable[[torch.optim.Optimizer], None] | None, optimizer: tor
         method(optimizer)
 
 
-# State of a worker in checkpoints: its own tensors, and shared tensors that rank 0 writes -----------------------------
-
-
-class FirstRank:
-    """Split in which rank 0 writes tensors that every rank holds in full, under equal names; every rank reads them."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def shards(self, name: str, tensor: Any) -> list[Shard]:
-        """Return the whole tensor, which only rank 0 writes."""
-        whole = Shard.whole(name, tensor)
-        if self._rank == 0:
-            return [whole]
-        return [Shard(whole.name, whole.shape, whole.dtype, whole.start, whole.extent, tensor, spare=True)]
+# State of a worker in checkpoints ------------------------------------------------------------------------------------
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -20,30 +20,43 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.select import expose
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.hooks import FirstRank, WorkerHooks, WriteGuard
+from hpctrain.parallel.asynchronous.hooks import WorkerHooks, WriteGuard
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram
 from hpctrain.parallel.asynchronous.partition import ServedVector
 from hpctrain.parallel.asynchronous.remote_store import Store
 from hpctrain.parallel.asynchronous.sparse import RowReader, average_rows
 from hpctrain.parallel.asynchronous.staleness import Bound, check_bound
 from hpctrain.parallel.inputs import CallArguments
-from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
+from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.strategy import Metrics, Strategy, broadcast_buffers, clip_whole_gradients
-from hpctrain.shard import Split
+from hpctrain.parallel.strategy import AsyncStrategy, Metrics, ModelGradients
 
 
-class ParameterServer(Strategy):
+class ServedGradients(ModelGradients):
+    """Gradients of a worker: in its parameters, or ``collected`` for an update of the served parameters."""
+
+    collected = False
+
+    def drop(self) -> None:
+        """Discard all gradients, including those not pushed yet."""
+        super().drop()
+        self.collected = False
+
+
+class ParameterServer(AsyncStrategy):
     """Parameter-server strategy of a worker, or of a rank that only holds parameters.
 
     In synchronous mode, gradients are averaged at the end of the backward pass, and each owner
     updates its own part.
     """
 
+    gradients: ServedGradients
+
     def __init__(
         self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
     ) -> None:
-        self.model, self.comm, self.settings = model, comm, settings
+        super().__init__(model, comm)
+        self.settings, self.gradients = settings, ServedGradients(model)
         self.asynchronous = settings.mode != "synchronous"
         self.workers = comm.size - settings.ranks
         self.computes = comm.rank < self.workers
@@ -54,7 +67,7 @@ class ParameterServer(Strategy):
         self._counters = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
         self._bound = Bound(self._counters, 0, self.workers, settings.max_staleness)
         self._staleness, self._exchanging = StalenessHistogram(), CommunicationTime()
-        self._began = self._has_gradients = self._average_queued = False
+        self._began = self._average_queued = False
         self._hooks = WorkerHooks(model, self._begin, self._on_gradient, _refuse_unknown)
         self._writes = WriteGuard(model, "the parameter server")
         self._writes.allowed = True  # until a run begins, which then serves the current values
@@ -143,7 +156,7 @@ class ParameterServer(Strategy):
 
     def _collect(self) -> None:
         """Move the gradients out of the parameters, so that the local optimizer step does nothing."""
-        self._has_gradients = self._vector.collect()
+        self.gradients.collected = self._vector.collect()
 
     def _on_step_end(self) -> None:
         with self._exchanging:
@@ -151,28 +164,23 @@ class ParameterServer(Strategy):
 
     def _push(self) -> None:
         """Make the update of the served parameters, unless the gradients were dropped."""
-        if self._has_gradients and not self.asynchronous:
+        if self.gradients.collected and not self.asynchronous:
             self._bound.cancel()
             self._store.update_own()
             self._counters.barrier()
-        elif self._has_gradients and self.computes:
+        elif self.gradients.collected and self.computes:
             self._bound.admit()
             self._store.update(self._order, locked=self.settings.lock)
             self._staleness.record(self._bound.count())
         elif self._began:
             self._bound.cancel()
-        self._began = self._has_gradients = False
-
-    def drop_gradients(self) -> None:
-        """Drop all gradients, including those not pushed yet."""
-        super().drop_gradients()
-        self._has_gradients = False
+        self._began = self.gradients.collected = False
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
-        if self._has_gradients:  # the optimizer's step has begun: only the norm is requested
+        if self.gradients.collected:  # the optimizer's step has begun: only the norm is requested
             return self._vector.norm()
-        return clip_whole_gradients(self.model, max_norm)
+        return super().clip_grad_norm(max_norm)
 
     def join_empty(self, *, backward: bool = True) -> None:
         """Take no part in a pass of the others; contribute zeros if gradients are averaged."""
@@ -237,11 +245,6 @@ class ParameterServer(Strategy):
         self._exchanging.pause()
         self._counters.barrier()  # ranks that still update may need this rank's progress
         return {**self._staleness.metrics(self.comm), **self._exchanging.metrics(self.comm, computes=self.computes)}
-
-    @property
-    def split(self) -> Split | None:
-        """Return the split in which rank 0 writes what all ranks hold alike in a consensus view."""
-        return FirstRank(self.comm.rank)
 
     def detach(self) -> None:
         """Remove all hooks, leave the served parameters in the model, and free the memory. Collective."""

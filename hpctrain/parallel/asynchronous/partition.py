@@ -15,7 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous import replica
 from hpctrain.parallel.asynchronous.part_update import OptimizerPart, StateSpec
 from hpctrain.parallel.asynchronous.sparse import find_tables
-from hpctrain.parallel.strategy import trainable
+from hpctrain.parallel.model_agreement import trainable
 
 
 class ServedVector:

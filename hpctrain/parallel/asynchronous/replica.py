@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.hooks import FirstRank, WorkerHooks, WriteGuard, buffers_of, worker_state
+from hpctrain.parallel.asynchronous.hooks import WorkerHooks, WriteGuard, buffers_of, worker_state
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime
-from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
-from hpctrain.parallel.strategy import Metrics, Strategy, broadcast_buffers, trainable
-from hpctrain.shard import Split
+from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model, trainable
+from hpctrain.parallel.strategy import AsyncStrategy, Metrics
 
 BETA = 0.9  # fraction of the distance by which all workers together move the centre, as the authors recommend
 
@@ -103,11 +102,14 @@ class FlatParameters:
 # Base class of strategies with a replica per worker: flat parameters, an optimizer, a centre --------------------------
 
 
-class Replica(Strategy):
+class Replica(AsyncStrategy):
     """Strategy of one worker with its own replica; checkpoints and evaluations use the centre."""
 
+    has_local_state = True
+
     def __init__(self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings) -> None:
-        self.model, self.comm, self.settings = model, comm, settings
+        super().__init__(model, comm)
+        self.settings = settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
         self._flat = FlatParameters(model)
@@ -194,9 +196,6 @@ class Replica(Strategy):
             )
         return moving_rate(self.settings.rho, rates.pop(), self.comm.size)
 
-    def join_empty(self, *, backward: bool = True) -> None:
-        """Do nothing: every worker makes its own passes."""
-
     # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
@@ -261,11 +260,6 @@ class Replica(Strategy):
         self._distance[0] = torch.dist(self._flat.host(), self.centre())
         self.comm.all_reduce(self._distance, "average")
         return {"centre_distance": float(self._distance[0]), **self._exchanging.metrics(self.comm)}
-
-    @property
-    def split(self) -> Split | None:
-        """Return the split in which rank 0 writes what all workers hold alike, and their optimizer states."""
-        return FirstRank(self.comm.rank)
 
     def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the tensors in which this worker differs from the others, to be saved and filled in place."""

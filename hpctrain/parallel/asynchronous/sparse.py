@@ -14,7 +14,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.remote_memory import RemoteMemory
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.part_update import states_of
-from hpctrain.parallel.strategy import trainable
+from hpctrain.parallel.model_agreement import trainable
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 

@@ -23,8 +23,7 @@ from hpctrain.parallel.fsdp.residency import KeepUnsharded, Residency
 from hpctrain.parallel.fsdp.units import Unit, find_units
 from hpctrain.parallel.fsdp.unshard import UnitState, UnshardOnDemand
 from hpctrain.parallel.meta_init import check_initialisable, initial_values, make_buffers
-from hpctrain.parallel.model_agreement import check_same_model
-from hpctrain.parallel.strategy import trainable
+from hpctrain.parallel.model_agreement import check_same_model, trainable
 
 if TYPE_CHECKING:
     from hpctrain.parallel.offload.config import OffloadSettings

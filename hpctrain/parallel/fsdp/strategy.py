@@ -9,7 +9,7 @@ parts to the model and its optimizer by hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.parallel.clip import clip_shards
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp.optimizer import OptimizerHooks, clip_shards
+from hpctrain.parallel.fsdp.optimizer import OptimizerHooks
+from hpctrain.parallel.fsdp.param_group import ShardedParam
 from hpctrain.parallel.fsdp.setup import shard_model
 from hpctrain.parallel.fsdp.sharding import FlatSplit
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
@@ -35,16 +37,60 @@ from hpctrain.parallel.hooks import (
     cast,
     differentiable,
 )
-from hpctrain.parallel.strategy import Strategy, broadcast_buffers
+from hpctrain.parallel.model_agreement import broadcast_buffers
+from hpctrain.parallel.strategy import ModelGradients, SplitStrategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.plain_tensors import on_shards, plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.setup import MakeHostOptimizer
     from hpctrain.parallel.offload.config import OffloadSettings
+    from hpctrain.parallel.offload.host_optimizer import HostOptimizer
 
 
-class ShardedDataParallel(Strategy):
+class ShardGradients(ModelGradients):
+    """Gradients of shards, and the local gradients of unsharded parameters; ``host`` updates offloaded shards."""
+
+    def __init__(self, model: nn.Module, members: Sequence[ShardedParam], host: HostOptimizer | None) -> None:
+        super().__init__(model)
+        self._members, self._offloaded = members, None if host is None else host.gradients
+
+    @on_shards
+    def averaged(self) -> list[tuple[str, Tensor]]:
+        """Return this rank's slices of the averaged gradients, by name."""
+        if self._offloaded is not None:
+            self._offloaded.apply_scale()
+        held = ((member.name, self._of(member.shard)) for member in self._members if member.shard.numel())
+        return [(name, gradient) for name, gradient in held if gradient is not None]
+
+    def _of(self, shard: nn.Parameter) -> Tensor | None:
+        return shard.grad if self._offloaded is None else self._offloaded.of(shard)
+
+    def local(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
+        for member in self._members:
+            if member.unsharded.grad is not None:
+                yield member.name, member.unsharded.grad
+
+    @on_shards
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
+        if self._offloaded is None:
+            super().scale(factor)
+        else:
+            self._offloaded.scale([member.shard for member in self._members], factor)
+
+    @on_shards
+    def drop(self) -> None:
+        """Drop all gradients, reduced or not."""
+        for member in self._members:
+            member.shard.grad = member.unsharded.grad = None
+        self.mark_averaged()
+        if self._offloaded is not None:
+            self._offloaded.drop()
+
+
+class ShardedDataParallel(SplitStrategy):
     """Strategy that applies ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
 
     With ``offload``, this rank's shards are stored in host memory and updated there by a ``make_host_optimizer``.
@@ -63,12 +109,15 @@ class ShardedDataParallel(Strategy):
         offload: OffloadSettings | None = None,
         make_host_optimizer: MakeHostOptimizer | None = None,
     ) -> None:
-        self.model, self.comm, self.settings = model, comm, settings
+        super().__init__(model, comm)
+        self.settings, self.reduces_early = settings, settings.reduces_early
         before = {name: (p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
         self.components = shard_model(model, comm, settings, device, offload, make_host_optimizer)
-        self._host_optimizer = self.components.host_optimizer
+        self.early_updates = self._host_optimizer = self.components.host_optimizer
+        self.copies = self.components.replicas
         self._residency, self._grad_reduction = self.components.residency, self.components.reduction
         members = self.components.members
+        self.gradients = ShardGradients(model, members, self._host_optimizer)
         self._shards = [member.shard for member in members]
         self._split = FlatSplit(self.components.by_name)
         self._in_backward = False  # between the beginning of a backward pass and its end
@@ -109,7 +158,7 @@ class ShardedDataParallel(Strategy):
             )
         self._apply_writes()
         if backward:
-            self._check_local_gradients()
+            self.gradients.check_weight(self._sample_weight)
             self._broadcast_buffers()
         self._residency.join_pass(backward=backward)
         if backward:
@@ -119,7 +168,7 @@ class ShardedDataParallel(Strategy):
     def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
         """Unshard all parameters for the ``with`` block, as in ZeRO 2; gradients stay unsharded until its end."""
         if reduces:
-            self._check_local_gradients()
+            self.gradients.check_weight(self._sample_weight)
             self._broadcast_buffers()
         self._unshard_all()
         try:
@@ -129,8 +178,8 @@ class ShardedDataParallel(Strategy):
             self._reshard_all()
         if reduces:
             self._finish_reduction()
-        elif any(True for _ in self.local_gradients()):
-            self._record_local_gradients()
+        elif any(True for _ in self.gradients.local()):
+            self.gradients.mark_local(self._sample_weight)
 
     @on_shards
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -138,14 +187,6 @@ class ShardedDataParallel(Strategy):
         if self._host_optimizer is None:
             return clip_shards(self._shards, self.components.comm, max_norm)
         return self._host_optimizer.clip(self._shards, self.components.comm, max_norm, plain=self._is_plain)
-
-    @on_shards
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
-        if self._host_optimizer is None:
-            super().scale_gradients(factor)
-        else:
-            self._host_optimizer.gradients.scale(self._shards, factor)
 
     @property
     def _is_plain(self) -> bool:
@@ -173,11 +214,6 @@ class ShardedDataParallel(Strategy):
         """Return the shape of the unsharded parameter; None for a buffer."""
         member = self.components.by_name.get(name)
         return None if member is None else tuple(member.shape)
-
-    @property
-    def reduces_early(self) -> bool:
-        """Return whether each backward pass of a step should be reduced by itself."""
-        return self.settings.reduces_early
 
     @contextmanager
     def unshard(self, *, write: bool = False) -> Iterator[None]:
@@ -244,20 +280,6 @@ class ShardedDataParallel(Strategy):
         if self._host_optimizer is not None and self._host_optimizer.drain():
             self._residency.mark_stale()
 
-    @on_shards
-    def reduced_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's slices of the averaged gradients, by name."""
-        held = (
-            (member.name, self._gradient(member.shard)) for member in self.components.members if member.shard.numel()
-        )
-        return [(name, gradient) for name, gradient in held if gradient is not None]
-
-    def _gradient(self, shard: nn.Parameter) -> Tensor | None:
-        if self._host_optimizer is None:
-            return shard.grad
-        self._host_optimizer.gradients.apply_scale()
-        return self._host_optimizer.gradients.of(shard)
-
     def before_write(self) -> None:
         """Wait until no rank computes with the shards; the next pass brings unsharded parameters up to date."""
         if not self._written:
@@ -275,6 +297,10 @@ class ShardedDataParallel(Strategy):
         if self._host_optimizer is not None:
             self._host_optimizer.gradients.apply_scale()
 
+    def norm_groups(self) -> list[Communicator]:
+        """Return the ranks that together hold the gradients of one replica."""
+        return [self.components.comm]
+
     def partial_parameters(self) -> tuple[str, dict[str, nn.Parameter], bool]:
         """Return the shards, if each parameter has more than one."""
         if self.components.comm.size == 1:
@@ -285,46 +311,7 @@ class ShardedDataParallel(Strategy):
             False,
         )
 
-    @property
-    def replica(self) -> Communicator:
-        """Return the ranks that together hold the gradients of one replica."""
-        return self.components.comm
-
-    @property
-    def copies(self) -> Communicator | None:
-        """Return the ranks that hold the same slice of other replicas; None if there is one replica."""
-        return self.components.replicas
-
-    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
-        for member in self.components.members:
-            if member.unsharded.grad is not None:
-                yield member.name, member.unsharded.grad
-
-    @on_shards
-    def drop_gradients(self) -> None:
-        """Drop all gradients, reduced or not."""
-        for member in self.components.members:
-            member.shard.grad = member.unsharded.grad = None
-        self._local_weight = None
-        if self._host_optimizer is not None:
-            self._host_optimizer.gradients.drop()
-
     # Updates ----------------------------------------------------------------------------------------------------------
-
-    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allow early updates: the caller reads no gradients, and calls ``announce_update`` before each last pass.
-
-        The update uses the hyperparameters at the time of that pass. Shards on the host are then
-        updated while the pass runs.
-        """
-        if self._host_optimizer is not None:
-            self._host_optimizer.update_early(optimizer)
-
-    def announce_update(self) -> None:
-        """Announce that the next backward pass is the last before an update."""
-        if self._host_optimizer is not None and self._syncing:
-            self._host_optimizer.announce()
 
     @on_shards
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -360,7 +347,7 @@ class ShardedDataParallel(Strategy):
             return
         self._apply_writes()
         if self.model.training and torch.is_grad_enabled():
-            self._check_local_gradients()
+            self.gradients.check_weight(self._sample_weight)
             if self._syncing:
                 self._broadcast_buffers()
         self._residency.begin_forward(records=torch.is_grad_enabled())
@@ -394,7 +381,7 @@ class ShardedDataParallel(Strategy):
             self._grad_reduction.add_gradient(reduction, number)
         else:
             self._gradient_hooks.check_reduced(reduction.group.members[number].name)
-            self._record_local_gradients()
+            self.gradients.mark_local(self._sample_weight)
 
     @on_shards
     def _end_backward(self) -> None:
@@ -413,7 +400,7 @@ class ShardedDataParallel(Strategy):
         if hooked:
             self._gradient_hooks.check(lambda found: any(self.comm.all_gather_object(found)))
         self._grad_reduction.finish()
-        self._local_weight = None
+        self.gradients.mark_averaged()
         if hooked:
             self._gradient_hooks.call(lambda name: name in self._grad_reduction.received)
 

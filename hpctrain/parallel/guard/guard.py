@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,8 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.guard import torch_functions
 from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, ShardTensor, mark, part_of
 from hpctrain.parallel.hooks import ModuleHook, StepHooks, around_forward, before_backward
+from hpctrain.parallel.strategy import SplitStrategy, Strategy
 from hpctrain.plain_tensors import on_shards, plain_tensors
-
-if TYPE_CHECKING:
-    from hpctrain.parallel.strategy import Strategy
 
 
 class WholeStates:
@@ -30,7 +28,7 @@ class WholeStates:
     pipeline has moved to other stages are ignored.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: SplitStrategy) -> None:
         self._strategy = strategy
         self._handles: list[RemovableHandle] = []
         for name, module in strategy.model.named_modules(remove_duplicate=False):
@@ -54,7 +52,7 @@ class WholeStates:
                 )
             for name, tensor in _tensors_of(module):
                 key = prefix + name
-                if tensor is None and self._strategy.pipelined:
+                if tensor is None and self._strategy.pipe is not None:
                     given.pop(key, None)  # held by another stage
                 elif tensor is not None and isinstance(given.get(key), Tensor):
                     given[key] = self._part_of(path + name, tensor, given[key])
@@ -123,10 +121,10 @@ class ParameterGuard:
     """
 
     def __init__(
-        self, strategy: Strategy, parameters: Mapping[str, nn.Parameter], description: str, *, in_passes: bool
+        self, strategy: SplitStrategy, parameters: Mapping[str, nn.Parameter], description: str, *, in_passes: bool
     ) -> None:
-        self._parameters = list(parameters.values())
-        self._held = {id(parameter) for parameter in self._parameters}
+        self.parameters = dict(parameters)
+        self._held = {id(parameter) for parameter in self.parameters.values()}
         # optimizers whose states are marked
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._suspensions = 0  # number of active ``suspend`` blocks and passes
@@ -138,7 +136,8 @@ class ParameterGuard:
         self._attach()
         if in_passes:
             self._handles += around_forward(strategy.model, self._before_forward, self._after_forward)
-        torch_functions.install()
+        self._loading = WholeStates(strategy)
+        torch_functions.install(strategy)
         self._set_class(ShardParameter)
 
     def close(self) -> None:
@@ -148,8 +147,9 @@ class ParameterGuard:
         if self._handles:
             torch_functions.uninstall()
         self._handles = []
+        self._loading.close()
         self._set_class(nn.Parameter)
-        for parameter in self._parameters:
+        for parameter in self.parameters.values():
             parameter.__dict__.pop(ATTRIBUTE, None)
 
     @contextmanager
@@ -172,7 +172,7 @@ class ParameterGuard:
             self._set_class(ShardParameter)
 
     def _set_class(self, kind: type[nn.Parameter]) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters.values():
             parameter.__class__ = kind
 
     # Updates ----------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class ParameterGuard:
                     found["state"][number] = {key: _marked_state(one, parameter, part) for key, one in state.items()}
 
     def _unmark_gradients(self) -> None:
-        for parameter in self._parameters:
+        for parameter in self.parameters.values():
             unmark(parameter.grad)
 
     # Passes -----------------------------------------------------------------------------------------------------------
@@ -252,12 +252,17 @@ def _unmark_states(optimizer: torch.optim.Optimizer) -> None:
 
 def protect(strategy: Strategy) -> None:
     """Make functions that would need other ranks' parts of the parameters raise ``UsageError``."""
-    description, parameters, in_passes = strategy.partial_parameters()
-    if parameters:
-        strategy.guarded = dict(parameters)
-        strategy.guard = ParameterGuard(strategy, parameters, description, in_passes=in_passes)
-        strategy.whole_states = WholeStates(strategy)
-        strategy.guards.add(strategy)
+    if isinstance(strategy, SplitStrategy):
+        description, parameters, in_passes = strategy.partial_parameters()
+        if parameters:
+            strategy.guard = ParameterGuard(strategy, parameters, description, in_passes=in_passes)
+
+
+def unprotect(strategy: Strategy) -> None:
+    """Make the parameters of a strategy ordinary ones again."""
+    if isinstance(strategy, SplitStrategy) and strategy.guard is not None:
+        strategy.guard.close()
+        strategy.guard = None
 
 
 def unmark(tensor: Tensor | None) -> None:

@@ -27,7 +27,7 @@ from hpctrain.errors import UsageError
 from hpctrain.plain_tensors import plain_tensors
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.strategy import Strategy
+    from hpctrain.parallel.strategy import SplitStrategy
 
 ATTRIBUTE = "_hpctrain_part"  # attribute of parameters, and of tensors computed from them
 
@@ -74,7 +74,7 @@ class ShardInfo:
     """Description of the content of a tensor: part of the parameter ``name`` of a model with a ``strategy``."""
 
     name: str
-    strategy: weakref.ref[Strategy]
+    strategy: weakref.ref[SplitStrategy]
     description: str  # "a slice of the parameter" ...
 
     @property
@@ -173,7 +173,7 @@ def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardI
                 return None if index.shape == first.shape else part
     with plain_tensors():
         whole = strategy.whole_shape(part.name)
-        held = strategy.guarded.get(part.name)
+        held = strategy.guarded(part.name)
         return part if whole is not None and held is not None and tuple(held.shape) != whole else None
 
 
@@ -265,7 +265,7 @@ def _writes_parameter(args: tuple[Any, ...]) -> bool:
     if part is None or strategy is None or not isinstance(first, Tensor):
         return False
     with plain_tensors():
-        owner = strategy.guarded.get(part.name)
+        owner = strategy.guarded(part.name)
         return owner is not None and owner.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
 
 

@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +24,19 @@ from torch.nn.utils import clip_grad
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.guard.shard_tensor import ShardInfo, ShardParameter, ShardTensor, part_of
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import SplitStrategy
 from hpctrain.plain_tensors import on_shards, plain_tensors
 
 _installed = 0
+_strategies: WeakSet[SplitStrategy] = WeakSet()
 _undo: list[Callable[[], None]] = []
 _originals: dict[str, Callable[..., Any]] = {}
 
 
-def install() -> None:
-    """Replace the functions; calls are counted."""
+def install(strategy: SplitStrategy) -> None:
+    """Replace the functions, for the parameters of a strategy; calls are counted."""
     global _installed
+    _strategies.add(strategy)
     _installed += 1
     if _installed > 1:
         return
@@ -190,13 +193,13 @@ def _norm(
     return norm.to(gradients[0][0].dtype if gradients else torch.float32)
 
 
-def _pipelined_strategies() -> list[Strategy]:
+def _pipelined_strategies() -> list[SplitStrategy]:
     """Return the strategies of pipelines: a stage takes part in a norm even if it has none of the parameters."""
-    return [strategy for strategy in Strategy.guards if strategy.pipelined]
+    return [strategy for strategy in _strategies if strategy.guard is not None and strategy.pipe is not None]
 
 
 def _over_ranks(
-    strategy: Strategy, parts: Sequence[tuple[Tensor, ShardInfo]], order: float, device: torch.device
+    strategy: SplitStrategy, parts: Sequence[tuple[Tensor, ShardInfo]], order: float, device: torch.device
 ) -> Tensor:
     strategy.gradients_final()
     counted = [tensor for tensor, part in parts if strategy.counts(part.name)]

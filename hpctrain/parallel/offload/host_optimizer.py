@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device.streams import streams_of
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.optimizer import clip_factor, global_norm
+from hpctrain.parallel.clip import clip_factor, global_norm
 from hpctrain.parallel.fsdp.param_group import ParamGroup, held_in
 from hpctrain.parallel.fsdp.reduce import GroupReduction
 from hpctrain.parallel.offload.autotune import ShareFinder, last_groups, move_states

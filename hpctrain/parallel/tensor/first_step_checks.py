@@ -19,7 +19,7 @@ from hpctrain.parallel.hooks import ModuleHook, StepHooks
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import Run, Tensors
 from hpctrain.parallel.rng import has_dropout
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import SplitStrategy, SyncStrategy
 from hpctrain.parallel.tensor.first_pass import PassTracker, unwatch, watch
 from hpctrain.parallel.tensor.kinds import PlanEntry
 from hpctrain.parallel.tensor.sequence import gather_activations, split_before
@@ -128,8 +128,8 @@ class FirstStep:
 
     def __init__(
         self,
-        strategy: Strategy,
-        inner: Strategy,
+        strategy: SplitStrategy,
+        inner: SyncStrategy,
         tensor: TensorSplit,
         pipeline: Pipeline | None,
         entries: Sequence[PlanEntry],

@@ -104,7 +104,7 @@ def test_a_step_without_gradients_is_not_an_update(own: Any) -> None:
     for data in ("server", "hogwild"):
         strategy, optimizer = make(own, data)
         passes(strategy)
-        strategy.drop_gradients()
+        strategy.gradients.drop()
         optimizer.step()
         strategy.drain()
         figures = strategy.metrics()

@@ -11,7 +11,7 @@ from support.shards import shard, whole_weights
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from hpctrain.parallel.strategy import clip_whole_gradients
+from hpctrain.parallel.clip import clip_whole_gradients
 
 pytestmark = pytest.mark.ranks
 BATCH = 12

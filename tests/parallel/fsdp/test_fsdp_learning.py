@@ -11,9 +11,9 @@ from support.shards import FEW, VARIANTS, Variant, communicator, fits, shard, tr
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from hpctrain.parallel.clip import clip_whole_gradients
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.strategy import clip_whole_gradients
 from hpctrain.parallel.wrap import attach
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(60)]

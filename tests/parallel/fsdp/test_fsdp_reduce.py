@@ -101,10 +101,10 @@ def test_no_sync_keeps_gradients_local(comm_and_some_variant: Any) -> None:
     with strategy.no_sync():
         backward(model, part(comm, comm.rank))
     backward(alone, part(comm, comm.rank))
-    assert_same(dict(strategy.local_gradients()), gradients(alone), rtol=0, atol=0)
+    assert_same(dict(strategy.gradients.local()), gradients(alone), rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in model.parameters())
-    strategy.drop_gradients()
-    assert not dict(strategy.local_gradients())
+    strategy.gradients.drop()
+    assert not dict(strategy.gradients.local())
     backward(model, part(comm, comm.rank))
     alone.zero_grad()
     backward(alone, vectors())

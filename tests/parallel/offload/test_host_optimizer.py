@@ -205,7 +205,7 @@ def test_reduced_gradients_are_visible_until_zeroed_and_are_scaled(comm: Any) ->
             Loop().passes(strategy, step)
             strategy.clip_grad_norm(0.05)
             strategy.clip_grad_norm(0.02 * (step + 1))
-            strategy.scale_gradients(torch.tensor(0.3))
+            strategy.gradients.scale(torch.tensor(0.3))
             optimizer.step()
             seen.append([gradient.clone().reshape(-1) for _, gradient in strategy.reduced_gradients()])
             optimizer.zero_grad(set_to_none=step == 0)
@@ -216,7 +216,7 @@ def test_reduced_gradients_are_visible_until_zeroed_and_are_scaled(comm: Any) ->
 def test_dropped_gradients_make_no_update(comm: Any) -> None:
     strategy = attached(comm, HOST)
     optimizer = adamw(strategy.model)
-    optimizer.register_step_pre_hook(lambda *_: strategy.drop_gradients())
+    optimizer.register_step_pre_hook(lambda *_: strategy.gradients.drop())
     before = [each.clone() for each in strategy.model.parameters()]
     Loop().passes(strategy, 0)
     optimizer.step()
