@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cli.options import action
+from hpctrain.cli.main import add_action, add_verb
 from hpctrain.errors import UsageError
 from hpctrain.util.text import printable_lines
 
@@ -43,16 +43,9 @@ _LINE_EVERY = 10.0  # seconds between two lines without a terminal
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
-    summary = "measure the collectives, show the measurements"
-    parser = subparsers.add_parser(
-        "bench",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(subparsers, "bench", "Measure the collectives, show the measurements.", _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    measuring = action(
+    measuring = add_action(
         actions, "calibrate", "measure which algorithm is fastest, and store the result", _CALIBRATE_EPILOG, _calibrate
     )
     measuring.add_argument("--seconds", type=_seconds, default=60.0, help="time to measure (default: %(default)g)")
@@ -61,15 +54,8 @@ def add_parser(subparsers: Any) -> None:
     measuring.add_argument("--output", type=Path, metavar="FILE", help="write the result to this file")
     measuring.add_argument("--no-canary", action="store_true", help="do not test MPI with GPU memory")
     measuring.add_argument("-v", "--verbose", action="store_true", help="list what was not measured, and why")
-    showing = action(actions, "show", "print the calibration stored for this machine", _SHOW_EPILOG, _show)
+    showing = add_action(actions, "show", "print the calibration stored for this machine", _SHOW_EPILOG, _show)
     showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="show this file instead")
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the action; return the exit code."""
-    code: int = args.run_action(args)
-    return code
 
 
 def _seconds(text: str) -> float:
@@ -174,7 +160,7 @@ def _as_json(report: CalibrationReport) -> dict[str, Any]:
 
 
 def _as_text(report: CalibrationReport, verbose: bool) -> list[str]:
-    from hpctrain.comm.tuning import report as timetable
+    from hpctrain.comm.tuning import table as timetable
 
     lines = [f"{report.measured.layout}; {report.machine}", ""]
     if report.measurement:
@@ -211,7 +197,7 @@ def _left_out(report: CalibrationReport) -> list[str]:
 
 def _show(args: argparse.Namespace) -> int:
     from hpctrain.cluster.launcher import rank_from_environment
-    from hpctrain.comm.tuning import report as timetable
+    from hpctrain.comm.tuning import table as timetable
 
     if rank_from_environment():
         return 0  # rank 0 prints for all ranks

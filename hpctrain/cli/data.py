@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from hpctrain.cli.main import add_action, add_verb
 from hpctrain.errors import DataError
 from hpctrain.util.text import printable, printable_lines
 
@@ -28,59 +29,27 @@ _SHOW_EPILOG = """\
 examples:
   hpctrain data show data/stdlib.h5
   hpctrain data show data/digits.h5 --json
+
+Exit code 2: the file is damaged.
 """
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its two actions to the command line."""
-    summary = "pack a corpus into a token file, show the content of a data file"
-    parser = subparsers.add_parser(
-        "data",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _add_pack(actions)
-    _add_show(actions)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the action; return the exit code."""
-    return _pack(args) if args.action == "pack" else _show(args)
-
-
-def _add_pack(actions: Any) -> None:
-    parser = actions.add_parser(
-        "pack",
-        help="pack text files into one HDF5 file of byte tokens",
-        description="Pack text files into one HDF5 file of byte tokens with a held-out split.",
-        epilog=_PACK_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "sources", nargs="*", metavar="SOURCE", help="files and folders (default: the standard library's source)"
-    )
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the HDF5 file to write")
-    parser.add_argument(
-        "--validation-fraction", type=float, default=0.05, metavar="F", help="part to hold out (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="selects the documents to hold out (default: 0)")
-    parser.add_argument("--force", action="store_true", help="replace an existing file of any kind")
-
-
-def _add_show(actions: Any) -> None:
-    parser = actions.add_parser(
-        "show",
-        help="show the content of a data file and check its checksums",
-        description="Show the content of a data file and check its checksums. Exit code 2: the file is damaged.",
-        epilog=_SHOW_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", metavar="FILE", help="a token or array file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    what = "Pack a corpus into a token file, show the content of a data file."
+    actions = add_verb(subparsers, "data", what, _EPILOG).add_subparsers(dest="action", required=True, metavar="ACTION")
+    summary = "pack text files into one HDF5 file of byte tokens, with a held-out split"
+    packing = add_action(actions, "pack", summary, _PACK_EPILOG, _pack, as_json=False)
+    sources = "files and folders (default: the standard library's source)"
+    packing.add_argument("sources", nargs="*", metavar="SOURCE", help=sources)
+    packing.add_argument("-o", "--output", required=True, metavar="FILE", help="the HDF5 file to write")
+    part = "part to hold out (default: %(default)s)"
+    packing.add_argument("--validation-fraction", type=float, default=0.05, metavar="F", help=part)
+    packing.add_argument("--seed", type=int, default=0, help="selects the documents to hold out (default: 0)")
+    packing.add_argument("--force", action="store_true", help="replace an existing file of any kind")
+    summary = "show the content of a data file and check its checksums"
+    showing = add_action(actions, "show", summary, _SHOW_EPILOG, _show)
+    showing.add_argument("file", metavar="FILE", help="a token or array file")
 
 
 def _pack(args: argparse.Namespace) -> int:

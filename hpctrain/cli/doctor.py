@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cli.main import add_verb
 from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.findings import Finding, counts, exit_code, summary, table
 from hpctrain.errors import UsageError
@@ -22,6 +23,10 @@ from hpctrain.util import atomic
 from hpctrain.util.plotting import check_suffix, save_figure
 from hpctrain.util.text import printable_lines
 
+_WHAT = (
+    "Check this machine's Python, torch, MPI, HDF5, GPUs, scheduler, variables, limits and filesystems, and report "
+    "problems for a job. With --preflight, measure the nodes of a job with all of its ranks, and report slow nodes."
+)
 _EPILOG = """\
 examples:
   hpctrain doctor                                     on a login node, or anywhere: problems of this machine
@@ -39,15 +44,7 @@ _WIDEST = 140  # maximum columns of text on a wider terminal
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb to the command line."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="find problems of this machine; measure a job's nodes",
-        description="Check this machine's Python, torch, MPI, HDF5, GPUs, scheduler, variables, limits and "
-        "filesystems, and report problems for a job. With --preflight, measure the nodes of a job with all of its "
-        "ranks, and report slow nodes.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(subparsers, "doctor", _WHAT, _EPILOG)
     parser.add_argument("--script", type=Path, metavar="FILE", help="check this job script, too")
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -58,7 +55,6 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--folder", type=Path, help="write test files there (default: this folder)")
     group.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
     group.add_argument("--picture", type=Path, metavar="FILE", help="draw the speed between ranks: .svg, .png or .pdf")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

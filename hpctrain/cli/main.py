@@ -7,8 +7,8 @@ import importlib
 import os
 import socket
 import sys
-from collections.abc import Collection, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
 
 from hpctrain._version import __version__
 from hpctrain.cluster.launcher import is_launched, rank_from_environment
@@ -29,19 +29,29 @@ VERBS = {
     "receipt": "report the time and resources of a run",
     "bench": "measure the collectives, show the measurements",
 }
+_AS_WRITTEN = argparse.RawDescriptionHelpFormatter  # keeps the lines of examples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hpctrain`` and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return with_reports(lambda: _run(arguments), arguments)
+
+
+def _run(arguments: list[str]) -> int:
+    parser = make_parser(arguments)
+    args = parser.parse_args(arguments)
+    if not hasattr(args, "run_verb"):
+        parser.print_help()
+        return EXIT_USAGE
+    code: int = args.run_verb(args)
+    return code
+
+
+def with_reports(call: Callable[[], int], arguments: Sequence[str]) -> int:
+    """Return the exit code of a call; an error of hpctrain, or an interruption, becomes one line and an exit code."""
     try:
-        parser = make_parser(arguments)
-        args = parser.parse_args(arguments)
-        if not hasattr(args, "run_verb"):
-            parser.print_help()
-            return EXIT_USAGE
-        code: int = args.run_verb(args)
-        return code
+        return call()
     except HpctrainError as error:
         if not error.everywhere and in_world():
             raise  # one rank of several failed: the guard ends the job
@@ -84,9 +94,43 @@ def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
         if verb in complete:
             module = importlib.import_module(f"hpctrain.cli.{verb}")
             module.add_parser(verbs)
-            verbs.choices[verb].set_defaults(run_verb=module.run)
+            if hasattr(module, "run"):  # otherwise each of its actions sets run_verb
+                verbs.choices[verb].set_defaults(run_verb=module.run)
         else:
             verbs.add_parser(verb, help=text)
+    return parser
+
+
+def add_verb(verbs: Any, name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Add a verb with its help text; return its parser."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=VERBS[name], description=description, epilog=epilog, formatter_class=_AS_WRITTEN
+    )
+    return parser
+
+
+def add_action(
+    actions: Any,
+    name: str,
+    summary: str,
+    epilog: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    as_json: bool = True,
+    **options: Any,
+) -> argparse.ArgumentParser:
+    """Add an action of a verb with its help text, and the option ``--json`` if wanted; return its parser."""
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=_AS_WRITTEN,
+        **options,
+    )
+    if as_json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run_verb=run)
     return parser
 
 

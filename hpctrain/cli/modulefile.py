@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain._version import __version__
+from hpctrain.cli.main import add_action, add_verb
 from hpctrain.jobs.modulefile import Module, home_page, modulefile, publish
 from hpctrain.util.text import printable_lines
 
@@ -24,38 +25,17 @@ _LANGUAGES = {"lua": "for Lmod", "tcl": "for Environment Modules, and for Lmod"}
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its languages to the command line."""
-    parser = verbs.add_parser(
-        "modulefile",
-        help="print an environment module for an installed hpctrain",
-        description="Print an environment module: module load hpctrain provides the command, man page and completion.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Print an environment module: module load hpctrain provides the command, man page and completion."
+    parser = add_verb(verbs, "modulefile", what, _EPILOG)
     languages = parser.add_subparsers(dest="language", required=True, metavar="LANGUAGE")
     for language, summary in _LANGUAGES.items():
-        _add_language(
-            languages.add_parser(
-                language,
-                help=summary,
-                description=f"Print a modulefile {summary}.",
-                epilog="examples:\n  %(prog)s --root /apps/hpctrain/1.0 --version 1.0",
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )
-
-
-def _add_language(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, metavar="FOLDER", help="installation folder: PREFIX of make install")
-    parser.add_argument("--version", default=__version__, metavar="V", help="module's version (default: %(default)s)")
-    parser.add_argument(
-        "--depends-on",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="modules to load with it, such as the MPI that it was built for",
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: print)")
+        example = "examples:\n  %(prog)s --root /apps/hpctrain/1.0 --version 1.0"
+        one = add_action(languages, language, f"print a modulefile {summary}", example, run, as_json=False)
+        one.add_argument("--root", required=True, metavar="FOLDER", help="installation folder: PREFIX of make install")
+        one.add_argument("--version", default=__version__, metavar="V", help="module's version (default: %(default)s)")
+        needed = "modules to load with it, such as the MPI that it was built for"
+        one.add_argument("--depends-on", nargs="+", action="extend", default=[], metavar="NAME", help=needed)
+        one.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: print)")
 
 
 def run(args: argparse.Namespace) -> int:

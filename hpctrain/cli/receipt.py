@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cli.main import add_verb
 from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
@@ -24,13 +25,8 @@ measures energy, the receipt includes it.
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "receipt",
-        help="report the time and resources of a run",
-        description="Report the attempts of a run: why each ended, useful and lost time, node-hours.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Report the attempts of a run: why each ended, useful and lost time, node-hours."
+    parser = add_verb(verbs, "receipt", what, _EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or of a job array")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw a picture: .svg, .png or .pdf")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -39,12 +35,10 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the receipts, and draw them if requested; return the exit code."""
     from hpctrain.train.receipt.read import load, runs_in
-    from hpctrain.train.receipt.render import text, to_json
+    from hpctrain.train.receipt.render import draw, text, to_json
 
     receipts = load([folder for named in args.runs for folder in runs_in(named)])
     if args.output is not None:
-        from hpctrain.train.receipt.render import draw
-
         draw(receipts, args.output)
     print(json.dumps(to_json(receipts), indent=2) if args.json else printable_lines("\n".join(text(receipts))))
     return 0

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli.job import script_of
-from hpctrain.cli.options import WordsParser, add_scheduler
+from hpctrain.cli.job import WordsParser, add_scheduler, script_of
+from hpctrain.cli.main import add_verb
 from hpctrain.errors import HpctrainError
 from hpctrain.jobs import submit as pbs_limits
 from hpctrain.jobs.profile import Profile
@@ -35,24 +35,13 @@ are not passed to sbatch and qsub.
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "submit",
-        help="submit a job to Slurm or PBS",
-        description="Write the script of a job to the run's folder, submit it, and record the job's id there.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Write the script of a job to the run's folder, submit it, and record the job's id there."
+    parser = add_verb(verbs, "submit", what, _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
     for scheduler, name in {"slurm": "sbatch", "pbs": "qsub"}.items():
         one = add_scheduler(actions, scheduler, f"submit a job with {name}", _submit)
         one.add_argument("--after", default="", metavar="JOB", help="start when this job has ended")
         one.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Submit the job; return the exit code."""
-    code: int = args.run_action(args)
-    return code
 
 
 def _submit(args: argparse.Namespace) -> int:

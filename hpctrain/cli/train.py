@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from hpctrain.cli.main import add_verb
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.train import control
 
@@ -27,13 +28,8 @@ _OPTIONS = {
 
 def add_parser(verbs: Any) -> None:
     """Add the verb to the parser."""
-    parser = verbs.add_parser(
-        "train",
-        help="train a model from the settings in a TOML file",
-        description="Train a model from the settings in a TOML file, or resume its run.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Train a model from the settings in a TOML file, or resume its run."
+    parser = add_verb(verbs, "train", what, EXAMPLES)
     parser.add_argument("config", metavar="CONFIG.toml", help="the run's settings")
     parser.add_argument(
         "--set",

@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpctrain.data.split_loader import cut, samples_in
 from hpctrain.data.random_streams import OuterState
-from hpctrain.data.split_loader import generators_of
+from hpctrain.data.split_loader import cut, generators_of, samples_in
 from hpctrain.errors import UsageError
 from hpctrain.parallel.config import ParallelSettings, microbatches_for, shape_of
 

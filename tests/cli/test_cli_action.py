@@ -6,16 +6,16 @@ import argparse
 
 import pytest
 
-from hpctrain.cli.options import action
+from hpctrain.cli.main import add_action
 
 
 def test_an_action_has_help_examples_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser(prog="program")
     actions = parser.add_subparsers(dest="action", required=True)
-    added = action(actions, "look", "look inside", "examples:\n  program look    a file\n", lambda args: 7)
+    added = add_action(actions, "look", "look inside", "examples:\n  program look    a file\n", lambda args: 7)
     added.add_argument("file")
     args = parser.parse_args(["look", "a", "--json"])
-    assert (args.action, args.file, args.json, args.run_action(args)) == ("look", "a", True, 7)
+    assert (args.action, args.file, args.json, args.run_verb(args)) == ("look", "a", True, 7)
     assert not parser.parse_args(["look", "a"]).json
     with pytest.raises(SystemExit):
         parser.parse_args(["look", "--help"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import io
 import json
 import subprocess
 import sys
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.commands import call
 
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
-from hpctrain.cli import checkpoint as verb
-from hpctrain.cli.checkpoint import text
+from hpctrain.cli.checkpoint_files import progress
 from hpctrain.errors import CheckpointError, UsageError
 
 
@@ -41,13 +41,6 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def call(*arguments: object) -> int:
-    parser = argparse.ArgumentParser(prog="hpctrain")
-    verb.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["checkpoint", *map(str, arguments)])
-    return int(args.run(args))
-
-
 def damage(path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data.replace(np.float32(1.5).tobytes() + np.float32(-2).tobytes(), bytes(8)))
@@ -56,20 +49,20 @@ def damage(path: Path) -> None:
 def test_ls_lists_checkpoints(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = run_folder / "checkpoints" / "step_00000040.h5"
     newest.write_bytes(newest.read_bytes()[:-5])
-    assert call("ls", run_folder) == 0
+    assert call("checkpoint", "ls", run_folder) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step_00000003.h5") and "step 3" in first and "2 ranks" in first and "loss 2.0000" in first
     assert second.startswith("step_00000040.h5") and "damaged: " in second and "truncated" in second
-    assert call("ls", run_folder / "checkpoints", "--json") == 0
+    assert call("checkpoint", "ls", run_folder / "checkpoints", "--json") == 0
     entries = json.loads(capsys.readouterr().out)
     assert [entry["step"] for entry in entries] == [3, 40] and entries[0]["error"] is None and entries[0]["loss"] == 2.0
     newest.unlink(), (run_folder / "checkpoints" / "step_00000003.h5").unlink()
-    assert call("ls", run_folder) == 0 and "no checkpoints in" in capsys.readouterr().out
+    assert call("checkpoint", "ls", run_folder) == 0 and "no checkpoints in" in capsys.readouterr().out
 
 
 def test_show_prints_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"
-    assert call("show", path) == 0
+    assert call("checkpoint", "show", path) == 0
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
     assert ["loss", "5.5", "█▇▆▅▄▃▂▁", "2"] in lines
@@ -82,15 +75,15 @@ def test_show_prints_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixtur
 
 def test_show_of_a_named_tensor(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"
-    assert call("show", path, "head.weight") == 0
+    assert call("checkpoint", "show", path, "head.weight") == 0
     out = capsys.readouterr().out
     assert "1.5, -2, inf, 4" in out and "/optimizer/head.weight" in out and "provenance" not in out
     with pytest.raises(UsageError, match="did you mean head.weight"):
-        call("show", path, "head.wieght")
+        call("checkpoint", "show", path, "head.wieght")
 
 
 def test_show_json_is_valid_json(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("show", run_folder / "checkpoints" / "step_00000003.h5", "head.weight", "--json") == 0
+    assert call("checkpoint", "show", run_folder / "checkpoints" / "step_00000003.h5", "head.weight", "--json") == 0
 
     def refuse(word: str) -> None:
         pytest.fail(f"{word} is no JSON")
@@ -104,19 +97,19 @@ def test_show_of_a_damaged_file_is_an_error(run_folder: Path) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"
     damage(path)
     with pytest.raises(CheckpointError, match="/model/head.weight is damaged") as caught:
-        call("show", path)
+        call("checkpoint", "show", path)
     assert caught.value.exit_code == 2
 
 
 def test_verify_reports_damage(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = sorted((run_folder / "checkpoints").iterdir())
-    assert call("verify", good, bad) == 0
+    assert call("checkpoint", "verify", good, bad) == 0
     assert capsys.readouterr().out == f"ok       {good}\nok       {bad}\n"
     damage(bad)
-    assert call("verify", bad, good) == 1
+    assert call("checkpoint", "verify", bad, good) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"damaged  {bad}: /model/head.weight is damaged") and second == f"ok       {good}"
-    assert call("verify", good, bad, "--json") == 1
+    assert call("checkpoint", "verify", good, bad, "--json") == 1
     verdicts = json.loads(capsys.readouterr().out)
     assert [(verdict["file"], verdict["ok"]) for verdict in verdicts] == [(str(good), True), (str(bad), False)]
     assert "/model/head.weight" in verdicts[1]["error"]
@@ -124,36 +117,37 @@ def test_verify_reports_damage(run_folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_missing_file_is_a_user_error(run_folder: Path) -> None:
     with pytest.raises(UsageError, match=f"no such file: {run_folder / 'none.h5'}") as caught:
-        call("verify", run_folder / "none.h5")
+        call("checkpoint", "verify", run_folder / "none.h5")
     assert caught.value.exit_code == 2
     with pytest.raises(UsageError, match="is not a folder"):
-        call("ls", run_folder / "none")
+        call("checkpoint", "ls", run_folder / "none")
 
 
-def test_a_progress_bar_is_shown_only_on_a_terminal_and_for_large_files(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_is_shown_only_on_a_terminal_and_for_large_files(run_folder: Path) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"
-    monkeypatch.setattr(text, "BIG", 1)
-    assert call("verify", path) == 0 and capsys.readouterr().err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert call("verify", path) == 0
-    assert "reading" in capsys.readouterr().err
+    for stream, big, shown in ((io.StringIO(), 1, False), (Terminal(), 2**20, False), (Terminal(), 1, True)):
+        with progress([path], big, stream) as on_bytes:
+            if on_bytes is not None:
+                on_bytes(10)
+        assert ("reading" in stream.getvalue()) is shown
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify"])
 def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        call(action, "--help")
+        call("checkpoint", action, "--help")
     assert caught.value.code == 0 and f"hpctrain checkpoint {action} runs/a" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify"])
 def test_neither_torch_nor_mpi_is_imported(run_folder: Path, action: str) -> None:
     code = (
-        "import argparse, sys\nfrom hpctrain.cli import checkpoint\n"
-        "parser = argparse.ArgumentParser()\ncheckpoint.add_parser(parser.add_subparsers())\n"
-        "args = parser.parse_args(['checkpoint', *sys.argv[1:]])\nassert args.run(args) == 0\n"
+        "import sys\nfrom hpctrain.cli.main import main\nassert main(['checkpoint', *sys.argv[1:]]) == 0\n"
         "print([name for name in ('torch', 'mpi4py') if name in sys.modules])"
     )
     target = run_folder if action == "ls" else run_folder / "checkpoints" / "step_00000003.h5"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -10,16 +9,9 @@ from pathlib import Path
 
 import h5py
 import pytest
+from support.commands import call
 
-from hpctrain.cli import data
 from hpctrain.errors import DataError
-
-
-def _hpctrain(*words: str) -> int:
-    parser = argparse.ArgumentParser("hpctrain")
-    data.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["data", *words])
-    return int(args.run(args))
 
 
 @pytest.fixture
@@ -36,36 +28,36 @@ def test_pack_reports_its_work_and_does_it_once(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "deep" / "out.h5")
-    assert _hpctrain("pack", str(corpus), "-o", out, "--validation-fraction", "0.2") == 0
+    assert call("data", "pack", str(corpus), "-o", out, "--validation-fraction", "0.2") == 0
     said = capsys.readouterr().out
     with h5py.File(out) as file:
         train, validation = (len(file[split]["tokens"]) for split in ("train", "validation"))
     assert f"packed {train} train tokens" in said and f"{validation} validation tokens" in said
     assert f"into {out}; files skipped (not text): 1" in said
-    assert _hpctrain("pack", str(corpus), "-o", out, "--validation-fraction", "0.2") == 0
+    assert call("data", "pack", str(corpus), "-o", out, "--validation-fraction", "0.2") == 0
     assert capsys.readouterr().out == f"{out} is up to date: same corpus, same options\n"
     with pytest.raises(DataError, match="--force replaces it"):
-        _hpctrain("pack", str(corpus), "-o", out)
-    assert _hpctrain("pack", str(corpus), "-o", out, "--force", "--seed", "3") == 0
+        call("data", "pack", str(corpus), "-o", out)
+    assert call("data", "pack", str(corpus), "-o", out, "--force", "--seed", "3") == 0
 
 
 def test_show_prints_text_or_json(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out.h5")
-    _hpctrain("pack", str(corpus), "-o", out)
+    call("data", "pack", str(corpus), "-o", out)
     capsys.readouterr()
-    assert _hpctrain("show", out) == 0
+    assert call("data", "show", out) == 0
     assert "hpctrain-tokens" in capsys.readouterr().out
-    assert _hpctrain("show", out, "--json") == 0
+    assert call("data", "show", out, "--json") == 0
     assert json.loads(capsys.readouterr().out)["vocab_size"] == 256
 
 
 def test_show_refuses_a_damaged_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.h5"
-    _hpctrain("pack", str(corpus), "-o", str(out))
+    call("data", "pack", str(corpus), "-o", str(out))
     with h5py.File(out, "r+") as file:
         file["validation/tokens"][0] = 0
     with pytest.raises(DataError, match="is damaged: wrong checksum of /validation/tokens"):
-        _hpctrain("show", str(out))
+        call("data", "show", str(out))
     assert "damaged" in capsys.readouterr().out
 
 
@@ -88,14 +80,11 @@ except DataError as error:
 
 def test_neither_action_loads_torch_or_mpi(corpus: Path, tmp_path: Path) -> None:
     code = f"""
-import argparse, sys
-from hpctrain.cli import data
-parser = argparse.ArgumentParser()
-data.add_parser(parser.add_subparsers())
+import sys
+from hpctrain.cli.main import main
 print([name for name in ("numpy", "h5py", "torch", "mpi4py") if name in sys.modules])
 for words in (["pack", {str(corpus)!r}, "-o", {str(tmp_path / "x.h5")!r}], ["show", {str(tmp_path / "x.h5")!r}]):
-    args = parser.parse_args(["data", *words])
-    args.run(args)
+    assert main(["data", *words]) == 0
 print([name for name in ("torch", "mpi4py") if name in sys.modules])
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()

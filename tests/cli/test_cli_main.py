@@ -7,13 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from hpctrain import __version__
-from hpctrain.cli.main import VERBS, main, make_parser, parser_with
+from hpctrain.cli.main import VERBS, main, make_parser, parser_with, with_reports
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import DataError
 
@@ -94,31 +93,23 @@ def test_invalid_words_on_another_rank_are_reported_if_rank_0_is_silent() -> Non
         assert lines == 0 or done.stderr.startswith("hpctrain: error: rank 1 on "), done
 
 
-def _verb_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    from hpctrain.cli import data
-
-    def run(args: Any) -> int:
+def raising(error: BaseException) -> Callable[[], int]:
+    def call() -> int:
         raise error
 
-    monkeypatch.setattr(data, "run", run)
+    return call
 
 
-def test_an_HpctrainError_is_one_line_and_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _verb_that(monkeypatch, DataError("no such thing"))
-    assert main(["data", "show", "x"]) == 2
+def test_an_HpctrainError_is_one_line_and_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_reports(raising(DataError("no such thing")), ["data", "show", "x"]) == 2
     assert capsys.readouterr() == ("", "hpctrain: error: no such thing\n")
 
 
-def test_an_interrupt_is_one_line_and_a_bug_has_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _verb_that(monkeypatch, KeyboardInterrupt())
-    assert main(["data", "show", "x"]) == 130 and capsys.readouterr().err == "hpctrain: interrupted\n"
-    _verb_that(monkeypatch, ZeroDivisionError("a bug"))
+def test_an_interrupt_is_one_line_and_a_bug_has_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_reports(raising(KeyboardInterrupt()), ["data"]) == 130
+    assert capsys.readouterr().err == "hpctrain: interrupted\n"
     with pytest.raises(ZeroDivisionError):  # with its traceback, for the developers
-        main(["data", "show", "x"])
+        with_reports(raising(ZeroDivisionError("a bug")), ["data"])
 
 
 def test_a_closed_pipe_causes_no_traceback() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -11,19 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.commands import call
 
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.format.writer import write_file
-from hpctrain.cli import checkpoint as verb
 from hpctrain.errors import UsageError
-
-
-def call(*arguments: object) -> int:
-    parser = argparse.ArgumentParser(prog="hpctrain")
-    verb.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["checkpoint", *map(str, arguments)])
-    return int(args.run(args))
 
 
 @pytest.fixture
@@ -35,13 +27,13 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_export_writes_next_to_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("export", file, "--to", "npz") == 0
+    assert call("checkpoint", "export", file, "--to", "npz") == 0
     assert capsys.readouterr().out.startswith(f"{file.with_suffix('.npz')}  ")
     with np.load(file.with_suffix(".npz")) as loaded:
         assert set(loaded) == {"model/w", "train/step", "train/loss"}
     with pytest.raises(UsageError, match="exists"):
-        call("export", file, "--to", "npz")
-    assert call("export", file, "--to", "npz", "--model-only", "--force", "--json") == 0
+        call("checkpoint", "export", file, "--to", "npz")
+    assert call("checkpoint", "export", file, "--to", "npz", "--model-only", "--force", "--json") == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 1
     with np.load(file.with_suffix(".npz")) as loaded:
         assert loaded["w"].tolist() == list(range(6))
@@ -53,39 +45,39 @@ def test_an_input_is_never_replaced_by_its_output(file: Path, tmp_path: Path) ->
     link.symlink_to(file)
     for read in (file, link):
         with pytest.raises(UsageError, match="is the input file: choose another name"):
-            call("export", read, "--to", "npz", "-o", file, "--force")
-    call("export", file, "--to", "npz", "-o", link, "--force")  # replaces the link
+            call("checkpoint", "export", read, "--to", "npz", "-o", file, "--force")
+    call("checkpoint", "export", file, "--to", "npz", "-o", link, "--force")  # replaces the link
     assert file.read_bytes() == before and not link.is_symlink()
     with pytest.raises(UsageError, match="the name of the output is empty"):
-        call("export", file, "--to", "npz", "-o", "")
-    call("export", file, "--to", "torch", "-o", tmp_path / "model.pt")
+        call("checkpoint", "export", file, "--to", "npz", "-o", "")
+    call("checkpoint", "export", file, "--to", "torch", "-o", tmp_path / "model.pt")
     with pytest.raises(UsageError, match="is the input file"):
-        call("import", tmp_path / "model.pt", "-o", tmp_path / "model.pt", "--force")
+        call("checkpoint", "import", tmp_path / "model.pt", "-o", tmp_path / "model.pt", "--force")
     assert file.read_bytes() == before
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
 def test_best_of_a_path_that_is_not_a_folder_is_a_user_error(file: Path, tmp_path: Path, kind: str) -> None:
     with pytest.raises(UsageError, match="is not a folder: give the folder of a run"):
-        call("best", file if kind == "file" else tmp_path / "missing")
+        call("checkpoint", "best", file if kind == "file" else tmp_path / "missing")
 
 
 def test_import_of_an_exported_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind, suffix in (("safetensors", "safetensors"), ("torch", "pt")):
-        assert call("export", file, "--to", kind, "--model-only", "-o", tmp_path / f"m.{suffix}") == 0
+        assert call("checkpoint", "export", file, "--to", kind, "--model-only", "-o", tmp_path / f"m.{suffix}") == 0
         back = tmp_path / f"{kind}.h5"
-        assert call("import", tmp_path / f"m.{suffix}", "-o", back, "--step", 5) == 0
+        assert call("checkpoint", "import", tmp_path / f"m.{suffix}", "-o", back, "--step", 5) == 0
         assert f"{back}  " in capsys.readouterr().out
         with Reader(back) as reader:
             assert reader.read("/model/w").tolist() == list(range(6)) and reader.root["step"] == 5
     torch.save({"p.w": torch.ones(1)}, tmp_path / "p.pt")
-    assert call("import", tmp_path / "p.pt", "-o", tmp_path / "p.h5", "--strip", "p.", "--json") == 0
+    assert call("checkpoint", "import", tmp_path / "p.pt", "-o", tmp_path / "p.h5", "--strip", "p.", "--json") == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == 1
 
 
 def test_plot_writes_an_image(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert call("plot", file, "-o", tmp_path / "loss.png", "--json") == 0
+    assert call("checkpoint", "plot", file, "-o", tmp_path / "loss.png", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
         "file": str(tmp_path / "loss.png"),
         "bytes": (tmp_path / "loss.png").stat().st_size,
@@ -95,7 +87,7 @@ def test_plot_writes_an_image(file: Path, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("action", ["export", "import", "plot"])
 def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        call(action, "--help")
+        call("checkpoint", action, "--help")
     assert f"hpctrain checkpoint {action} " in capsys.readouterr().out.partition("examples:")[2]
 
 
@@ -115,7 +107,7 @@ def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> N
 )
 def test_a_login_node_needs_neither_torch_nor_mpi(file: Path, tmp_path: Path, arguments: list[str]) -> None:
     """Both are made impossible to import, so that any attempt fails."""
-    call("export", file, "--to", "safetensors", "-o", tmp_path / "in.safetensors")
+    call("checkpoint", "export", file, "--to", "safetensors", "-o", tmp_path / "in.safetensors")
     words = [word.format(file=file, folder=tmp_path) for word in arguments]
     code = (
         "import sys\nsys.modules['torch'] = sys.modules['mpi4py'] = None\n"

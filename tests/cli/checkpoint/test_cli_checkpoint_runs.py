@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.commands import call
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
-from hpctrain.cli import checkpoint as verb
 from hpctrain.errors import CheckpointError, UsageError
 
 ACCURACY = {2: 0.5, 4: 0.9, 6: 0.75}
-
-
-def call(*arguments: object) -> int:
-    parser = argparse.ArgumentParser(prog="hpctrain")
-    verb.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["checkpoint", *map(str, arguments)])
-    return int(args.run(args))
 
 
 def write(run: Path, **train: Any) -> Path:
@@ -44,26 +36,31 @@ def file(run: Path, step: int) -> Path:
 
 def test_best_follows_the_criterion_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run", keep_best="accuracy", best="highest")
-    assert call("best", run) == 0 and capsys.readouterr().out == f"{file(run, 4)}\n"
-    assert call("best", run / "checkpoints") == 0 and capsys.readouterr().out == f"{file(run, 4)}\n"
-    assert call("best", run, "--lowest") == 0 and capsys.readouterr().out == f"{file(run, 2)}\n"
-    assert call("best", run, "--by", "loss", "--json") == 0
+    assert call("checkpoint", "best", run) == 0 and capsys.readouterr().out == f"{file(run, 4)}\n"
+    assert call("checkpoint", "best", run / "checkpoints") == 0 and capsys.readouterr().out == f"{file(run, 4)}\n"
+    assert call("checkpoint", "best", run, "--lowest") == 0 and capsys.readouterr().out == f"{file(run, 2)}\n"
+    assert call("checkpoint", "best", run, "--by", "loss", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found == {"file": str(file(run, 2)), "step": 2, "by": "loss", "which": "lowest", "value": 4.0}
-    assert call("best", run, "--by", "loss", "--highest") == 0 and capsys.readouterr().out == f"{file(run, 6)}\n"
+    assert (
+        call("checkpoint", "best", run, "--by", "loss", "--highest") == 0
+        and capsys.readouterr().out == f"{file(run, 6)}\n"
+    )
     file(run, 4).write_bytes(file(run, 4).read_bytes()[:-1])
-    assert call("best", run) == 0 and capsys.readouterr().out == f"{file(run, 6)}\n", "a damaged file is left out"
+    assert (
+        call("checkpoint", "best", run) == 0 and capsys.readouterr().out == f"{file(run, 6)}\n"
+    ), "a damaged file is left out"
 
 
 def test_best_without_a_criterion_is_a_user_error(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
     with pytest.raises(UsageError, match="do not say which is the best .*--by; they hold accuracy, loss$") as caught:
-        call("best", run)
+        call("checkpoint", "best", run)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="no checkpoint holds a finite number called 'acc'; they hold accuracy, loss$"):
-        call("best", run, "--by", "acc")
+        call("checkpoint", "best", run, "--by", "acc")
     with pytest.raises(UsageError, match="is a folder that holds no checkpoint"):
-        call("best", tmp_path)
+        call("checkpoint", "best", tmp_path)
 
 
 def test_best_of_the_library_equals_best_of_the_command(tmp_path: Path) -> None:
@@ -83,46 +80,46 @@ def test_best_of_the_library_equals_best_of_the_command(tmp_path: Path) -> None:
 
 def test_ls_marks_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run", keep_best="accuracy", best="highest")
-    assert call("ls", run) == 0
+    assert call("checkpoint", "ls", run) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [" best " in line for line in lines] == [False, True, False]
     assert lines[1].endswith("best  loss 8.0000  accuracy 0.9")
-    assert call("ls", run, "--json") == 0
+    assert call("checkpoint", "ls", run, "--json") == 0
     entries = json.loads(capsys.readouterr().out)
     assert [(entry["best"], entry["by"], entry["value"]) for entry in entries] == [
         (step == 4, "accuracy", accuracy) for step, accuracy in ACCURACY.items()
     ]
     plain = write(tmp_path / "plain")
-    assert call("ls", plain) == 0 and "best" not in capsys.readouterr().out
+    assert call("checkpoint", "ls", plain) == 0 and "best" not in capsys.readouterr().out
 
 
 def test_a_folder_means_its_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = write(tmp_path / "run"), write(tmp_path / "other")
     file(run, 6).write_bytes(file(run, 6).read_bytes()[:-1])
-    assert call("show", run) == 0
+    assert call("checkpoint", "show", run) == 0
     told = capsys.readouterr()
     assert "step 4, world size 1" in told.out
     assert told.err.splitlines()[-1] == f"{run}: using its newest valid checkpoint, {file(run, 4)}"
-    assert call("diff", run, file(other, 4)) == 0
-    assert call("export", run, "--to", "npz") == 0 and file(run, 4).with_suffix(".npz").exists()
+    assert call("checkpoint", "diff", run, file(other, 4)) == 0
+    assert call("checkpoint", "export", run, "--to", "npz") == 0 and file(run, 4).with_suffix(".npz").exists()
     with pytest.raises(UsageError, match="is a folder that holds no checkpoint; give a step_"):
-        call("show", tmp_path)
+        call("checkpoint", "show", tmp_path)
     for step in ACCURACY:
         file(run, step).write_bytes(b"")
     with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
-        call("show", run)
+        call("checkpoint", "show", run)
 
 
 def test_plot_accepts_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     run = write(tmp_path / "run")
-    assert call("plot", run, "-o", tmp_path / "loss.png") == 0 and (tmp_path / "loss.png").stat().st_size
+    assert call("checkpoint", "plot", run, "-o", tmp_path / "loss.png") == 0 and (tmp_path / "loss.png").stat().st_size
     assert "using its newest valid checkpoint" in capsys.readouterr().err
 
 
 def test_verify_reads_all_files_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run")
-    assert call("verify", run) == 0 and len(capsys.readouterr().out.splitlines()) == 3
+    assert call("checkpoint", "verify", run) == 0 and len(capsys.readouterr().out.splitlines()) == 3
     file(run, 6).write_bytes(file(run, 6).read_bytes()[:-1])
-    assert call("verify", run, file(run, 2)) == 1
+    assert call("checkpoint", "verify", run, file(run, 2)) == 1
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["ok", "ok", "damaged", "ok"]

@@ -1,4 +1,8 @@
-"""Actions ``hpctrain checkpoint ls``, ``best`` and ``show``: the content of a folder or a file."""
+"""Verb ``hpctrain checkpoint``: lists, shows, verifies, compares, converts and draws checkpoints.
+
+Needs only h5py and NumPy, so it runs on a login node. torch is loaded for ``--to torch`` and to
+import files that torch saved, matplotlib for pictures.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,19 @@ from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.checkpoint.tools.curves import is_steps, sparkline
 from hpctrain.checkpoint.tools.inspect import Contents, Entry, TensorStats, judge
-from hpctrain.cli.checkpoint.text import chosen, one_line, print_json, progress, shape, size
-from hpctrain.cli.options import action
+from hpctrain.cli import checkpoint_files
+from hpctrain.cli.checkpoint_files import chosen, one_line, print_json, progress
+from hpctrain.cli.main import add_action, add_verb
 from hpctrain.errors import UsageError
+from hpctrain.util.format import counted, format_bytes
 from hpctrain.util.text import columns, printable, printable_lines
 
+_EPILOG = """\
+examples:
+  hpctrain checkpoint ls runs/a
+  hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5
+  hpctrain checkpoint verify runs/a/checkpoints/step_00001200.h5
+"""
 _LS_EPILOG = """\
 examples:
   hpctrain checkpoint ls runs/a
@@ -44,19 +56,23 @@ exit code: 0 if the path was printed, 2 if the best cannot be determined
 _OMITTED = ("NX_class", "signal", "axes", "step")  # keys of /train that are for viewers or shown above
 
 
-def add_actions(actions: Any) -> None:
-    """Add the actions to the command line."""
-    listing = action(actions, "ls", "list the checkpoints of a run", _LS_EPILOG, _ls)
+def add_parser(subparsers: Any) -> None:
+    """Add the verb and its actions to the command line."""
+    what = "List, show, verify, compare, convert and plot checkpoints."
+    parser = add_verb(subparsers, "checkpoint", what, _EPILOG)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = add_action(actions, "ls", "list the checkpoints of a run", _LS_EPILOG, _ls)
     listing.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
-    judging = action(actions, "best", "print the path of the best checkpoint of a run", _BEST_EPILOG, _best)
+    judging = add_action(actions, "best", "print the path of the best checkpoint of a run", _BEST_EPILOG, _best)
     judging.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
     judging.add_argument("--by", default="", metavar="NAME", help="a value that the run logged (default: keep_best)")
     which = judging.add_mutually_exclusive_group()
     which.add_argument("--lowest", dest="which", action="store_const", const="lowest", help="the lowest is best")
     which.add_argument("--highest", dest="which", action="store_const", const="highest", help="the highest is best")
-    showing = action(actions, "show", "show the content of a checkpoint", _SHOW_EPILOG, _show)
+    showing = add_action(actions, "show", "show the content of a checkpoint", _SHOW_EPILOG, _show)
     showing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     showing.add_argument("name", metavar="NAME", nargs="?", help="a tensor, parameter or group (default: everything)")
+    checkpoint_files.add_actions(actions)
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -94,7 +110,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _entry_row(entry: Entry) -> list[str]:
-    name, length = Path(entry.file).name, size(entry.bytes)
+    name, length = Path(entry.file).name, format_bytes(entry.bytes, 1)
     if entry.error is not None:
         return [name, length, f"damaged: {printable(entry.error)}"]
     told = "" if entry.loss is None or not math.isfinite(entry.loss) else f"loss {entry.loss:.4f}"
@@ -110,7 +126,7 @@ def _entry_row(entry: Entry) -> list[str]:
 def _heading(contents: Contents) -> list[str]:
     root = contents.root
     lines = [
-        f"{contents.file}  {size(contents.bytes)}",
+        f"{contents.file}  {format_bytes(contents.bytes, 1)}",
         f"step {root.get('step')}, world size {root.get('world_size')}, "
         f"written {root.get('created')} by {root.get('creator')}, format {root.get('format_version')}",
         *_curves(contents.curves),
@@ -140,11 +156,12 @@ def _tree(tensors: Sequence[TensorStats]) -> list[str]:
     rows: dict[str, list[list[str]]] = {}
     for tensor in tensors:
         group, _, name = tensor.path.rpartition("/")
-        rows.setdefault(group, []).append(["", name, tensor.dtype, shape(tensor.shape), *_numbers(tensor)])
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        rows.setdefault(group, []).append(["", name, tensor.dtype, shape, *_numbers(tensor)])
     for group, members in rows.items():
         lines += [group, *columns(members)]
     total = sum(tensor.bytes for tensor in tensors)
-    return [*lines, f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'}, {size(total)}"]
+    return [*lines, f"{counted(len(tensors), 'tensor')}, {format_bytes(total, 1)}"]
 
 
 def _numbers(tensor: TensorStats) -> list[str]:
