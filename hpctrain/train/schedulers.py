@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.log import logger
 
 NAME = "scheduler"
 SCALER = "scaler"
@@ -32,9 +34,7 @@ _ENDS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType,
 _MOST = 100_000  # objects visited inside objects that are already saved
 
 
-def find_schedulers(
-    optimizers: Mapping[str, torch.optim.Optimizer], states: Mapping[str, object]
-) -> dict[str, Any]:
+def find_schedulers(optimizers: Mapping[str, torch.optim.Optimizer], states: Mapping[str, object]) -> dict[str, Any]:
     """Return, by name, the optimizers' schedulers that are neither in ``states`` nor inside an object there.
 
     The scheduler of a single optimizer is named ``scheduler``; with several optimizers, the names
@@ -56,6 +56,35 @@ def find_schedulers(
         for one in sorted(own, key=_settings):
             named[_free(base, {*states, *named})] = one
     return named
+
+
+def find_on_all_ranks(
+    optimizers: Mapping[str, torch.optim.Optimizer], states: Mapping[str, object], comm: Communicator
+) -> dict[str, Any]:
+    """Return what ``find_schedulers`` finds. Collective. Raises ``UsageError`` on all ranks if the ranks differ."""
+    found = find_schedulers(optimizers, states)
+    everyone = comm.all_gather_object([(name, type(one).__name__) for name, one in found.items()])
+    for rank, names in enumerate(everyone):
+        if names != everyone[0]:
+            raise UsageError(
+                f"rank 0 has the learning-rate schedulers {everyone[0]} and rank {rank} {names}; all ranks must "
+                "make the same ones",
+                everywhere=True,
+            )
+    return found
+
+
+def find_scaler(states: Mapping[str, object], comm: Communicator) -> Any | None:
+    """Return the program's only GradScaler if it is not in ``states``. Collective. Logs a warning if it has several."""
+    found = find_scalers(states)
+    counts = comm.all_gather_object(len(found))
+    if max(counts) > 1 and comm.rank == 0:
+        logger.warning(
+            "%d GradScalers are not in states: their scales are not saved; add those of this run: "
+            'states={"scaler": scaler}',
+            max(counts),
+        )
+    return found[0] if set(counts) == {1} and SCALER not in states else None
 
 
 def find_scalers(states: Mapping[str, object]) -> list[Any]:

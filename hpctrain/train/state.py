@@ -139,7 +139,7 @@ class TrainState:
         )
 
     def find_schedulers(self) -> list[str]:
-        """Add to the saved states the schedulers, and a scaler, that the program did not pass; return the schedulers' names.
+        """Add schedulers and a scaler that the program did not pass to the saved states; return the schedulers' names.
 
         Collective. Called before the run resumes, and again before the first save, for schedulers
         created in between.

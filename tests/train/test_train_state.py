@@ -128,18 +128,6 @@ def test_a_mismatch_is_refused_before_any_change(job: Any, shared_tmp_path: Path
     assert same(other.bits(), before)
 
 
-def test_a_state_of_several_models_has_no_single_model(job: Any, tmp_path: Path) -> None:
-    gan = Gan(job, tmp_path, "ddp")
-    for name in ("model", "optimizer", "strategy"):
-        with pytest.raises(UsageError, match="this run has several .*: generator, discriminator; ask for state."):
-            getattr(gan.state, name)
-    model = job.wrap(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    single = TrainState({"": model}, {"": optimizer}, {}, job.comm, tmp_path, strategies={"": job.strategy(model)})
-    assert (single.model, single.optimizer, single.strategy) == (model, optimizer, job.strategy(model))
-    assert TrainState({"": model}, {"": optimizer}, {}, job.comm, tmp_path).strategy is None
-
-
 def test_asynchronous_workers_need_one_optimizer_per_model(job: Any, tmp_path: Path) -> None:
     gan = Gan(job, tmp_path, "easgd", joint=True)
     with pytest.raises(UsageError, match="'generator' has 1 optimizers.*must have exactly one, which holds parameters"):
