@@ -30,10 +30,11 @@ from hpctrain.parallel.pipeline.stage import TiedGradients
 from hpctrain.parallel.rng import synchronize_generators
 from hpctrain.parallel.strategy import SplitStrategy, Strategy, SyncStrategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.parallel.tensor.first_step_checks import FirstStep, whole_copy
+from hpctrain.parallel.tensor.first_step_checks import FirstStep
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
+from hpctrain.parallel.tensor.whole_model import whole_copy
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Shard, Split
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.parallel.tensor.first_pass import watch
-from hpctrain.parallel.tensor.first_step_checks import check_same, gradient_checksums
+from hpctrain.parallel.tensor.first_step_checks import watch
+from hpctrain.parallel.tensor.partial_gradients import check_same, gradient_checksums
 
 BOTH = {**QKV, **MLP}
 TWO = pytest.mark.ranks(2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from hpctrain.parallel.pipeline.stage import (
     Tensors,
     TiedGradients,
     TiedParameter,
+    evaluation_mode,
     make_chunks,
     prune,
     tied_parameters,
@@ -204,7 +204,7 @@ class Pipeline:
         """Return the message formats between chunks, from a forward pass on zeros."""
         message_formats: list[MessageFormat] = []
         values: tuple[Tensor, ...] = ()
-        with self._evaluation_mode(), self._generators.preserved():
+        with evaluation_mode(self.model), self._generators.preserved():
             for chunk in range(self._count - 1):
                 found = None
                 if chunk in self._chunks:
@@ -230,17 +230,6 @@ class Pipeline:
         convolves = any(isinstance(module, _ConvNd) for layer in layers for module in layer.module.modules())
         example_call = example if how == "time" or convolves else None
         return on_first_rank(self.comm, lambda: balance(layers, count, how, example_call, self.device))
-
-    @contextmanager
-    def _evaluation_mode(self) -> Iterator[None]:
-        """Set modules to evaluation mode for the ``with`` block: no dropout, and no change of statistics."""
-        training = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module, before in training.items():
-                module.training = before
 
     def _broadcast_loss(self, total: Tensor) -> Tensor:
         """Broadcast a value of the last stage to every rank."""

@@ -149,6 +149,18 @@ def as_non_leaf(x: Tensor) -> Tensor:
     return entered
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Set modules to evaluation mode for the ``with`` block: no dropout, and no change of statistics."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, before in training.items():
+            module.training = before
+
+
 # Random numbers of passes ---------------------------------------------------------------------------------------------
 #
 # Programs seed all ranks alike, which shuffling and initial weights need. The stages would then draw

@@ -1,122 +1,37 @@
-"""Checks of the first step of a tensor-parallel model."""
+"""Checks of the first step of a tensor-parallel model.
+
+In the first forward pass, a wrong plan raises an error that names modules, and the outputs are
+compared with those of the whole model (``whole_model``). Before the first update, the gradients of
+parameters that are not split are compared over the tensor ranks (``partial_gradients``). Later
+steps have no overhead.
+
+All tensor ranks of a replica raise the error. If the job has other ranks, the error ends the job,
+because they may be waiting.
+"""
 
 from __future__ import annotations
 
-import math
+import re
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import HpctrainError, MismatchError
-from hpctrain.log import logger
-from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.hooks import ModuleHook, StepHooks
+from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.parallel.hooks import ModuleHook, StepHooks, subclass_with
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import Run, Tensors
-from hpctrain.parallel.rng import has_dropout
 from hpctrain.parallel.strategy import SplitStrategy, SyncStrategy
-from hpctrain.parallel.tensor.first_pass import PassTracker, unwatch, watch
-from hpctrain.parallel.tensor.kinds import PlanEntry
-from hpctrain.parallel.tensor.sequence import gather_activations, split_before
+from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
+from hpctrain.parallel.tensor.partial_gradients import check_same, gradient_checksums
+from hpctrain.parallel.tensor.plan import PlanEntry, described
+from hpctrain.parallel.tensor.sequence import gather_activations, split_before_chunks
 from hpctrain.parallel.tensor.sharding import TensorSplit
-from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits
+from hpctrain.parallel.tensor.whole_model import WholeModel
 from hpctrain.plain_tensors import on_shards
-
-PROJECTIONS = 4  # projections of each gradient
-SAMPLE = 2**20  # approximate number of elements sampled from each gradient
-MAX_NAMES = 4  # parameters named in an error
-Checksums = dict[str, tuple[float, ...]]
-
-
-@on_shards
-@torch.no_grad()
-def gradient_checksums(gradients: Sequence[tuple[str, Tensor]]) -> Checksums:
-    """Return for each gradient, or a sample of its elements: the norm, its tolerance, and sums with fixed signs.
-
-    The norm of the difference of two gradients is about that of the difference of such sums. All
-    ranks compute a replicated gradient from the same bits by the same functions, so on a CPU there
-    is no difference. On a GPU, functions that add in nondeterministic order differ by rounding
-    errors. A missing sum over the ranks changes a gradient by a fraction of itself. The tolerance
-    is between the two: the square root of the precision.
-    """
-    found: Checksums = {}
-    for name, gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).reshape(-1)
-        values = values[:: 1 + len(values) // SAMPLE]
-        converted = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
-        generator = torch.Generator().manual_seed(converted.numel())
-        signs = [
-            torch.randint(0, 2, (converted.numel(),), generator=generator, dtype=torch.int8).to(converted.device) * 2
-            - 1
-            for _ in range(PROJECTIONS)
-        ]
-        sums = [float(torch.dot(converted, sign.to(converted.dtype))) for sign in signs]
-        found[name] = (float(converted.norm()), math.sqrt(torch.finfo(gradient.dtype).eps), *sums)
-    return found
-
-
-def check_same(by_rank: Sequence[Mapping[str, tuple[float, ...]]]) -> None:
-    """Raise ``MismatchError`` if tensor ranks have different gradients of parameters that they hold alike.
-
-    A name may be followed by a space and the slice that a rank holds. Names of a single rank are
-    not compared.
-    """
-    first = by_rank[0]
-    # If a gradient is zero except for rounding, every digit may differ.
-    negligible = 1e-6 * math.sqrt(sum(values[0] ** 2 for values in first.values()))
-    for rank, other in enumerate(by_rank):
-        differing = [
-            name.partition(" ")[0]
-            for name, values in first.items()
-            if name in other and _differ(values, other[name], negligible)
-        ]
-        if differing:
-            names = list(reversed(differing))[:MAX_NAMES]
-            more = f" and {len(differing) - MAX_NAMES} more" if len(differing) > MAX_NAMES else ""
-            raise MismatchError(
-                f"gradients of parameters that are not split, in the first step: {', '.join(names)}{more} differ "
-                f"between tensor ranks 0 and {rank}; each computes them from its part of split features, and nothing "
-                f"sums them up; write '{names[0].rpartition('.')[0] or '*'}=replicated' in parallel.tensor_plan",
-                everywhere=True,
-            )
-
-
-def _differ(values: tuple[float, ...], other: tuple[float, ...], negligible: float) -> bool:
-    norm, tolerance, *_ = values
-    if not all(map(math.isfinite, (*values, *other))):
-        return False  # reported by other checks
-    allowed = tolerance * max(norm, other[0]) + negligible
-    return any(abs(one - two) > allowed for one, two in zip(values, other))
-
-
-# Checks of the first step of a tensor-parallel model ------------------------------------------------------------------
-#
-# In the first forward pass, a wrong plan raises an error that names modules (``first_pass``), and the
-# outputs are compared with those of the whole model (``whole_model``). Before the first update, the
-# gradients of parameters that are not split are compared over the tensor ranks (``check_same``).
-# Later steps have no overhead.
-#
-# All tensor ranks of a replica raise the error. If the job has other ranks, the error ends the job,
-# because they may be waiting.
-
-
-def whole_copy(
-    model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device
-) -> nn.Module | None:
-    """Return a copy of the whole model for the comparison, made before it is split; None to skip it. Collective."""
-    if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and has_dropout(model):
-        return None
-    if not fits(model, comm, device):
-        logger.debug("tensor parallelism: no comparison with the whole model, as there is not enough memory")
-        return None
-    whole = blank_copy(model)
-    return whole if all(comm.all_gather_object(whole is not None)) else None
 
 
 class FirstStep:
@@ -209,7 +124,7 @@ class FirstStep:
         """Search each stage's graph for partial gradients, and compare its first pass with that of the whole layers."""
         search, compared = self._tensor.partial_gradients, self._compared
         varies = _varying_inputs(pipeline.modules, kinds)
-        split_before_chunk = self._split_sequences(pipeline.modules, kinds)
+        split_before_chunk = split_before_chunks(pipeline.modules, kinds if self._sequence else {})
         pending = {
             chunk for chunk in pipeline.held if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
         }
@@ -231,13 +146,6 @@ class FirstStep:
                         compared.drop()
 
         pipeline.watch(after)
-
-    def _split_sequences(self, chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Module, str]) -> list[bool]:
-        """Return whether sequences are split before each chunk, and at the end."""
-        if not self._sequence:
-            return [False] * (len(chunks) + 1)
-        before = split_before((layer for layers in chunks for layer in layers), kinds)
-        return [before[begin] for begin in (0, *accumulate(len(layers) for layers in chunks))]
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -274,3 +182,180 @@ def _varying_inputs(chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Mod
             if any(each in kinds for each in layer.modules()):
                 varies = kinds.get(layer) in ("column", "heads")
     return [*found, varies]
+
+
+# Error messages of the first forward pass, with module names and entries of the plan ----------------------------------
+#
+# If a plan omits a ``row``, the next layer fails with torch's "mat1 and mat2 shapes cannot be
+# multiplied". Until a model's first pass is complete, its ``forward`` is watched. An error of that
+# kind after a column-parallel layer becomes a ``UsageError``.
+#
+# Note: the model gets a subclass of its own class (``forward_subclass``) and gets its class back
+# after the first pass.
+
+
+_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError)
+_SHAPES = re.compile(
+    r"shape|size|dimension|must match|broadcast|mat1|mat2|expect|head|einsum|not divisible|out of (range|bounds)|^$",
+    re.IGNORECASE,
+)
+_TRACKERS: weakref.WeakKeyDictionary[nn.Module, PassTracker] = weakref.WeakKeyDictionary()
+
+
+class PassTracker:
+    """Record of the modules that run, and of the last split layer that has run, in a forward pass."""
+
+    def __init__(self, model: nn.Module, entries: Sequence[PlanEntry], *, sequence: bool = False) -> None:
+        self._model, self._sequence = model, sequence
+        self._names = {module: name for name, module in model.named_modules()}
+        self._entries = {entry.module: entry for entry in entries}
+        self.running: list[nn.Module] = []
+        self.split_layer: nn.Module | None = None  # the last layer whose outputs are split, until a row takes them
+        self.scattered: nn.Module | None = None  # the module after which sequences are split, until they are gathered
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def explain_errors(self, *, everywhere: bool = True) -> Iterator[None]:
+        """Convert errors in the ``with`` block that come from the plan to ``UsageError``, by default on all ranks."""
+        self._attach()
+        try:
+            yield
+        except _ERRORS as error:
+            explained = self.explain(error)
+            if explained is None:
+                raise
+            explained.everywhere = everywhere
+            raise explained from error
+        finally:
+            self._detach()
+
+    def _attach(self) -> None:
+        """Register hooks that follow the module calls."""
+        for module in self._names:
+            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            self._handles.append(module.register_forward_hook(self._leave))  # not called if the module raises
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.running, self.split_layer, self.scattered = [], None, None
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.running.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.running.pop()
+        if isinstance(module, (ColumnParallel, SharedHeads)):
+            self.split_layer = None if getattr(module, "gathers", False) else module
+        elif isinstance(module, Parallel):
+            self.split_layer = None
+        kind = self._entries[module].kind if self._sequence and module in self._entries else ""
+        if kind in ("scatter", "gather", "vocabulary"):
+            self.scattered = module if kind == "scatter" else None
+
+    def explain(self, error: Exception) -> UsageError | None:
+        """Return the ``UsageError`` for an error in the pass; None if the plan is not the cause."""
+        failed = self.running[-1] if self.running else None
+        known = _SHAPES.search(str(error)) and not isinstance(error, (HpctrainError, NotImplementedError))
+        from_plan = self.split_layer is not None or self.scattered is not None or _is_row(failed)
+        if not known or isinstance(error, torch.OutOfMemoryError) or not from_plan:
+            return None
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return UsageError(f"{self._where(failed)} failed: {text}; {self._advice(failed)}", everywhere=True)
+
+    def _where(self, failed: nn.Module | None) -> str:
+        where = f"in {self.name(failed)}" if failed is not None and self.name(failed) else "in the model"
+        return f"forward pass of the model split over tensor ranks {where}"
+
+    def _advice(self, failed: nn.Module | None) -> str:
+        if self.split_layer is None and self.scattered is not None:
+            return (
+                f"it follows {self.name(self.scattered)}, behind which each rank has a part of each sequence; what "
+                "needs whole sequences, such as a table of positions, must come before: put it and the modules "
+                "before it into one module, and write scatter for that"
+            )
+        if self.split_layer is None:
+            return (
+                f"a row-parallel layer takes features that a column-parallel layer before it has left split; write "
+                f"'{self._path(failed)}=whole', or column for the layer that feeds it"
+            )
+        before = f"it follows {self.name(self.split_layer)}, whose outputs are split over the ranks"
+        column = isinstance(failed, ColumnParallel) and not failed.gathers
+        if isinstance(failed, (ColumnParallel, SharedHeads)) or isinstance(failed, nn.Linear) and not _is_row(failed):
+            what = "a column-parallel layer takes whole features" if column else "a whole layer takes whole features"
+            return f"{before}; {what}; write '{self._path(failed)}=row' in parallel.tensor_plan"
+        siblings = self._unsplit_siblings(self.split_layer)
+        if siblings:
+            kind, verb = self._entries[self.split_layer].kind, "is" if len(siblings) == 1 else "are"
+            return (
+                f"{before}; {', '.join(siblings)} in the same module {verb} not; write "
+                + ", ".join(f"'{name}={kind}'" for name in siblings)
+                + f" in parallel.tensor_plan, or '{self._path(self.split_layer)}=whole' and whole for its row"
+            )
+        return (
+            f"{before}; between a column- and a row-parallel layer only functions of each feature, or of each head, by "
+            f"itself are allowed, with sizes taken from the split tensors; write "
+            f"'{self._path(self.split_layer)}=whole' and whole for its row, or split by heads (kind heads, which "
+            "divides num_heads of the parent)"
+        )
+
+    def _unsplit_siblings(self, split: nn.Module) -> list[str]:
+        """Return the unsplit layers next to a split one that take the same features, such as one half of a gate."""
+        path = self._path(split).rpartition(".")[0]
+        entry = self._entries[split]
+        return [
+            f"{path}.{name}" if path else name
+            for name, module in self._model.get_submodule(path).named_children()
+            if isinstance(module, nn.Linear)
+            and module not in self._entries
+            and module.in_features == split.in_features
+            and (entry.kind == "heads" or module.out_features == split.out_features)
+        ]
+
+    def name(self, module: nn.Module | None) -> str:
+        """Return a module's name, class and entry of the plan."""
+        path = self._path(module)
+        return described(path, module, self._entries.get(module)) if module is not None and path else ""
+
+    def _path(self, module: nn.Module | None) -> str:
+        name: str = self._names.get(cast(nn.Module, module), "")
+        return name
+
+
+def _is_row(module: nn.Module | None) -> bool:
+    return isinstance(module, RowParallel)
+
+
+def watch(model: nn.Module, entries: Sequence[PlanEntry], *, sequence: bool = False) -> None:
+    """Explain errors of a split model's forward passes, until the first pass with gradients is complete."""
+    if isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model):
+        return
+    _TRACKERS[model] = PassTracker(model, entries, sequence=sequence)
+    model.__class__ = _subclass(type(model))
+
+
+def unwatch(model: nn.Module) -> None:
+    """Restore the model's own class."""
+    plain = getattr(type(model), "_watched_class", None)
+    if plain is not None:
+        model.__class__ = plain
+    _TRACKERS.pop(model, None)
+
+
+def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tracker = _TRACKERS.get(self)
+        if tracker is None:
+            return plain.forward(self, *args, **kwargs)
+        return _watched(self, tracker, lambda: plain.forward(self, *args, **kwargs))
+
+    return subclass_with(plain, forward, "_watched_class")
+
+
+def _watched(model: nn.Module, tracker: PassTracker, forward: Any) -> Any:
+    with tracker.explain_errors():
+        result = forward()
+    if torch.is_grad_enabled():
+        unwatch(model)
+    return result

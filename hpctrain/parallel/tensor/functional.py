@@ -199,37 +199,38 @@ _communicate: Communication = _Communicate.apply
 _sum_gradients: Callable[..., tuple[Tensor, ...]] = _SumGradients.apply
 
 
-def copy_to_tensor_region(tensor: Tensor, comm: Communicator) -> Tensor:
+def copy_to_tensor_model_parallel_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return a tensor that all ranks hold alike, unchanged; the gradient is summed over the ranks."""
     return _communicate(tensor, _identity, all_reduce, comm)
 
 
-def reduce_from_tensor_region(tensor: Tensor, comm: Communicator) -> Tensor:
+def reduce_from_tensor_model_parallel_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return the sum over the ranks, which all ranks use alike; the gradient passes unchanged."""
     return _communicate(tensor, all_reduce, _identity, comm)
 
 
-def gather_from_tensor_region(part: Tensor, features: int, comm: Communicator) -> Tensor:
+def gather_from_tensor_model_parallel_region(part: Tensor, features: int, comm: Communicator) -> Tensor:
     """Return all ranks' slices along the last dim; the gradient of each is its slice."""
     return _communicate(part, all_gather_outputs, _slice_outputs, features, comm)
 
 
-def scatter_to_sequence_region(tensor: Tensor, comm: Communicator) -> Tensor:
+def scatter_to_sequence_parallel_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return this rank's part of a sequence that all ranks hold; the gradients are gathered."""
     return _communicate(tensor, slice_sequence, all_gather_sequence, comm)
 
 
-def gather_replicated_sequence(part: Tensor, comm: Communicator) -> Tensor:
-    """Return the whole sequence, which all ranks use alike: the gradient is this rank's part."""
-    return _communicate(part, all_gather_sequence, slice_sequence, comm)
+def gather_from_sequence_parallel_region(
+    part: Tensor, comm: Communicator, *, tensor_parallel_output_grad: bool = True
+) -> Tensor:
+    """Return the whole sequence. If each rank uses it differently, the gradient is this rank's part of the sum.
+
+    Without ``tensor_parallel_output_grad``, all ranks use it alike, and the gradient is this rank's part.
+    """
+    backward = reduce_scatter_sequence if tensor_parallel_output_grad else slice_sequence
+    return _communicate(part, all_gather_sequence, backward, comm)
 
 
-def gather_from_sequence_region(part: Tensor, comm: Communicator) -> Tensor:
-    """Return the whole sequence, which each rank uses differently: the gradient is this rank's part of the sum."""
-    return _communicate(part, all_gather_sequence, reduce_scatter_sequence, comm)
-
-
-def reduce_scatter_to_sequence_region(tensor: Tensor, comm: Communicator) -> Tensor:
+def reduce_scatter_to_sequence_parallel_region(tensor: Tensor, comm: Communicator) -> Tensor:
     """Return this rank's part of the sum over the ranks; the gradients are gathered."""
     return _communicate(tensor, reduce_scatter_sequence, all_gather_sequence, comm)
 

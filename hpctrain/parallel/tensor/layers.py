@@ -22,15 +22,6 @@ from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.parallel.rng import RngRegion
 from hpctrain.parallel.tensor import functional
-from hpctrain.parallel.tensor.functional import (
-    all_gather_sequence,
-    bounds,
-    copy_from_buffer,
-    degrees,
-    get_buffer,
-    reduce_scatter_buffers,
-    reduce_scatter_sequence,
-)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -44,7 +35,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, comm: Communicator, sequence: bool) -> Tensor:
         ctx.comm, ctx.sequence = comm, sequence
         ctx.save_for_backward(x, weight)  # with sequence parallelism only the part: backward gathers again
-        return torch.nn.functional.linear(all_gather_sequence(x, comm) if sequence else x, weight, bias)
+        return torch.nn.functional.linear(functional.all_gather_sequence(x, comm) if sequence else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -53,7 +44,7 @@ class _ColumnLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows, grad_x, grad_weight = _rows(grad), None, None
         if ctx.sequence and needs_weight:
-            x = all_gather_sequence(x, ctx.comm)
+            x = functional.all_gather_sequence(x, ctx.comm)
         start = _start_reduce_scatter if ctx.sequence else _start_all_reduce
         work, result = start(rows, weight, (*grad.shape[:-1], weight.shape[1]), ctx.comm) if needs_x else (None, None)
         if needs_weight:
@@ -62,13 +53,13 @@ class _ColumnLinear(torch.autograd.Function):
         if work is not None:
             work.wait()
         if result is not None:
-            grad_x = result if ctx.sequence else copy_from_buffer(result)
+            grad_x = result if ctx.sequence else functional.copy_from_buffer(result)
         return grad_x, grad_weight, grad_bias, None, None
 
 
 def _start_all_reduce(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
     """Start to sum the gradient of the input, in a buffer."""
-    buffer = get_buffer(comm, shape, rows)
+    buffer = functional.get_buffer(comm, shape, rows)
     torch.mm(rows, weight, out=_rows(buffer))
     work = comm.all_reduce(buffer, async_op=True)
     assert not isinstance(work, Tensor)
@@ -77,7 +68,7 @@ def _start_all_reduce(rows: Tensor, weight: Tensor, shape: Any, comm: Communicat
 
 def _start_reduce_scatter(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
     """Start a reduce_scatter of the input's gradient; this rank gets its part of the sequence."""
-    buffer, part = reduce_scatter_buffers(rows.mm(weight).view(shape), comm)
+    buffer, part = functional.reduce_scatter_buffers(rows.mm(weight).view(shape), comm)
     work = comm.reduce_scatter(part, buffer, async_op=True)
     assert not isinstance(work, Tensor)
     return work, part
@@ -92,12 +83,12 @@ class _RowLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         shape = (*x.shape[:-1], weight.shape[0])
         if sequence:
-            part = reduce_scatter_sequence(_rows(x).mm(weight.t()).view(shape), comm)
+            part = functional.reduce_scatter_sequence(_rows(x).mm(weight.t()).view(shape), comm)
             return part if bias is None else part.add_(bias)
-        buffer = get_buffer(comm, shape, x)
+        buffer = functional.get_buffer(comm, shape, x)
         torch.mm(_rows(x), weight.t(), out=_rows(buffer))
         comm.all_reduce(buffer)
-        return copy_from_buffer(buffer) if bias is None else buffer + bias
+        return functional.copy_from_buffer(buffer) if bias is None else buffer + bias
 
     @staticmethod
     @once_differentiable
@@ -108,7 +99,7 @@ class _RowLinear(torch.autograd.Function):
         grad_bias = _rows(grad).sum(0) if needs_bias else None
         if grad_bias is not None and ctx.sequence:
             ctx.comm.all_reduce(grad_bias)
-        rows = _rows(all_gather_sequence(grad, ctx.comm) if ctx.sequence else grad)
+        rows = _rows(functional.all_gather_sequence(grad, ctx.comm) if ctx.sequence else grad)
         grad_x = rows.mm(weight).view(x.shape) if needs_x else None
         grad_weight = rows.t().mm(_rows(x)) if needs_weight else None
         return grad_x, grad_weight, grad_bias, None, None
@@ -158,7 +149,7 @@ class Parallel(nn.Module, ABC):
         if name not in cls.dims:
             return whole
         dim = cls.dims[name]
-        begin, end = bounds(whole.shape[dim], comm.rank, comm.size)
+        begin, end = functional.bounds(whole.shape[dim], comm.rank, comm.size)
         return whole.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
 
     @classmethod
@@ -238,6 +229,16 @@ class _ParallelLinear(Parallel, nn.Linear):
         dtype = torch.get_autocast_dtype(kind)
         return x.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype)
 
+    def _whole_inputs(self, x: Tensor) -> Tensor:
+        """Return whole sequences of whole features, whose gradients are summed over the ranks."""
+        if self.sequence:
+            return functional.gather_from_sequence_parallel_region(x, self._comm)
+        return functional.copy_to_tensor_model_parallel_region(x, self._comm)
+
+    def _enter_region(self, x: Tensor) -> None:
+        if self.region is not None and self.training:
+            self.region.enter(x.device)
+
 
 class ColumnParallel(_ParallelLinear):
     """Linear layer of which each rank computes a slice of the outputs (the columns of A in x A).
@@ -267,16 +268,10 @@ class ColumnParallel(_ParallelLinear):
             if result.grad_fn is not None:
                 result.grad_fn.layer = self  # type: ignore[attr-defined]  # for messages about the graph
         else:
-            x = (
-                functional.gather_from_sequence_region(x, self._comm)
-                if self.sequence
-                else functional.copy_to_tensor_region(x, self._comm)
-            )
-            result = F.linear(x, self.weight, self.bias)
+            result = F.linear(self._whole_inputs(x), self.weight, self.bias)
         if self.gathers:
-            return functional.gather_from_tensor_region(result, self.out_features, self._comm)
-        if self.region is not None and self.training:
-            self.region.enter(x.device)
+            return functional.gather_from_tensor_model_parallel_region(result, self.out_features, self._comm)
+        self._enter_region(x)
         return result
 
 
@@ -303,11 +298,7 @@ class SharedHeads(_ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., head_width]``, this rank's head."""
-        x = (
-            functional.gather_from_sequence_region(x, self._comm)
-            if self.sequence
-            else functional.copy_to_tensor_region(x, self._comm)
-        )
+        x = self._whole_inputs(x)
         bias: Tensor | None = self.bias
         parameters = [self.weight] if bias is None else [self.weight, bias]
         if torch.is_grad_enabled() and all(one.requires_grad for one in parameters):
@@ -316,8 +307,7 @@ class SharedHeads(_ParallelLinear):
         begin = self._comm.rank * self.heads // self._comm.size * width
         weight, *rest = (one[begin : begin + width] for one in parameters)
         result = F.linear(x, weight, *rest)
-        if self.region is not None and self.training:
-            self.region.enter(x.device)
+        self._enter_region(x)
         return result
 
 
@@ -339,10 +329,11 @@ class RowParallel(_ParallelLinear):
             self.region.leave(x.device)
         if self.overlaps:
             return row_linear(*self._arguments(x), self._comm, self.sequence)
-        combine = (
-            functional.reduce_scatter_to_sequence_region if self.sequence else functional.reduce_from_tensor_region
-        )
-        result = combine(F.linear(x, self.weight), self._comm)
+        product = F.linear(x, self.weight)
+        if self.sequence:
+            result = functional.reduce_scatter_to_sequence_parallel_region(product, self._comm)
+        else:
+            result = functional.reduce_from_tensor_model_parallel_region(product, self._comm)
         bias: Tensor | None = self.bias
         if bias is not None and self.sequence:
             bias = functional.copy_parameters_to_region([bias], self._comm)[0]
@@ -353,7 +344,7 @@ def _check_divides(length: int, size: int, what: str) -> None:
     if length % size:
         raise UsageError(
             f"{length} {what} cannot be split over {size} tensor ranks: tensor degrees that divide them are "
-            f"{degrees(length)}",
+            f"{functional.degrees(length)}",
             everywhere=True,
         )
 

@@ -16,6 +16,7 @@ order, so their collectives match.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,11 +27,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import UsageError
+from hpctrain.errors import MismatchError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.tensor import functional
 from hpctrain.parallel.tensor.layers import Parallel
 from hpctrain.parallel.tensor.sequence import sum_gradients
+from hpctrain.plain_tensors import on_shards
 
 Node = Any  # torch.autograd.graph.Node
 _METADATA_KEY = "hpctrain.summed"
@@ -189,7 +191,7 @@ def replicate(module: nn.Module, comm: Communicator) -> None:
                 if index not in replicated:
                     replicated[index] = not varies([leaf.grad_fn])[leaf.grad_fn]
                 if replicated[index]:
-                    leaves[index] = functional.copy_to_tensor_region(leaf, comm)
+                    leaves[index] = functional.copy_to_tensor_model_parallel_region(leaf, comm)
         return tree_unflatten(leaves, structure)
 
     module.register_forward_pre_hook(spread, with_kwargs=True)
@@ -265,3 +267,71 @@ def _summing_hook(indices: list[int], comm: Communicator) -> Any:
         return tuple(summed)
 
     return hook
+
+
+# Comparison of gradients before the first update ----------------------------------------------------------------------
+
+
+PROJECTIONS = 4  # projections of each gradient
+SAMPLE = 2**20  # approximate number of elements sampled from each gradient
+MAX_NAMES = 4  # parameters named in an error
+Checksums = dict[str, tuple[float, ...]]
+
+
+@on_shards
+@torch.no_grad()
+def gradient_checksums(gradients: Sequence[tuple[str, Tensor]]) -> Checksums:
+    """Return for each gradient, or a sample of its elements: the norm, its tolerance, and sums with fixed signs.
+
+    The norm of the difference of two gradients is about that of the difference of such sums. All
+    ranks compute a replicated gradient from the same bits by the same functions, so on a CPU there
+    is no difference. On a GPU, functions that add in nondeterministic order differ by rounding
+    errors. A missing sum over the ranks changes a gradient by a fraction of itself. The tolerance
+    is between the two: the square root of the precision.
+    """
+    found: Checksums = {}
+    for name, gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).reshape(-1)
+        values = values[:: 1 + len(values) // SAMPLE]
+        converted = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
+        numel, generator, sums = converted.numel(), torch.Generator().manual_seed(converted.numel()), []
+        for _ in range(PROJECTIONS):
+            signs = torch.randint(0, 2, (numel,), generator=generator, dtype=torch.int8).to(converted.device) * 2 - 1
+            sums.append(float(torch.dot(converted, signs.to(converted.dtype))))
+        found[name] = (float(converted.norm()), math.sqrt(torch.finfo(gradient.dtype).eps), *sums)
+    return found
+
+
+def check_same(by_rank: Sequence[Mapping[str, tuple[float, ...]]]) -> None:
+    """Raise ``MismatchError`` if tensor ranks have different gradients of parameters that they hold alike.
+
+    A name may be followed by a space and the slice that a rank holds. Names of a single rank are
+    not compared.
+    """
+    first = by_rank[0]
+    # If a gradient is zero except for rounding, every digit may differ.
+    negligible = 1e-6 * math.sqrt(sum(values[0] ** 2 for values in first.values()))
+    for rank, other in enumerate(by_rank):
+        differing = [
+            name.partition(" ")[0]
+            for name, values in first.items()
+            if name in other and _differ(values, other[name], negligible)
+        ]
+        if differing:
+            names = list(reversed(differing))[:MAX_NAMES]
+            more = f" and {len(differing) - MAX_NAMES} more" if len(differing) > MAX_NAMES else ""
+            raise MismatchError(
+                f"gradients of parameters that are not split, in the first step: {', '.join(names)}{more} differ "
+                f"between tensor ranks 0 and {rank}; each computes them from its part of split features, and nothing "
+                f"sums them up; write '{names[0].rpartition('.')[0] or '*'}=replicated' in parallel.tensor_plan",
+                everywhere=True,
+            )
+
+
+def _differ(values: tuple[float, ...], other: tuple[float, ...], negligible: float) -> bool:
+    norm, tolerance, *_ = values
+    if not all(map(math.isfinite, (*values, *other))):
+        return False  # reported by other checks
+    allowed = tolerance * max(norm, other[0]) + negligible
+    return any(abs(one - two) > allowed for one, two in zip(values, other))

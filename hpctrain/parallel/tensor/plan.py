@@ -1,25 +1,170 @@
-"""Tensor plan: split of a model's layers over the tensor ranks, by patterns of module names."""
+"""Tensor plan: split of a model's layers over the tensor ranks, by patterns of module names and kinds of split."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.meta_init import check_initialisable, materialise
+from hpctrain.parallel.meta_init import check_initialisable
 from hpctrain.parallel.model_agreement import check_same_model
 from hpctrain.parallel.rng import RngRegion, has_dropout, synchronize_generators
-from hpctrain.parallel.tensor import sequence as sequences
-from hpctrain.parallel.tensor.functional import bounds
-from hpctrain.parallel.tensor.kinds import KINDS, PlanEntry
-from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
+from hpctrain.parallel.tensor.functional import degrees
+from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
 from hpctrain.parallel.tensor.partial_gradients import PartialGradients, replicate
-from hpctrain.parallel.tensor.sharding import SlicePosition, TensorSplit
+from hpctrain.parallel.tensor.sequence import split_sequences
+from hpctrain.parallel.tensor.sharding import TensorSplit, slice_parameters, slice_positions
+from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
+
+KINDS = {
+    "column": "a linear layer, split by its outputs, which stay split",
+    "row": "a linear layer, split by its inputs; outputs are summed",
+    "heads": "column, by whole attention heads; of fewer key and value heads than ranks each rank computes one",
+    "embedding": "an embedding, split by its rows",
+    "vocabulary": "a linear layer, split by its outputs, which are gathered where no split loss takes them",
+    "scatter": "with sequence parallelism: sequences are split after this module",
+    "gather": "with sequence parallelism: sequences are whole again from this module on",
+    "replicated": "whole on all ranks, applied to split features; gradients are summed over the ranks",
+    "whole": "left as it is",
+}
+_CLASSES: dict[str, type[Parallel]] = {
+    "column": ColumnParallel,
+    "row": RowParallel,
+    "heads": ColumnParallel,
+    "embedding": ParallelEmbedding,
+    "vocabulary": ColumnParallel,
+}
+# Attribute names in attention modules: heads, key and value heads, width of a head, query heads per key head.
+_COUNTS = ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads")
+_SHARED_COUNTS = ("num_kv_heads", "n_kv_heads", "kv_heads", "n_kv_head", "num_key_value_heads")
+_WIDTHS = ("head_width", "head_dim", "head_size", "d_head")
+_REPEATS = ("num_key_value_groups", "n_rep")
+
+
+@dataclass
+class PlanEntry:
+    """Split of one module as the plan says; ``counters`` are the new values of its parent's head counts."""
+
+    name: str
+    module: nn.Module
+    parent: nn.Module | None
+    kind: str
+    pattern: str
+    options: dict[str, Any] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    shares_heads: bool = False  # whether several ranks compute the same head
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.pattern}={self.kind})"
+
+    @property
+    def parallel_class(self) -> type[Parallel]:
+        """Return the class that the module gets."""
+        return SharedHeads if self.shares_heads else _CLASSES[self.kind]
+
+    def check(self, size: int, entries: Sequence[PlanEntry] = ()) -> None:
+        """Raise ``UsageError`` if ``size`` ranks cannot share the module; ``entries`` are those of all modules."""
+        if self.kind == "vocabulary":
+            self.options["gathers"] = True
+        try:
+            if isinstance(self.module, Parallel):
+                raise UsageError("it is split already")
+            if isinstance(self.parent, nn.MultiheadAttention):
+                raise UsageError("nn.MultiheadAttention takes its weight and never calls it: split layers of your own")
+            if self.module._parameters.get("weight") is None:
+                raise UsageError("its weight is computed (a parametrization), not a parameter")
+            if self.kind == "heads":
+                self._check_heads(size, [each for each in entries if each.parent is self.parent and each is not self])
+            self.parallel_class.check(self.module, size, **self.options)
+        except UsageError as error:
+            raise UsageError(f"tensor plan {self.pattern}={self.kind}: module {self.name}: {error}", everywhere=True)
+
+    def _check_heads(self, size: int, entries: Sequence[PlanEntry]) -> None:
+        ColumnParallel.check(self.module, 1)
+        counts = {name: count for name in _COUNTS if (count := self._of_parent((name,))) is not None}
+        kv_counts = {name: count for name in _SHARED_COUNTS if (count := self._of_parent((name,))) is not None}
+        own = self.count_heads()
+        others = [each for each in entries if each.kind == "heads" and isinstance(each.module, nn.Linear)]
+        query_heads = max([own, *counts.values(), *(each._heads_or_none() for each in others)])
+        if own < query_heads and size % own == 0 and size > own and query_heads % size == 0:
+            self.shares_heads, self.options = True, {"heads": own}
+        for heads in {query_heads if self.shares_heads else own, *counts.values()}:
+            if heads % size:
+                more = (
+                    "" if own == query_heads else f", and multiples of {own} that divide the {query_heads} query heads"
+                )
+                raise UsageError(
+                    f"{heads} heads cannot be split over {size} tensor ranks: tensor degrees that divide them are "
+                    f"{degrees(heads)}{more}"
+                )
+        self.counters = {name: count // size for name, count in counts.items()}
+        if own < query_heads:
+            self.counters |= {name: max(1, count // size) for name, count in kv_counts.items()}
+            repeats = (query_heads // size) // max(1, own // size)
+            self.counters |= {name: repeats for name in _REPEATS if self._of_parent((name,)) == query_heads // own}
+        elif any(count == own for count in kv_counts.values()):  # as many key heads as query heads
+            self.counters |= {name: count // size for name, count in kv_counts.items()}
+
+    def count_heads(self) -> int:
+        """Return the number of heads of the outputs: from the parent's count, or from its width of a head."""
+        width, counted = self._of_parent(_WIDTHS), self._of_parent(_COUNTS)
+        if width is None and counted is None:
+            raise UsageError(
+                f"how many heads there are must stand in its parent: as {_alternatives(_COUNTS)}, or the width of one "
+                f"as {_alternatives(_WIDTHS)}"
+            )
+        module = cast(nn.Linear, self.module)
+        inputs, outputs = module.in_features, module.out_features
+        kv_counts = self._of_parent(_SHARED_COUNTS)
+        if kv_counts is not None and counted is not None and kv_counts < counted:
+            # Queries or, with fewer heads of the same width, keys or values.
+            width = width or (inputs // counted if inputs % counted == 0 else None)
+            if width is not None and outputs == kv_counts * width:
+                return kv_counts
+        if counted is not None and outputs % (counted * (width or 1)) == 0:
+            return counted
+        if width is None:
+            raise UsageError(f"{outputs} outputs are no whole number of {counted} heads")
+        # If the outputs are a multiple of the inputs (such as query, key and value in one layer), count the
+        # heads of the inputs. Otherwise count the outputs: heads of one kind, perhaps fewer.
+        shared = inputs if outputs % inputs == 0 else outputs
+        if shared % width:
+            raise UsageError(f"{shared} features are no whole number of heads of width {width}")
+        return shared // width
+
+    def _heads_or_none(self) -> int:
+        try:
+            return self.count_heads()
+        except UsageError:
+            return 0  # its own check reports the reason
+
+    def _of_parent(self, names: tuple[str, ...]) -> int | None:
+        for name in names:
+            value = getattr(self.parent, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return None
+
+
+def described(name: str, module: nn.Module, entry: PlanEntry | None) -> str:
+    """Return a module's name, class and entry of the plan."""
+    kind = module.torch_class if isinstance(module, Parallel) else type(module)
+    return f"{name} ({kind.__name__}, {'not in the plan' if entry is None else f'{entry.pattern}={entry.kind}'})"
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + f" or {names[-1]}"
+
+
+# Parsing and validation --------------------------------------------------------------------------------------------
+
 
 Plan = Mapping[str, str]
 _UNSPLIT = ("scatter", "gather", "replicated", "whole")
@@ -81,8 +226,8 @@ def apply(
     # Dropout, and modules that are still to be initialised, must draw alike on all ranks.
     synchronize_generators(comm, *dict.fromkeys((torch.device("cpu"), device)))
     region = RngRegion(comm.rank) if has_dropout(model) else None
-    positions = _positions(entries, model, comm)
-    _slice_parameters(model, entries, comm, device)
+    positions = slice_positions(model, comm, {entry.module: entry.parallel_class.dims for entry in entries})
+    slice_parameters(model, comm, {one.module: partial(one.parallel_class.slice_of, comm) for one in entries}, device)
     split: dict[str, Parallel] = {}
     for entry in entries:
         split[entry.name] = entry.parallel_class.adopt(entry.module, comm, **entry.options)
@@ -97,7 +242,7 @@ def apply(
         partial_gradients = PartialGradients(model, comm, split.values(), {each.module: str(each) for each in chosen})
         model.register_forward_hook(lambda _, args, result: partial_gradients.after_forward(result))
     if sequence:
-        _split_sequences(model, comm, chosen, list(split.values()), region, layers)
+        split_sequences(model, comm, {each.module: each.kind for each in chosen}, list(split.values()), region, layers)
     named = {entry.name for entry in entries if entry.kind == "vocabulary"}
     heads = {name: one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)}
     return TensorSplit(comm, split, positions, heads, partial_gradients)
@@ -189,37 +334,6 @@ def _check_sequence(chosen: Sequence[PlanEntry]) -> None:
 # Application of the plan ----------------------------------------------------------------------------------------------
 
 
-def _positions(entries: Sequence[PlanEntry], model: nn.Module, comm: Communicator) -> dict[str, SlicePosition]:
-    """Return the shape and offset of this rank's slice for every split tensor, by its names in ``state_dict``."""
-    cuts = {entry.module: entry.parallel_class.dims for entry in entries}
-    positions = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for attribute, dim in cuts.get(module, {}).items():
-            parameter = module._parameters.get(attribute)
-            if parameter is not None:
-                shape = tuple(parameter.shape)
-                begin, _ = bounds(shape[dim], comm.rank, comm.size)
-                start = tuple(begin if axis == dim else 0 for axis in range(len(shape)))
-                positions[f"{path}.{attribute}"] = SlicePosition(shape, start)
-    return positions
-
-
-@torch.no_grad()
-def _slice_parameters(model: nn.Module, entries: Sequence[PlanEntry], comm: Communicator, device: torch.device) -> None:
-    """Replace parameters by their slices; the parameter objects stay, because modules may share them."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            comm.broadcast(tensor)
-    cuts = {entry.module: partial(entry.parallel_class.slice_of, comm) for entry in entries}
-    cut: set[nn.Parameter] = set()
-    for module, cutting in cuts.items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta and parameter not in cut:
-                parameter.data = cutting(name, parameter.data)
-                cut.add(parameter)
-    materialise(model, device, cuts)
-
-
 def _configure(entry: PlanEntry, sequence: bool, region: RngRegion | None) -> None:
     module = entry.module
     if entry.kind != "embedding":
@@ -228,23 +342,3 @@ def _configure(entry: PlanEntry, sequence: bool, region: RngRegion | None) -> No
         module.region = region  # type: ignore[assignment]
     for name, count in entry.counters.items():
         setattr(entry.parent, name, count)
-
-
-def _split_sequences(
-    model: nn.Module,
-    comm: Communicator,
-    chosen: Sequence[PlanEntry],
-    split: list[Parallel],
-    region: RngRegion | None,
-    layers: Sequence[nn.Module],
-) -> None:
-    sequence_region = sequences.SequenceRegion(model, layers, {entry.module: entry.kind for entry in chosen})
-    for entry in chosen:
-        if entry.kind == "scatter":
-            sequences.scatter_after(entry.module, comm, sequence_region)
-        elif entry.kind == "gather":
-            sequences.gather_before(entry.module, comm, sequence_region)
-        elif entry.kind == "vocabulary" and isinstance(entry.module, ColumnParallel):
-            entry.module.register_forward_pre_hook(lambda *_: sequence_region.change(False))
-    whole = [entry.module for entry in chosen if entry.kind in _UNSPLIT and entry.kind != "replicated"]
-    sequences.prepare(model, comm, split, whole, region, sequence_region)

@@ -8,7 +8,8 @@ sees a part of the tokens on each rank, so its gradient is summed over the ranks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +23,39 @@ from hpctrain.parallel.rng import RngRegion
 from hpctrain.parallel.tensor import functional
 
 _SPLIT_AFTER = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split after the module
+
+
+def split_sequences(
+    model: nn.Module,
+    comm: Communicator,
+    kinds: Mapping[nn.Module, str],
+    split: Sequence[nn.Module],
+    region: RngRegion | None,
+    layers: Sequence[nn.Module],
+) -> None:
+    """Split sequences from modules of kind scatter to those of kind gather or vocabulary.
+
+    All other modules there see a part of the sequence, except those in ``split`` and modules of
+    kind whole. ``layers`` is the sequence of layers that the stages of a pipeline call.
+    """
+    sequence_region = SequenceRegion(model, layers, kinds)
+    excluded = set(split)
+    for module, kind in kinds.items():
+        if kind == "scatter":
+            scatter_after(module, comm, sequence_region)
+        elif kind == "gather":
+            gather_before(module, comm, sequence_region)
+        elif kind == "vocabulary" and module in split:
+            module.register_forward_pre_hook(lambda *_: sequence_region.change(False))
+        if kind in ("scatter", "gather", "whole"):
+            excluded |= set(module.modules())
+    for module in model.modules():
+        if module in excluded:
+            continue
+        if any(parameter is not None for parameter in module._parameters.values()):
+            sum_gradients(module, comm, sequence_region)
+        if region is not None and isinstance(module, _DropoutNd):
+            draw_per_rank(module, region)
 
 
 class SequenceRegion:
@@ -75,9 +109,15 @@ def split_before(layers: Iterable[nn.Module], kinds: Mapping[nn.Module, str]) ->
     return found
 
 
+def split_before_chunks(chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Module, str]) -> list[bool]:
+    """Return whether sequences are split before each chunk of a pipeline, and at the end."""
+    before = split_before((layer for layers in chunks for layer in layers), kinds)
+    return [before[begin] for begin in (0, *accumulate(len(layers) for layers in chunks))]
+
+
 def gather_activations(values: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
     """Return tensors with the sequences of all activations gathered, for all ranks."""
-    return tuple(functional.gather_replicated_sequence(one, comm) if _is_activation(one) else one for one in values)
+    return tuple(_gathered(one, comm) for one in values)
 
 
 def scatter_after(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion) -> None:
@@ -85,9 +125,7 @@ def scatter_after(module: nn.Module, comm: Communicator, sequence_region: Sequen
 
     def split(_: nn.Module, args: Any, result: Any) -> Any:
         sequence_region.change(True)
-        return tree_map(
-            lambda leaf: functional.scatter_to_sequence_region(leaf, comm) if _is_activation(leaf) else leaf, result
-        )
+        return tree_map(lambda leaf: _scattered(leaf, comm), result)
 
     module.register_forward_hook(split)
 
@@ -97,11 +135,19 @@ def gather_before(module: nn.Module, comm: Communicator, sequence_region: Sequen
 
     def gather(_: nn.Module, args: Any) -> Any:
         sequence_region.change(False)
-        return tree_map(
-            lambda leaf: functional.gather_replicated_sequence(leaf, comm) if _is_activation(leaf) else leaf, args
-        )
+        return tree_map(lambda leaf: _gathered(leaf, comm), args)
 
     module.register_forward_pre_hook(gather)
+
+
+def _scattered(leaf: Any, comm: Communicator) -> Any:
+    return functional.scatter_to_sequence_parallel_region(leaf, comm) if _is_activation(leaf) else leaf
+
+
+def _gathered(leaf: Any, comm: Communicator) -> Any:
+    if not _is_activation(leaf):
+        return leaf
+    return functional.gather_from_sequence_parallel_region(leaf, comm, tensor_parallel_output_grad=False)
 
 
 def sum_gradients(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion | None = None) -> None:
@@ -148,25 +194,6 @@ def draw_per_rank(module: nn.Module, region: RngRegion) -> None:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
-
-
-def prepare(
-    model: nn.Module,
-    comm: Communicator,
-    split: Collection[nn.Module],
-    whole: Collection[nn.Module],
-    region: RngRegion | None,
-    sequence_region: SequenceRegion,
-) -> None:
-    """Prepare all modules that see a part of the sequence: modules neither split nor in ``whole``."""
-    excluded = {inner for module in whole for inner in module.modules()} | set(split)
-    for module in model.modules():
-        if module in excluded:
-            continue
-        if any(parameter is not None for parameter in module._parameters.values()):
-            sum_gradients(module, comm, sequence_region)
-        if region is not None and isinstance(module, _DropoutNd):
-            draw_per_rank(module, region)
 
 
 def _is_activation(value: Any) -> bool:

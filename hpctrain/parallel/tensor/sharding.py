@@ -1,16 +1,19 @@
-"""Slices of a split model for checkpoints, and losses of split logits."""
+"""Slices of a split model: of its parameters, for checkpoints, and losses of split logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.parallel.meta_init import materialise
+from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
 from hpctrain.parallel.tensor.partial_gradients import PartialGradients
 from hpctrain.parallel.tensor.vocabulary import IGNORED, cross_entropy
@@ -23,6 +26,45 @@ class SlicePosition:
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
+
+
+def slice_positions(
+    model: nn.Module, comm: Communicator, cuts: Mapping[nn.Module, Mapping[str, int]]
+) -> dict[str, SlicePosition]:
+    """Return the positions of this rank's slices by names of ``state_dict``; ``cuts`` are the dims of parameters."""
+    positions = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, dim in cuts.get(module, {}).items():
+            parameter = module._parameters.get(attribute)
+            if parameter is not None:
+                shape = tuple(parameter.shape)
+                begin, _ = bounds(shape[dim], comm.rank, comm.size)
+                start = tuple(begin if axis == dim else 0 for axis in range(len(shape)))
+                positions[f"{path}.{attribute}"] = SlicePosition(shape, start)
+    return positions
+
+
+@torch.no_grad()
+def slice_parameters(
+    model: nn.Module,
+    comm: Communicator,
+    cuts: Mapping[nn.Module, Callable[[str, Tensor], Tensor]],
+    device: torch.device,
+) -> None:
+    """Replace parameters by their slices; the parameter objects stay, because modules may share them.
+
+    ``cuts`` returns the slice of a module's parameter by its name. The values are those of rank 0. Collective.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            comm.broadcast(tensor)
+    cut: set[nn.Parameter] = set()
+    for module, cutting in cuts.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta and parameter not in cut:
+                parameter.data = cutting(name, parameter.data)
+                cut.add(parameter)
+    materialise(model, device, cuts)
 
 
 class TensorSplit:

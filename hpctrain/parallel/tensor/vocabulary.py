@@ -66,7 +66,7 @@ class ParallelEmbedding(Parallel, nn.Embedding):
         if self.padding_idx is not None and begin <= self.padding_idx < end:
             fixed = self.weight.detach()[self.padding_idx - begin]  # a row that gets no gradient
             rows = torch.where((input == self.padding_idx).unsqueeze(-1), fixed, rows)
-        return functional.reduce_from_tensor_region(rows, self._comm)
+        return functional.reduce_from_tensor_model_parallel_region(rows, self._comm)
 
 
 # Cross entropy of logits split along the vocabulary over the ranks; no rank ever holds all logits ---------------------

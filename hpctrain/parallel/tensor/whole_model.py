@@ -12,7 +12,7 @@ copy takes more than a quarter of the free memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -25,12 +25,14 @@ from hpctrain.cluster.shared_memory import free_memory
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.log import logger
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.inputs import CallArguments, flatten
 from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.pipeline.stage import evaluation_mode
 from hpctrain.parallel.rng import has_dropout, restored_generators
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.parallel.tensor.kinds import PlanEntry
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
+from hpctrain.parallel.tensor.plan import PlanEntry, described
 from hpctrain.parallel.tensor.sharding import TensorSplit
 
 MAX_MEMORY_FRACTION = 0.25  # fraction of the free memory that the whole model may take
@@ -38,10 +40,15 @@ MAX_MEMORY_FRACTION = 0.25  # fraction of the free memory that the whole model m
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 TF32 = 1e-2
 SAMPLE = 4096  # elements that are stored of a module's output
+_ADVICE = (
+    "between a column- and a row-parallel layer only functions of each feature, or of each head, by itself are "
+    "allowed; write whole for both layers in parallel.tensor_plan, or set parallel.check_split = false if the whole "
+    "model would differ, too"
+)
 Trace = list[tuple[str, Tensor]]  # outputs of modules, in order
 
 
-def blank_copy(model: nn.Module) -> nn.Module | None:
+def _blank_copy(model: nn.Module) -> nn.Module | None:
     """Return a copy of a whole model with parameters and buffers on the meta device; None if it cannot be compared."""
     for module in model.modules():
         if isinstance(module, SyncBatchNorm):
@@ -70,15 +77,23 @@ def _has_own_hooks(model: nn.Module) -> bool:
     return False
 
 
-def fits(model: nn.Module, comm: Communicator, device: torch.device) -> bool:
-    """Return whether all ranks have enough memory for the whole model. Collective."""
+def whole_copy(
+    model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device
+) -> nn.Module | None:
+    """Return a copy of the whole model for the comparison, made before it is split; None to skip it. Collective."""
+    if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and has_dropout(model):
+        return None
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // comm.local_size
     needed = sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
-    return bool(needed <= MAX_MEMORY_FRACTION * min(comm.all_gather_object(free)))
+    if needed > MAX_MEMORY_FRACTION * min(comm.all_gather_object(free)):
+        logger.debug("tensor parallelism: no comparison with the whole model, as there is not enough memory")
+        return None
+    whole = _blank_copy(model)
+    return whole if all(comm.all_gather_object(whole is not None)) else None
 
 
 class WholeModel:
-    """Comparison of the first training pass of ``model`` with ``whole``, its ``blank_copy`` from before the split.
+    """Comparison of the first training pass of ``model`` with ``whole``, its ``whole_copy`` from before the split.
 
     A context manager argument unshards the parameters that the data axis shards. All ranks of the
     data axis make the passes that call ``before`` and ``after``; a rank without samples calls
@@ -96,12 +111,10 @@ class WholeModel:
         rounds: bool,
     ) -> None:
         self._model, self._whole, self._split, self._unshard, self._rounds = model, whole, split, unshard, rounds
-        self._entries = {entry.name: f"{entry.pattern}={entry.kind}" for entry in entries}
-        self._names = {module: name for name, module in model.named_modules()}
+        self._entries = {entry.name: entry for entry in entries}
         self._expected: list[Tensor] | None = None
         self._traces: tuple[Trace, Trace] = ([], [])  # of the split model and the whole one
         self._rows: tuple[Trace, Trace] = ([], [])  # inputs of layers of kind row
-        self._kinds = {entry.name: entry.kind for entry in entries}
         self._handles: list[Any] = []
         self._has_dropout = has_dropout(model)
         self.done = False
@@ -122,7 +135,7 @@ class WholeModel:
             )
         with self._unshard():
             self._fill()
-        mode = _evaluation_mode(self._model) if self._has_dropout else nullcontext()
+        mode = evaluation_mode(self._model) if self._has_dropout else nullcontext()
         with mode, _watched_generators(args, kwargs) as used_generators:
             draws = _has_own_hooks(self._model)
             if not draws:
@@ -240,7 +253,7 @@ class WholeModel:
             _sample(args, names[module], self._rows[index])
 
         self._handles += [module.register_forward_hook(record_outputs) for module in names]
-        rows = [module for module, name in names.items() if self._kinds.get(name) == "row"]
+        rows = [module for module, name in names.items() if name in self._entries and self._entries[name].kind == "row"]
         self._handles += [module.register_forward_pre_hook(record_inputs) for module in rows]
 
     def _remove_hooks(self) -> None:
@@ -289,9 +302,7 @@ class WholeModel:
             if len(actual) <= len(reference) and distance > self._tolerance(actual):
                 return (
                     f"what {self._name(name)} is given in the first pass differs from the whole model by "
-                    f"{distance:.1e} of its norm: between a column- and a row-parallel layer only functions of each "
-                    "feature, or of each head, by itself are allowed; write whole for both layers in "
-                    "parallel.tensor_plan, or set parallel.check_split = false if the whole model would differ, too"
+                    f"{distance:.1e} of its norm: {_ADVICE}"
                 )
         return ""
 
@@ -305,32 +316,23 @@ class WholeModel:
         return TOLERANCES.get(result.dtype, 0.1)
 
     def _first_difference(self) -> str:
-        modules, before = {name: module for module, name in self._names.items()}, ""
+        before = ""
         for (name, actual), (other, reference) in zip(*self._traces):
             if name != other:
                 break
-            size = min(len(actual), len(reference))
+            size, module = min(len(actual), len(reference)), self._model.get_submodule(name)
             if _distance(actual[:size], reference[:size]) > self._tolerance(actual):
-                if isinstance(modules[name], RowParallel):
+                if isinstance(module, RowParallel):
                     where = f"between {before} and {self._name(name)}" if before else f"before {self._name(name)}"
                     where += " (a layer whose outputs are cut into several, as gate and up, must be several layers)"
                 else:
                     where = f"in {self._name(name)}" + (f", after {before}" if before else "")
-                return (
-                    f"the first difference is {where}: between a column- and a row-parallel layer only functions of "
-                    "each feature, or of each head, by itself are allowed; write whole for both layers in "
-                    "parallel.tensor_plan, or set parallel.check_split = false if the whole model would differ, too"
-                )
-            before = self._name(name) if isinstance(modules[name], Parallel) else before
-        return (
-            "between a column- and a row-parallel layer only functions of each feature, or of each head, by itself are "
-            "allowed; set parallel.check_split = false if the whole model would differ, too"
-        )
+                return f"the first difference is {where}: {_ADVICE}"
+            before = self._name(name) if isinstance(module, Parallel) else before
+        return _ADVICE.replace("write whole for both layers in parallel.tensor_plan, or ", "")
 
     def _name(self, name: str) -> str:
-        module = self._model.get_submodule(name)
-        kind = type(module).torch_class.__name__ if isinstance(module, Parallel) else type(module).__name__
-        return f"{name} ({kind}, {self._entries.get(name, 'not in the plan')})"
+        return described(name, self._model.get_submodule(name), self._entries.get(name))
 
 
 def _sample(values: Any, name: str, trace: Trace) -> None:
@@ -352,17 +354,6 @@ def _distance(one: Tensor, other: Tensor) -> float:
     if norm != norm or norm == float("inf"):
         return 0.0
     return distance / norm if norm else distance
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes: Mapping[nn.Module, bool] = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 @contextmanager

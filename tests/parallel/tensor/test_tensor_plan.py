@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.parallel.meta_init import materialise
-from hpctrain.parallel.tensor.kinds import KINDS
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
-from hpctrain.parallel.tensor.plan import apply, choose, parse, plan_of
+from hpctrain.parallel.tensor.plan import KINDS, apply, choose, parse, plan_of
 from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
 
 TWO = pytest.mark.ranks(2)
