@@ -263,7 +263,7 @@ def _cache_offsets(written: tuple[bytes, list[str]], offsets: Offsets | None) ->
 
 def _single_communicator() -> Communicator:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.transport.single import SingleTransport
+    from hpctrain.comm.transport.base import SingleTransport
 
     return Communicator(SingleTransport())
 

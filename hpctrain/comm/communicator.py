@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import ArgumentChecks, check_contiguous
-from hpctrain.comm.bucket import CoalescingBucket
+from hpctrain.comm.arguments import ArgumentChecks, call_key, check_contiguous
+from hpctrain.comm.composite import CoalescingBucket, gather_into, gather_rows
 from hpctrain.comm.debug import MismatchDetector
-from hpctrain.comm.dispatch import Dispatch, FlatHostCollectives
+from hpctrain.comm.dispatch import Dispatch
 from hpctrain.comm.mesh import AXES, Mesh, fill_in
-from hpctrain.comm.prepared import PreparedCallCache, call_key
+from hpctrain.comm.prepared import FlatHostCollectives, PreparedCallCache
 from hpctrain.comm.reduction import check_op
-from hpctrain.comm.rows import gather_into, gather_rows
+from hpctrain.comm.shm.memory import discover
 from hpctrain.comm.shm.spsc_ring import RingHandle, SpscRing, make_slots
-from hpctrain.comm.topology import discover
 from hpctrain.comm.transport.base import Recorder, Transport, Work
 from hpctrain.comm.transport.connect import connect
-from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
+from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, default_table
 
 if TYPE_CHECKING:
     from hpctrain.comm.device.cuda_aware_probe import ProbeResult
@@ -47,7 +46,8 @@ class Communicator:
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.oversubscribed = topology.oversubscribed  # a node has more ranks than cores
         self._layout = RankLayout(transport.size, topology.nodes, topology.local_size)
-        self._host = FlatHostCollectives(transport, self._node, topology)
+        default = default_table(self._layout, topology.oversubscribed)
+        self._host = FlatHostCollectives(transport, self._node, topology, default)
         self._compare = MismatchDetector(transport, self._host.memory)
         # Cache of prepared calls: a repeated call on the same memory needs no second check of its
         # arguments. The cache stays empty if the ranks compare each operation, or if host

@@ -1,135 +1,27 @@
-"""Dispatch of a communicator's tensors: to the collectives of host tensors, or to those of this rank's device."""
+"""Dispatch of a communicator's tensors to the collectives of host or of GPU tensors, and the order of both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.algorithms import pairwise, tree
-from hpctrain.comm.ordering import OperationQueue
-from hpctrain.comm.prepared import (
-    ALGORITHMS,
-    NODE_ALGORITHMS,
-    CollectiveCall,
-    HostContext,
-    PreparedCallCache,
-    as_flat_host,
-    call_key,
-    check_known,
-)
-from hpctrain.comm.reduction import Reducer, transport_op
-from hpctrain.comm.shm.memory import SharedMemory
-from hpctrain.comm.topology import Topology
-from hpctrain.comm.transport.base import Finished, PreparedCall, Transport, Work
-from hpctrain.comm.tuning.defaults import default_table
-from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, choose
+from hpctrain.comm.algorithms import direct, tree
+from hpctrain.comm.arguments import CollectiveCall, as_flat_host
+from hpctrain.comm.prepared import FlatHostCollectives
+from hpctrain.comm.transport.base import Work
+from hpctrain.comm.tuning.table import AlgorithmTable
 from hpctrain.errors import CommunicationError
 
 if TYPE_CHECKING:
     from hpctrain.comm.device.collectives import DeviceCollectives
     from hpctrain.comm.device.cuda_aware_probe import ProbeResult
-
-
-class FlatHostCollectives:
-    """Collectives of flat, contiguous host tensors: each call is prepared once and cached.
-
-    Shares of ``reduce_scatter`` and ``all_gather`` are equal.
-    """
-
-    def __init__(self, transport: Transport, node: Transport, topology: Topology) -> None:
-        reducer = Reducer()
-        self.transport = transport
-        self.memory = SharedMemory(transport, node, topology, reducer)
-        self.cache = PreparedCallCache()
-        self._context = HostContext(transport, reducer, self.memory)
-        self._layout = RankLayout(transport.size, topology.nodes, topology.local_size)
-        self._default = default_table(self._layout, topology.oversubscribed)
-        self._tables: tuple[AlgorithmTable, ...] = (self._default,)
-
-    def use_tables(self, tables: Mapping[RankLayout, AlgorithmTable]) -> None:
-        """Choose algorithms by measured tables, the same on all ranks; use the defaults for missing entries."""
-        measured = tables.get(self._layout)
-        self._tables = (self._default,) if measured is None else (measured, self._default)
-        self.cache.clear()
-
-    def empty(self, numel: int, dtype: torch.dtype, *, common: bool = False, must_share: bool = False) -> Tensor:
-        """Return a flat tensor, in node memory if available. Collective."""
-        self.cache.clear()  # the new tensor may reuse an address that was private memory on this rank only
-        return self.memory.empty(numel, dtype, common=common, must_share=must_share)
-
-    def run(self, call: CollectiveCall, algorithm: str = "auto") -> None:
-        """Run a collective. Collective."""
-        if self.transport.size == 1 or not call.tensor.numel():
-            check_known(call.operation, algorithm)
-            if call.out is not None:
-                call.out.copy_(call.tensor)
-            return
-        key = call_key(call.operation, call.tensor, call.out, call.op, call.root, algorithm)
-        prepared = self.cache.get(key)
-        if prepared is None:
-            prepared = self.cache[key] = self._prepare(call, algorithm)
-        prepared()
-
-    def start(self, call: CollectiveCall, algorithm: str = "auto") -> Work:
-        """Start a reduction; only a reduction in node memory remains in progress on return. Collective."""
-        key = call_key(f"start_{call.operation}", call.tensor, call.out, call.op, call.root, algorithm)
-        prepared = self.cache.get(key)
-        if prepared is None:
-            if not self._remains_in_progress(call, algorithm):
-                self.run(call, algorithm)
-                return Finished()
-            arguments = call.without_references().arguments
-            prepared = self.cache[key] = self.memory.node.prepare_start(call.operation, arguments)
-        work: Work = prepared() if call.out is None else prepared(call.out)
-        return work
-
-    def free(self) -> None:
-        """Free node memory. Collective."""
-        self.cache.clear()
-        self.memory.free()
-
-    def _prepare(self, call: CollectiveCall, algorithm: str) -> PreparedCall:
-        """Select the algorithm and bind its arguments; use messages if /dev/shm has no space for node memory."""
-        location = self.memory.location_of(call.whole)
-        if call.operation == "all_gather" and location == "window" and self.memory.node.is_common(call.whole):
-            # One tensor for all ranks of a node: with any other algorithm each of them would write
-            # the whole tensor.
-            algorithm = self.memory.algorithm if algorithm == "auto" else algorithm
-        factories = ALGORITHMS[call.operation]
-        unavailable, kind = dict.fromkeys(factories, ""), "carried"
-        if call.op and not self.transport.reduces(call.tensor.dtype, transport_op(call.op)):
-            unavailable["mpi"] = f"MPI does not reduce {call.tensor.dtype} by {call.op} as torch does"
-            kind = "own"
-        for name in set(NODE_ALGORITHMS) & set(factories):
-            unavailable[name] = self.memory.why_unavailable(name, call.operation, location)
-        select = partial(
-            choose,
-            call.operation,
-            algorithm,
-            tables=self._tables,
-            location=location,
-            kind=kind,
-            nbytes=call.whole.nbytes,
-        )
-        chosen, unowned = select(unavailable), call.without_references()
-        try:
-            return factories[chosen](self._context, unowned)
-        except CommunicationError as error:
-            if chosen not in NODE_ALGORITHMS or algorithm == chosen or not self.memory.lacks_space(error):
-                raise
-        unavailable |= dict.fromkeys(NODE_ALGORITHMS, "there is no space for it in /dev/shm")
-        return factories[select(unavailable)](self._context, unowned)
-
-    def _remains_in_progress(self, call: CollectiveCall, algorithm: str) -> bool:
-        if not call.tensor.numel() or self.memory.location_of(call.tensor) != "window":
-            return False
-        named = algorithm in NODE_ALGORITHMS and not self.memory.why_unavailable(algorithm, call.operation, "window")
-        return algorithm == "auto" or named
+    from hpctrain.comm.device.nccl_channel import NcclChannel
 
 
 class HostCollectives:
@@ -197,7 +89,7 @@ class HostCollectives:
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Send share r to rank r; store the received shares in rank order."""
         with self.ordered("all_to_all"), as_flat_host(tensor, back=False) as host, as_flat_host(out) as target:
-            pairwise.all_to_all(self._flat.transport, target, host)
+            direct.all_to_all(self._flat.transport, target, host)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Send to one rank."""
@@ -272,3 +164,99 @@ class Dispatch:
         """Free the transports of the device. Collective."""
         if self.device is not None:
             self.device.free()
+
+
+# Total order of operations across carriers (host, GPU), which prevents deadlocks between ranks ------------------------
+#
+# Note: why carriers need one order. All ranks start the same operations in the same order. However,
+# an operation in progress may need its rank's host to progress (a window reduction, an exchange in
+# rounds), and the host may be blocked in a wait for another carrier. Example: operation 1 is in
+# progress on the host and operation 2 on the GPU. Rank 0 waits for operation 2 first, and thus does
+# not progress operation 1. Rank 1 waits for operation 1 first, and has not started operation 2. Each
+# rank waits for the other.
+#
+# Therefore a change of carrier is a synchronisation point. Before an operation starts on one carrier,
+# all earlier operations of the other carrier are completed if they need the host, or enqueued on
+# their stream otherwise. Then every rank can complete the first pending operation without any later
+# one, and by induction all operations complete. Operations of the same carrier do not wait for each
+# other.
+#
+# Communicators split from each other share the synchronisation point, because their ranks share a
+# host. Each numbers its own operations, because only its own ranks number them identically. A lock
+# extends these guarantees to operations that hooks start from other threads.
+
+
+PRUNE = 64  # number of registered works beyond which finished ones are released
+
+
+class _SharedOrder:
+    """Operations in progress of all communicators of one process, and their current carrier."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.carrier = ""
+        self.works: deque[Work] = deque()
+        self.channels: list[NcclChannel] = []
+
+    def change(self, carrier: str) -> None:
+        """Synchronise before the first operation of another carrier: complete works and flush channels."""
+        # Wait before removal: if a wait raises, the queue is unchanged.
+        while self.works:
+            self.works[0].wait()
+            self.works.popleft()
+        for channel in self.channels:
+            channel.flush()
+        self.carrier = carrier
+
+
+class OperationQueue:
+    """Sequence numbers of one communicator's operations, in program order.
+
+    ``with queue("host", "all_reduce") as number:`` encloses the start of each operation.
+    """
+
+    def __init__(self, parent: OperationQueue | None = None) -> None:
+        self._order: _SharedOrder = _SharedOrder() if parent is None else parent._order
+        self.number = 0
+        self.operation = ""
+
+    def __call__(self, carrier: str, operation: str) -> OperationQueue:
+        """Start an operation on a carrier: ``host``, ``mpi``, ``staged`` or ``nccl``; synchronise if it changes."""
+        # MPI carries host operations, staging and device pointers alike, so these are one carrier
+        # with one order.
+        carrier = "nccl" if carrier == "nccl" else "host"
+        order = self._order
+        order.lock.acquire()
+        try:
+            if carrier != order.carrier:
+                order.change(carrier)
+        except BaseException:
+            order.lock.release()
+            raise
+        self.number += 1
+        self.operation = operation
+        return self
+
+    def __enter__(self) -> int:
+        return self.number
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._order.lock.release()
+
+    def register(self, work: Work) -> Work:
+        """Register a host operation that remains in progress; return it."""
+        works = self._order.works
+        while len(works) >= PRUNE and works[0].done():
+            works.popleft()
+        works.append(work)
+        return work
+
+    def register_channel(self, channel: NcclChannel) -> None:
+        """Register a channel whose deferred messages must be enqueued on its stream before the host waits elsewhere."""
+        self._order.channels.append(channel)
+
+    def unregister_channel(self, channel: NcclChannel) -> None:
+        """Unregister a closed channel."""
+        self._order.channels.remove(channel)

@@ -1,4 +1,4 @@
-"""Prepared calls of collectives on host tensors: table of the algorithms, and cache of the calls for repeated use.
+"""Prepared calls of collectives on host tensors: table and choice of the algorithms, cache for repeated use.
 
 Note: preparation takes longer than the reduction of a small tensor. It looks up the tensor's memory,
 selects an algorithm, and creates views and MPI's buffer specifications. A prepared call has all of
@@ -8,51 +8,23 @@ tensors of the same size and dtype at the same addresses: ``call_key``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.algorithms import direct, double_tree, recursive, ring, tree
+from hpctrain.comm.arguments import CollectiveCall, call_key
 from hpctrain.comm.reduction import Reducer, average_scale, transport_op
-from hpctrain.comm.shm.memory import SharedMemory
-from hpctrain.comm.transport.base import PreparedCall, Transport
+from hpctrain.comm.shm.memory import SharedMemory, Topology
+from hpctrain.comm.transport.base import Finished, PreparedCall, Transport, Work
 from hpctrain.errors import CommunicationError
 
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """Collective and its arguments: flat, contiguous host tensors, and a reduction or a root if it has one."""
-
-    operation: str
-    tensor: Tensor
-    out: Tensor | None = None
-    op: str = ""
-    root: int | None = None
-
-    @property
-    def whole(self) -> Tensor:
-        """Return the tensor that contains the data of all ranks: ``out`` of an all_gather, else ``tensor``."""
-        return self.out if self.out is not None and self.out.numel() > self.tensor.numel() else self.tensor
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments in the order of all algorithms: out, tensor, op, root, without those it lacks."""
-        out = () if self.out is None else (self.out,)
-        op = (self.op,) if self.op else ()
-        return (*out, self.tensor, *op, *(() if self.root is None else (self.root,)))
-
-    def without_references(self) -> CollectiveCall:
-        """Return this call on the same memory, without references to the tensors."""
-        return replace(
-            self,
-            tensor=_unowned_view(self.tensor),
-            out=None if self.out is None else _unowned_view(self.out),
-        )
+if TYPE_CHECKING:
+    from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
 
 
 @dataclass(frozen=True)
@@ -173,33 +145,137 @@ class PreparedCallCache(dict[Hashable, Callable[..., Any]]):
         super().__setitem__(key, call)
 
 
-def call_key(operation: str, tensor: Tensor, out: Tensor | None, op: str, root: int | None, algorithm: str) -> Hashable:
-    """Return the cache key of a collective; a cached call needs no second check of its arguments."""
-    if out is None:
-        return operation, tensor.data_ptr(), tensor.numel(), tensor.dtype, op, root, algorithm
-    sizes = out.numel(), tensor.numel(), out.dtype, tensor.dtype
-    return operation, out.data_ptr(), tensor.data_ptr(), sizes, op, root, algorithm
+# Preparation ----------------------------------------------------------------------------------------------------------
 
 
-# Host memory of tensors -----------------------------------------------------------------------------------------------
+def choose(
+    operation: str,
+    algorithm: str,
+    unavailable: Mapping[str, str],
+    tables: tuple[AlgorithmTable, ...] = (),
+    *,
+    location: str = "host",
+    kind: str = "carried",
+    nbytes: int = 0,
+) -> str:
+    """Return the named algorithm, or for ``auto`` the first one in the tables that is applicable.
+
+    All ranks pass the same data, so all choose the same. ``unavailable`` maps each algorithm of the
+    operation to the reason why it is not applicable (empty if it is). Raises ``CommunicationError``
+    for an algorithm that is unknown or not applicable.
+    """
+    if algorithm != "auto":
+        return _named(operation, algorithm, unavailable)
+    wanted: list[str | None] = [table.best(operation, location, kind, nbytes) for table in tables]
+    wanted += unavailable
+    for name in wanted:
+        if name is not None and unavailable.get(name, "unknown") == "":
+            return name
+    reasons = "; ".join(f"{name}: {why}" for name, why in unavailable.items())
+    raise CommunicationError(f"no algorithm supports {operation} of this tensor: {reasons}")
 
 
-@contextmanager
-def as_flat_host(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-    """Yield a flat, contiguous host tensor of the same content; copy it ``back`` afterwards if it is a copy."""
-    host = tensor.detach()
-    if host.device.type == "cpu" and host.is_contiguous():
-        yield host.view(-1)
-        return
-    host = host.contiguous().cpu()
-    yield host.view(-1)
-    if back:
-        tensor.detach().copy_(host)
+def _named(operation: str, algorithm: str, unavailable: Mapping[str, str]) -> str:
+    check_known(operation, algorithm)
+    if unavailable[algorithm]:
+        able = ", ".join(sorted(name for name, why in unavailable.items() if not why))
+        raise CommunicationError(
+            f"algorithm {algorithm} cannot do this {operation}: {unavailable[algorithm]}; able are auto, {able}"
+        )
+    return algorithm
 
 
-def _unowned_view(tensor: Tensor) -> Tensor:
-    """Return a flat tensor of the same host memory that holds no reference to it."""
-    from mpi4py import MPI
+class FlatHostCollectives:
+    """Collectives of flat, contiguous host tensors: each call is prepared once and cached.
 
-    memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    Shares of ``reduce_scatter`` and ``all_gather`` are equal.
+    """
+
+    def __init__(self, transport: Transport, node: Transport, topology: Topology, default: AlgorithmTable) -> None:
+        reducer = Reducer()
+        self.transport = transport
+        self.memory = SharedMemory(transport, node, topology, reducer)
+        self.cache = PreparedCallCache()
+        self._context = HostContext(transport, reducer, self.memory)
+        self._default = default
+        self._tables: tuple[AlgorithmTable, ...] = (default,)
+
+    def use_tables(self, tables: Mapping[RankLayout, AlgorithmTable]) -> None:
+        """Choose algorithms by measured tables, the same on all ranks; use the defaults for missing entries."""
+        measured = tables.get(self._default.layout)
+        self._tables = (self._default,) if measured is None else (measured, self._default)
+        self.cache.clear()
+
+    def empty(self, numel: int, dtype: torch.dtype, *, common: bool = False, must_share: bool = False) -> Tensor:
+        """Return a flat tensor, in node memory if available. Collective."""
+        self.cache.clear()  # the new tensor may reuse an address that was private memory on this rank only
+        return self.memory.empty(numel, dtype, common=common, must_share=must_share)
+
+    def run(self, call: CollectiveCall, algorithm: str = "auto") -> None:
+        """Run a collective. Collective."""
+        if self.transport.size == 1 or not call.tensor.numel():
+            check_known(call.operation, algorithm)
+            if call.out is not None:
+                call.out.copy_(call.tensor)
+            return
+        key = call_key(call.operation, call.tensor, call.out, call.op, call.root, algorithm)
+        prepared = self.cache.get(key)
+        if prepared is None:
+            prepared = self.cache[key] = self._prepare(call, algorithm)
+        prepared()
+
+    def start(self, call: CollectiveCall, algorithm: str = "auto") -> Work:
+        """Start a reduction; only a reduction in node memory remains in progress on return. Collective."""
+        key = call_key(f"start_{call.operation}", call.tensor, call.out, call.op, call.root, algorithm)
+        prepared = self.cache.get(key)
+        if prepared is None:
+            if not self._remains_in_progress(call, algorithm):
+                self.run(call, algorithm)
+                return Finished()
+            arguments = call.without_references().arguments
+            prepared = self.cache[key] = self.memory.node.prepare_start(call.operation, arguments)
+        work: Work = prepared() if call.out is None else prepared(call.out)
+        return work
+
+    def free(self) -> None:
+        """Free node memory. Collective."""
+        self.cache.clear()
+        self.memory.free()
+
+    def _prepare(self, call: CollectiveCall, algorithm: str) -> PreparedCall:
+        """Select the algorithm and bind its arguments; use messages if /dev/shm has no space for node memory."""
+        location = self.memory.location_of(call.whole)
+        if call.operation == "all_gather" and location == "window" and self.memory.node.is_common(call.whole):
+            # One tensor for all ranks of a node: with any other algorithm each of them would write
+            # the whole tensor.
+            algorithm = self.memory.algorithm if algorithm == "auto" else algorithm
+        factories = ALGORITHMS[call.operation]
+        unavailable, kind = dict.fromkeys(factories, ""), "carried"
+        if call.op and not self.transport.reduces(call.tensor.dtype, transport_op(call.op)):
+            unavailable["mpi"] = f"MPI does not reduce {call.tensor.dtype} by {call.op} as torch does"
+            kind = "own"
+        for name in set(NODE_ALGORITHMS) & set(factories):
+            unavailable[name] = self.memory.why_unavailable(name, call.operation, location)
+        select = partial(
+            choose,
+            call.operation,
+            algorithm,
+            tables=self._tables,
+            location=location,
+            kind=kind,
+            nbytes=call.whole.nbytes,
+        )
+        chosen, unowned = select(unavailable), call.without_references()
+        try:
+            return factories[chosen](self._context, unowned)
+        except CommunicationError as error:
+            if chosen not in NODE_ALGORITHMS or algorithm == chosen or not self.memory.lacks_space(error):
+                raise
+        unavailable |= dict.fromkeys(NODE_ALGORITHMS, "there is no space for it in /dev/shm")
+        return factories[select(unavailable)](self._context, unowned)
+
+    def _remains_in_progress(self, call: CollectiveCall, algorithm: str) -> bool:
+        if not call.tensor.numel() or self.memory.location_of(call.tensor) != "window":
+            return False
+        named = algorithm in NODE_ALGORITHMS and not self.memory.why_unavailable(algorithm, call.operation, "window")
+        return algorithm == "auto" or named

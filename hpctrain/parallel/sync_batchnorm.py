@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.config import ParallelSettings, shape_of

@@ -219,7 +219,7 @@ def _release_windows(transport: Transport) -> None:
     MPI libraries warn of windows that exist in MPI_Finalize. Programs are not required to call
     ``job.close``.
     """
-    from hpctrain.comm.rma.emulated import release
+    from hpctrain.comm.rma.mpi_memory import release
     from hpctrain.comm.transport.mpi import MpiTransport
 
     assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"

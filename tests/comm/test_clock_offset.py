@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.comm.clock_offset import offset
+from hpctrain.comm.composite import offset
 
 
 def test_the_error_of_an_offset_is_within_its_bound() -> None:

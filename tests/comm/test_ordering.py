@@ -11,7 +11,7 @@ from support.nccl import UNIQUE, FakeNccl
 from support.streams import LazyStreams
 
 from hpctrain.comm.device.nccl_channel import NcclChannel
-from hpctrain.comm.ordering import PRUNE, OperationQueue
+from hpctrain.comm.dispatch import PRUNE, OperationQueue
 
 
 class Log(list[str]):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.nodes import NodeOfRank, alternating, groups, in_pairs, on_nodes, one_per_node
 
-from hpctrain.comm.topology import Topology, discover
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.shm.memory import Topology, discover
+from hpctrain.comm.transport.base import SingleTransport
 
 
 def test_one_rank_is_one_node() -> None:

@@ -104,7 +104,8 @@ class TransportSuite:
         node.free()
 
     def test_unsupported_tensors_are_refused(self, transport: Transport) -> None:
-        with pytest.raises(CommunicationError, match=f"{transport.name} carries host tensors, not one on meta"):
+        message = f"{transport.name} of this rank carries tensors on cpu, not one on meta"
+        with pytest.raises(CommunicationError, match=message):
             transport.broadcast(torch.empty(4, device="meta"))
         with pytest.raises(CommunicationError, match=r"contiguous tensors, not strides \(1, 4\)"):
             transport.all_reduce(torch.empty(2, 4).t(), "sum")

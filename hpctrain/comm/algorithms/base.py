@@ -10,7 +10,6 @@ from typing import Generic, ParamSpec
 import torch
 from torch import Tensor
 
-from hpctrain.comm.algorithms.direct import slices
 from hpctrain.comm.transport.base import TAGS, Chain, Transport, Work
 from hpctrain.comm.transport.waiting import waiting
 
@@ -69,3 +68,9 @@ def copy_unless_same(out: Tensor, tensor: Tensor) -> None:
 def offsets(counts: Sequence[int]) -> list[int]:
     """Return the start offset of each slice, and the end of the last one."""
     return [0, *accumulate(counts)]
+
+
+def slices(numel: int, size: int) -> list[int]:
+    """Return the number of elements of each rank's slice: nearly equal, the first ones larger."""
+    share, rest = divmod(numel, size)
+    return [share + (rank < rest) for rank in range(size)]

@@ -20,9 +20,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from hpctrain.comm.algorithms.base import TAG, Algorithm, cut
+from hpctrain.comm.algorithms.base import TAG, Algorithm, cut, slices
 from hpctrain.comm.algorithms.cost import best_segment, tree_height
-from hpctrain.comm.algorithms.direct import slices
 from hpctrain.comm.reduction import Reducer, average_scale, partial_dtype
 from hpctrain.comm.transport.base import Transport, Work
 

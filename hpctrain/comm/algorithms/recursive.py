@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hpctrain.comm.algorithms.base import TAG, Algorithm, exchange, offsets
+from hpctrain.comm.algorithms.base import TAG, Algorithm, exchange, offsets, slices
 from hpctrain.comm.algorithms.cost import prefers_doubling
-from hpctrain.comm.algorithms.direct import slices
 from hpctrain.comm.reduction import Reducer, partial_dtype
 from hpctrain.comm.transport.base import Transport, Work
 

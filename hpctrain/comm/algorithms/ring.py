@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hpctrain.comm.algorithms.base import TAG, Algorithm, copy_unless_same, cut
+from hpctrain.comm.algorithms.base import TAG, Algorithm, copy_unless_same, cut, slices
 from hpctrain.comm.algorithms.cost import RING_SEGMENT, best_segment
-from hpctrain.comm.algorithms.direct import slices
 from hpctrain.comm.reduction import Reducer, average_scale, partial_dtype
 from hpctrain.comm.transport.base import Transport, Work
 

@@ -1,4 +1,4 @@
-"""Collectives of tensors on a GPU, on the path that ``transport.device`` chooses.
+"""Collectives of tensors on a GPU, on the path that ``device.paths`` chooses.
 
 Note: some NCCL reductions differ from torch. NCCL rounds 16-bit floats after every rank and drops
 NaN from minimum and maximum. For these, the ranks exchange slices by NCCL. Each rank reduces its
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.algorithms import pairwise, tree
-from hpctrain.comm.algorithms.direct import slices
+from hpctrain.comm.algorithms import direct, tree
+from hpctrain.comm.algorithms.base import slices
+from hpctrain.comm.arguments import CollectiveCall, as_flat_host
 from hpctrain.comm.device.nccl import NcclTransport
 from hpctrain.comm.device.nccl_channel import NcclChannel
 from hpctrain.comm.device.paths import PATHS, Path, PathCapabilities, PathChoice, PathLog, choose_path
 from hpctrain.comm.device.staging import PIECE_BYTES, StagedCopier, TensorParts, elementwise, gathered, scattered
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.ordering import OperationQueue
-from hpctrain.comm.prepared import CollectiveCall, as_flat_host
+from hpctrain.comm.dispatch import OperationQueue
 from hpctrain.comm.reduction import Reducer, average_scale, partial_dtype, transport_op
 from hpctrain.comm.transport.base import Finished, Transport, Work
 from hpctrain.comm.tuning.table import AlgorithmTable
 from hpctrain.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from hpctrain.comm.dispatch import FlatHostCollectives
+    from hpctrain.comm.prepared import FlatHostCollectives
 
 _OnHost = Callable[[Tensor, Tensor], object]
 
@@ -55,6 +55,7 @@ class DeviceCollectives:
         queue: OperationQueue,
         measured: Mapping[str, Sequence[tuple[float, Path]]] | None = None,
         streams: Streams | None = None,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self._transport = host.transport
         self._host = host
@@ -62,6 +63,7 @@ class DeviceCollectives:
         self._capabilities = capabilities
         self._queue = queue
         self._measured = measured or {}
+        self._piece_bytes = piece_bytes  # of a tensor that is staged
         self._copier = StagedCopier(streams or streams_of(device))
         self._reducer = Reducer()
         self._path_log = PathLog(host.transport.rank)
@@ -78,7 +80,7 @@ class DeviceCollectives:
                 self._transports[path].broadcast(flat, root)
                 return
             reads = self._transport.rank == root
-            pieces = elementwise(flat, PIECE_BYTES, read=reads, write=not reads)
+            pieces = elementwise(flat, self._piece_bytes, read=reads, write=not reads)
             self._stage(
                 pieces, lambda out, tensor: self._run("broadcast", tensor if reads else out, root=root), flat.dtype
             )
@@ -88,7 +90,7 @@ class DeviceCollectives:
         path = self._choose("all_reduce", tensor, algorithm, op)
         with self._flat(tensor) as flat, self._queue(path, "all_reduce"):
             if path == "staged":
-                pieces = elementwise(flat, PIECE_BYTES)
+                pieces = elementwise(flat, self._piece_bytes)
                 self._stage(pieces, lambda out, _: self._run("all_reduce", out, op=op), flat.dtype)
             else:
                 self._reduce_on_device(self._transports[path], flat, op)
@@ -98,7 +100,7 @@ class DeviceCollectives:
         path = self._choose("reduce_scatter", tensor, algorithm, op)
         with self._flat(tensor, back=False) as whole, self._flat(out) as part, self._queue(path, "reduce_scatter"):
             if path == "staged":
-                pieces = scattered(part, whole, self._transport.size, PIECE_BYTES)
+                pieces = scattered(part, whole, self._transport.size, self._piece_bytes)
                 self._stage(pieces, lambda out, tensor: self._run("reduce_scatter", tensor, out, op=op), part.dtype)
             else:
                 transport = self._transports[path]
@@ -114,7 +116,7 @@ class DeviceCollectives:
         path = self._choose("all_gather", tensor, algorithm)
         with self._flat(tensor, back=False) as part, self._flat(out) as whole, self._queue(path, "all_gather"):
             if path == "staged":
-                pieces = gathered(whole, part, self._transport.size, PIECE_BYTES)
+                pieces = gathered(whole, part, self._transport.size, self._piece_bytes)
                 self._stage(pieces, lambda out, tensor: self._run("all_gather", tensor, out), part.dtype)
             else:
                 self._transports[path].all_gather(whole, part)
@@ -125,7 +127,7 @@ class DeviceCollectives:
         is_root = self._transport.rank == root
         with self._flat(tensor, back=is_root) as flat, self._queue(path, "reduce"):
             if path == "staged":
-                pieces = elementwise(flat, PIECE_BYTES, write=is_root)
+                pieces = elementwise(flat, self._piece_bytes, write=is_root)
                 self._stage(pieces, lambda _, tensor: self._run("reduce", tensor, op=op, root=root), flat.dtype)
             elif self._transports[path].reduces(flat.dtype, op):
                 self._transports[path].prepared_reduce(flat, op, root)()
@@ -162,7 +164,7 @@ class DeviceCollectives:
         with self._flat(tensor, back=False) as source, self._flat(out) as target, self._queue(path, "all_to_all"):
             if path == "staged":
                 with as_flat_host(source, back=False) as host, as_flat_host(target) as result:
-                    pairwise.all_to_all(self._transport, result, host)
+                    direct.all_to_all(self._transport, result, host)
             else:
                 shares = [source.numel() // self._transport.size] * self._transport.size
                 self._transports[path].all_to_all(target, source, shares, shares)
@@ -172,12 +174,14 @@ class DeviceCollectives:
         self.all_reduce(tensor, op, algorithm)
         return Finished()
 
+    # A staged message is cut as the host's transport cuts it, because the peer's tensor may be in host memory.
+
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send to one rank; a tag other than 0 needs a path that supports tags."""
         path = self._choose("send", tensor, "auto", tag=tag)
         with self._flat(tensor, back=False) as flat, self._queue(path, "send"):
             if path == "staged":
-                pieces = elementwise(flat, _message_bytes(), write=False)
+                pieces = elementwise(flat, self._transport.message_bytes, write=False)
                 self._stage(pieces, lambda _, tensor: self._transport.send(tensor, peer, tag), flat.dtype)
             else:
                 self._transports[path].send(flat, peer, tag)
@@ -187,7 +191,7 @@ class DeviceCollectives:
         path = self._choose("send", tensor, "auto", tag=tag)
         with self._flat(tensor) as flat, self._queue(path, "recv"):
             if path == "staged":
-                pieces = elementwise(flat, _message_bytes(), read=False)
+                pieces = elementwise(flat, self._transport.message_bytes, read=False)
                 self._stage(pieces, lambda out, _: self._transport.recv(out, peer, tag), flat.dtype)
             else:
                 self._transports[path].recv(flat, peer, tag)
@@ -303,11 +307,3 @@ def paths_of(table: AlgorithmTable | None) -> dict[str, Sequence[tuple[float, Pa
         for (operation, place, kind), steps in rules.items()
         if place == "cuda" and kind == "carried"
     }
-
-
-def _message_bytes() -> int:
-    # A staged message must be cut as MPI's transport cuts it, because the peer's tensor may be in
-    # host memory.
-    from hpctrain.comm.transport.mpi_calls import MESSAGE_BYTES
-
-    return MESSAGE_BYTES

@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 
     rank, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-    reasons = MPI.COMM_WORLD.allgather(_reason_to_skip(wanted, size))
+    reasons = MPI.COMM_WORLD.allgather(reason_to_skip(wanted, size, torch.cuda.is_available(), mpi_reports_cuda()))
     if any(reasons):
         return _print(rank, ProbeResult(False, next(filter(None, reasons)), library_name()))
     device = torch.device("cuda", rank % torch.cuda.device_count()) if wanted == "cuda" else torch.device("cpu")
@@ -191,13 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _print(rank, judge(CudaMpiTransport(MPI.COMM_WORLD, device), device, library_name()))
 
 
-def _reason_to_skip(wanted: str, size: int) -> str:
-    """Return why the exchange is impossible or unnecessary; empty if it should run."""
+def reason_to_skip(wanted: str, size: int, has_gpu: bool, reported: bool | None) -> str:
+    """Return why the exchange is impossible or unnecessary; empty if it should run.
+
+    ``reported`` is the result of ``mpi_reports_cuda``.
+    """
     if size < 2:
         return "the canary needs two ranks"
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if wanted == "cuda" and not has_gpu:
         return "no GPU is visible"
-    if wanted == "cuda" and mpi_reports_cuda() is False:
+    if wanted == "cuda" and reported is False:
         return "the MPI library says that it was built without CUDA (MPIX_Query_cuda_support)"
     return ""
 

@@ -13,21 +13,27 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.transport.base import OnDevice, PreparedCall, Work
+from hpctrain.comm.transport.base import MESSAGE_BYTES, PreparedCall, Work
 from hpctrain.comm.transport.mpi import MpiTransport
 
 
-class CudaMpiTransport(OnDevice, MpiTransport):
+class CudaMpiTransport(MpiTransport):
     """Carrier of tensors on ``device`` over its own duplicate of a communicator."""
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Intracomm, device: torch.device, streams: Streams | None = None) -> None:
-        super().__init__(comm)
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        device: torch.device,
+        streams: Streams | None = None,
+        message_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        super().__init__(comm, message_bytes)
         self.device = device
         self._streams = streams or streams_of(device)
 
-    def _prepared(self, operation: str, calls: list[PreparedCall], tensor: Tensor) -> PreparedCall:
+    def _prepared(self, operation: str, calls: Sequence[PreparedCall], tensor: Tensor) -> PreparedCall:
         prepared = super()._prepared(operation, calls, tensor)
 
         def call() -> None:
@@ -47,21 +53,6 @@ class CudaMpiTransport(OnDevice, MpiTransport):
         # Pending computations on the old content must not read the new content.
         self._settle()
         return super()._irecv(tensor, peer, tag)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
-        self._settle()
-        super()._broadcast(tensor, root)
-
-    def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self._settle()
-        super()._all_reduce(tensor, op)
-
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        share = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
-        share.copy_(tensor.view(-1))
-        self._settle()
-        # The parent class copies this share onto itself, which is harmless while MPI reads it.
-        super()._all_gather(out, share)
 
     def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
         self._settle()

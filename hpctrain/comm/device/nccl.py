@@ -16,13 +16,13 @@ from hpctrain.comm.arguments import ArgumentChecks
 from hpctrain.comm.device import nccl_channel
 from hpctrain.comm.device.nccl_channel import BYTES, DTYPES, NcclChannel, op_code
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.transport.base import OnDevice, PreparedCall, Transport, Work
+from hpctrain.comm.transport.base import PreparedCall, Transport, Work
 from hpctrain.errors import CommunicationError, DeviceError
 
 PIECE_BYTES = 2**30
 
 
-class NcclTransport(OnDevice, Transport):
+class NcclTransport(Transport):
     """Carrier of tensors on ``device`` between the ranks of a host transport, which the caller keeps.
 
     Construction is collective; each rank needs its own GPU. Operations complete in the order of the
@@ -151,21 +151,20 @@ class NcclTransport(OnDevice, Transport):
         self.channel.flush()
         self._host.barrier()
 
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
-        self.channel.start(
-            "broadcast", [tensor], lambda comm, stream: _broadcast_bytes(comm, tensor, root, stream)
-        ).wait()
+    def _broadcast(self, tensor: Tensor, root: int) -> list[PreparedCall]:
+        call = lambda comm, stream: _broadcast_bytes(comm, tensor, root, stream)
+        return [lambda: self.channel.start("broadcast", [tensor], call).wait()]
 
-    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+    def _all_reduce(self, tensor: Tensor, op: str) -> list[PreparedCall]:
         code = self._code(tensor.dtype, op)
 
         def call(comm: Any, stream: int) -> None:
             for part, kind in _cut(tensor):
                 comm.allReduce(part.data_ptr(), part.data_ptr(), part.numel(), kind, code, stream)
 
-        self.channel.start("all_reduce", [tensor], call).wait()
+        return [lambda: self.channel.start("all_reduce", [tensor], call).wait()]
 
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> list[PreparedCall]:
         self._arguments.check_shares(tensor, out)
 
         def call(comm: Any, stream: int) -> None:
@@ -178,7 +177,7 @@ class NcclTransport(OnDevice, Transport):
                     for (start, nbytes), (into, _) in zip(_byte_ranges(source), _byte_ranges(share)):
                         comm.broadcast(start, into, nbytes, BYTES, root, stream)
 
-        self.channel.start("all_gather", [out, tensor], call).wait()
+        return [lambda: self.channel.start("all_gather", [out, tensor], call).wait()]
 
     def _split_from(self, host: Transport) -> NcclTransport:
         part = NcclTransport(host, self.device, streams=self.channel.streams, library=self.channel.library)

@@ -124,9 +124,10 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Streams of the host itself, which executes all work immediately."""
+    """Streams of the host itself, which executes all work immediately; of the meta device, whose tensors have no memory."""
 
-    device = torch.device("cpu")
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+        self.device = device
 
     def current(self) -> None:
         """Return None: the only order is that of the program."""
@@ -174,4 +175,6 @@ class HostStreams:
 
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else HostStreams()
+    if device.type == "cuda":
+        return CudaStreams(device)
+    return HostStreams(device) if device.type == "meta" else HostStreams()

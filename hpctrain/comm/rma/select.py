@@ -50,8 +50,7 @@ def _requested() -> str:
 def _create(
     transport: MpiTransport, requested: str, lengths: Sequence[int], dtype: torch.dtype, words: int
 ) -> RemoteMemory:
-    from hpctrain.comm.rma.emulated import RemoteMemoryByMessages
-    from hpctrain.comm.rma.mpi_rma import RemoteMemoryByRma
+    from hpctrain.comm.rma.mpi_memory import RemoteMemoryByMessages, RemoteMemoryByRma
 
     if requested == "auto":
         failure = _self_test_failure(transport)
@@ -64,7 +63,7 @@ def _create(
 
 def _self_test_failure(transport: MpiTransport) -> str:
     """Return a description of a failure of the one-sided operations, the same on all ranks; empty if they pass."""
-    from hpctrain.comm.rma.mpi_rma import self_test
+    from hpctrain.comm.rma.mpi_memory import self_test
 
     found = transport.all_gather_object(self_test(transport.comm))
     return next((f"{what} on rank {rank}" for rank, what in enumerate(found) if what), "")

@@ -1,28 +1,181 @@
-"""Collectives in node-shared memory, extended by messages between nodes if there are several.
+"""Collectives in node-shared memory; over several nodes, two-level collectives with one slice per local rank.
+
+Each local rank is the leader of one slice, so that all ranks drive the network concurrently and no
+byte crosses it twice (Bayatpour et al., "Scalable Reduction Collectives with Data
+Partitioning-based Multi-Leader Design", SC 2017). With N nodes of L ranks and S bytes per rank, an
+all_reduce moves 2 S bytes of node memory per rank. Each rank sends 2 (N-1)/N S/L bytes to other
+nodes. A node thus sends 2 (N-1)/N S, the lower bound for any algorithm. Cost: two synchronisations
+in the node + S / B + 2 (N-1) alpha + 2 (N-1)/N S beta, with beta the seconds per byte of the node's
+link and B the streaming rate of a core.
+
+Note: the pipeline of an all_reduce. The slice is cut into pieces. While piece k is sent to the
+nodes that reduce it, piece k + 1 is reduced in the node, and piece k - 1 is sent back: both link
+and memory stay busy. The order is fixed, so messages need no sequence numbers.
+
+Works that wait for another node are yielded and remain in progress (``NodeQueue``).
 
 The module is imported at first use: a world of one rank needs neither shared memory nor MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.reduction import Reducer
-from hpctrain.comm.shm.hierarchical import HierarchicalParts
-from hpctrain.comm.shm.in_place import WindowParts
-from hpctrain.comm.shm.progress import LocalPart, NodeQueue
+from hpctrain.comm.algorithms import direct, recursive, tree
+from hpctrain.comm.algorithms.base import TAG, exchange, slices
+from hpctrain.comm.reduction import BLOCK, Reducer, average_scale
+from hpctrain.comm.shm.in_place import LocalPart, NodeQueue, WindowParts
+from hpctrain.comm.shm.memory import Topology
 from hpctrain.comm.shm.staged import StagedCollectives
-from hpctrain.comm.topology import Topology
 from hpctrain.comm.transport.base import PreparedCall, Recorder, Transport, Work
 from hpctrain.comm.transport.mpi import MpiTransport
 from hpctrain.comm.transport.window import NodeMemory, NoSpaceError
 
+PIECE = 2**19  # bytes of a slice per message: long enough for a link's full rate
 CHUNK = 4 * 2**20  # bytes per chunk of a private tensor that is staged through node memory for other nodes
+FEW_NODES = 8  # up to this number every node sends to all others at once; more nodes use halving and doubling
+
+
+class HierarchicalParts:
+    """Work of one local rank; ``across`` connects the ranks with the same local rank on all nodes.
+
+    ``inside`` provides the work within a node. ``grid[node][local rank]`` is a rank of the whole
+    communicator, and ``across`` numbers its ranks by node.
+    """
+
+    def __init__(self, inside: WindowParts, across: Transport, grid: Sequence[Sequence[int]]) -> None:
+        self._inside = inside
+        self._across = across
+        self._grid = grid
+        self._members = [ranks[inside.rank] for ranks in grid]  # ranks that ``across`` connects
+
+    def all_reduce(self, views: Sequence[Tensor], op: str) -> LocalPart:
+        """Reduce this rank's slice in the node and across nodes, and write the result into all local buffers."""
+        pieces = self._inside.slices(views)
+        own = pieces[self._inside.rank]
+        is_direct = self._across.size <= FEW_NODES
+        step = PIECE // own.itemsize if is_direct else max(own.numel(), 1)
+        rows = list(zip(*(torch.split(piece, step) for piece in pieces)))
+        return lambda: self._pipelined(rows, op) if is_direct else self._by_halving(rows, op)
+
+    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> LocalPart:
+        """Reduce, first in the node and then across nodes, the shares of the ranks that ``across`` connects."""
+        share = out.numel()
+        parts = [[view[rank * share : (rank + 1) * share] for view in views] for rank in self._members]
+
+        def steps() -> Iterator[Work]:
+            own = out.new_empty(share * len(parts))
+            for part, target in zip(parts, torch.split(own, share) if share else ()):
+                self._reduce_inside(part, op, target)
+            yield from direct.reduce_scatter.steps(self._across, self._inside.reducer, out, own, op)
+
+        return steps
+
+    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> LocalPart:
+        """Gather the shares of the ranks that ``across`` connects, and copy them to all local ranks' outputs."""
+        local_rank, share = self._inside.rank, tensor.numel()
+        targets = [[out[rank * share : (rank + 1) * share] for out in outs] for rank in self._members]
+        spread = self._inside.copying([(target[local_rank], target) for target in targets])
+
+        def steps() -> Iterator[Work]:
+            own = targets[self._across.rank][local_rank]
+            if own.data_ptr() != tensor.data_ptr():
+                own.copy_(tensor)
+            for distance in range(1, self._across.size):
+                to = (self._across.rank + distance) % self._across.size
+                source = (self._across.rank - distance) % self._across.size
+                yield from exchange(self._across, own, to, targets[source][local_rank], source)
+            spread()
+
+        return steps
+
+    def broadcast(self, views: Sequence[Tensor], root: int) -> LocalPart:
+        """Send this rank's slice of the root's buffer across nodes, and copy it to all local ranks."""
+        node = next(number for number, ranks in enumerate(self._grid) if root in ranks)
+        here = node == self._across.rank
+        pieces = self._inside.slices(views)
+        source = pieces[self._grid[node].index(root) if here else self._inside.rank]
+        spread = self._inside.copying([(source, pieces)])
+
+        def steps() -> Iterator[Work]:
+            yield from tree.broadcast.steps(self._across, source, node)
+            spread()
+
+        return steps
+
+    # Implementation ---------------------------------------------------------------------------------------------------
+
+    def _pipelined(self, rows: Sequence[Sequence[Tensor]], op: str) -> Iterator[Work]:
+        sent: _PieceExchange | None = None
+        returning: _PieceExchange | None = None
+        for row in (*rows, None, None):
+            started: _PieceExchange | None = None
+            if row is not None:
+                self._reduce_inside(row, op, row[self._inside.rank])
+                started = _PieceExchange(self._across, self._inside.reducer, row, row[self._inside.rank], op)
+            if sent is not None:
+                yield from sent.reduced()
+            if returning is not None:
+                yield from returning.arrived()
+                self._spread(returning.row)
+            sent, returning = started, sent
+
+    def _by_halving(self, rows: Sequence[Sequence[Tensor]], op: str) -> Iterator[Work]:
+        for row in rows:
+            own = row[self._inside.rank]
+            self._reduce_inside(row, op, own)
+            yield from recursive.all_reduce.steps(self._across, self._inside.reducer, own, op)
+            self._spread(row)
+
+    def _spread(self, row: Sequence[Tensor]) -> None:
+        """Copy this rank's piece to the local ranks."""
+        own = row[self._inside.rank]
+        for block in zip(*(torch.split(piece, BLOCK) for piece in row)):
+            for copy in block:
+                copy.copy_(block[self._inside.rank])
+        self._inside.count((len(row) - 1) * own.nbytes)
+
+    def _reduce_inside(self, pieces: Sequence[Tensor], op: str, target: Tensor) -> None:
+        """Reduce pieces of the local ranks' buffers into one tensor, which may be one of them."""
+        self._inside.reducer.reduce_into(target, pieces, op, average_scale(op, self._inside.size))
+
+
+class _PieceExchange:
+    """Piece in transit: to the nodes, each of which reduces a slice of it, and back."""
+
+    def __init__(self, across: Transport, reducer: Reducer, row: Sequence[Tensor], own: Tensor, op: str) -> None:
+        self.row = row
+        self._across = across
+        self._reducer = reducer
+        self._op = op
+        self._slices = torch.split(own, slices(own.numel(), across.size))
+        own = self._slices[across.rank]
+        self._received = [own if rank == across.rank else torch.empty_like(own) for rank in self._ranks()]
+        self._works = self._exchange(self._received, self._slices)
+
+    def reduced(self) -> Iterator[Work]:
+        """Wait for the slices of the other nodes, reduce them, and start to send the result."""
+        yield from self._works
+        own = self._slices[self._across.rank]
+        self._reducer.reduce_into(own, self._received, self._op, average_scale(self._op, self._across.size))
+        self._works = self._exchange(self._slices, [own] * self._across.size)
+
+    def arrived(self) -> Iterator[Work]:
+        """Wait for the results of the other nodes."""
+        yield from self._works
+
+    def _ranks(self) -> range:
+        return range(self._across.size)
+
+    def _exchange(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> list[Work]:
+        others = [rank for rank in self._ranks() if rank != self._across.rank]
+        arriving = [self._across.irecv(incoming[rank], rank, TAG) for rank in others]
+        return [*(self._across.isend(outgoing[rank], rank, TAG) for rank in others), *arriving]
 
 
 class NodeCollectives:

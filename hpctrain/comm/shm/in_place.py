@@ -1,30 +1,16 @@
-"""Collectives on tensors in place: every rank maps all buffers of its node, so no data are sent.
+"""Collectives in place in node-shared memory, and the queue in which the ranks of a node do their parts.
 
-Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, one
-block at a time, and writes the result back into all of them; all ranks finish. Each rank accesses
-2 S bytes (S read, S written) for any number of ranks p, whereas a ring moves 2 S (p-1)/p through
-memory four times. Cost: two synchronisations + 2 S / B, with B the streaming rate of one core. The
-synchronisations are those of ``transport.window``, so the operation can remain in progress
-(``shm.progress``).
-
-The other collectives follow the same pattern, and each keeps all p cores of the node busy:
-
-* reduce: as above, but slice r is written to the root's buffer only. 2 S/p + S (p-1)/p bytes per
-  rank.
-* reduce_scatter: rank r reduces slice r of all buffers into its own share. S read, S/p written per
-  rank.
-* all_gather: every rank copies its share into all other buffers, 2 S (p-1)/p bytes per rank. If all
-  shares are in one common tensor, it copies nothing.
-* broadcast: rank r copies slice r of the root's buffer to all others, S/p read and S (p-1)/p
-  written per rank.
-
-The functions of this module return one rank's part of an operation (``shm.progress.LocalPart``), bound to
-the views that it needs: creating these costs more than reducing a small tensor.
+All ranks start the same operations in the same order. Each rank does its part of an operation once
+all ranks have started it. An operation may remain in progress: it
+progresses whenever any pending operation is polled, so a rank that arrives late finds the others at
+work instead of waiting. A part that must wait for another node yields its ``Work`` and remains in
+progress too. A rank that blocked there would delay the collective that the other node is executing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +18,125 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_place
-from hpctrain.comm.shm.progress import LocalPart
-from hpctrain.comm.transport.base import Recordable
+from hpctrain.comm.transport.base import Chain, Recordable, Work
+from hpctrain.comm.transport.waiting import waiting
+from hpctrain.comm.transport.window import NodeMemory
+
+# Part of one rank, called once all ranks have arrived; yields each ``Work`` that it must wait for.
+LocalPart = Callable[[], Iterator[Work] | None]
+
+
+class NodeQueue:
+    """Queue that starts and progresses the operations of one node."""
+
+    def __init__(self, memory: NodeMemory) -> None:
+        self.memory = memory
+        self._pending: deque[_PendingOperation] = deque()
+
+    def start(self, operation: str, part: LocalPart, *held: object) -> Work:
+        """Start an operation and leave it in progress; keep ``held`` alive until it completes."""
+        pending = _PendingOperation(self, operation, part, self.memory.arrive(), held)
+        self._pending.append(pending)
+        return pending
+
+    def run(self, operation: str, part: LocalPart) -> None:
+        """Execute an operation; return when all ranks have done their parts."""
+        if self._pending:
+            self.start(operation, part).wait()
+            return
+        memory = self.memory
+        number = memory.arrive()
+        waiting.begin(operation)
+        try:
+            memory.await_arrived(number, operation)
+            works = part()
+            if works is not None:
+                for work in works:
+                    work.wait()
+            memory.finish(number)
+            memory.await_finished(number, operation)
+        finally:
+            waiting.end()
+
+    def synchronize(self, operation: str) -> None:
+        """Wait until all ranks have arrived and have done their parts of all earlier operations."""
+        self.drain()
+        number = self.memory.arrive()
+        self.memory.finish(number)
+        with waiting(operation):
+            self.memory.await_arrived(number, operation)
+
+    def drain(self) -> None:
+        """Complete all pending operations."""
+        while self._pending:
+            self._pending[-1].wait()
+
+    def progress(self) -> None:
+        """Do this rank's part of every operation that all ranks have started; do not block."""
+        while self._pending and self.memory.all_arrived(self._pending[0].number):
+            first = self._pending[0]
+            with waiting(first.operation):
+                if not first.advance():
+                    return
+            self.memory.finish(self._pending.popleft().number)
+
+
+class _PendingOperation:
+    """Operation in progress (``Work``)."""
+
+    def __init__(
+        self, queue: NodeQueue, operation: str, part: LocalPart, number: int, held: tuple[object, ...]
+    ) -> None:
+        self._queue = queue
+        self._part = part
+        self._held = held
+        self._works: Chain | None = None
+        self._started = False
+        self.operation = operation
+        self.number = number
+
+    def advance(self) -> bool:
+        """Do what can be done of this rank's part; return whether the part is complete."""
+        if not self._started:
+            self._started = True
+            works = self._part()
+            self._works = None if works is None else Chain(works)
+        return self._works is None or self._works.done()
+
+    def done(self) -> bool:
+        """Progress without blocking; return whether all ranks have done their parts."""
+        self._queue.progress()
+        return self._queue.memory.all_finished(self.number)
+
+    def wait(self) -> None:
+        """Return when all ranks have done their parts."""
+        self._queue.memory.wait(self.done, self.operation, self.number)
+
+
+# Collectives on tensors in place: every rank maps all buffers of its node, so no data are sent ------------------------
+#
+# Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, one
+# block at a time, and writes the result back into all of them; all ranks finish. Each rank accesses
+# 2 S bytes (S read, S written) for any number of ranks p, whereas a ring moves 2 S (p-1)/p through
+# memory four times. Cost: two synchronisations + 2 S / B, with B the streaming rate of one core. The
+# synchronisations are those of ``transport.window``, so the operation can remain in progress.
+#
+# The other collectives follow the same pattern, and each keeps all p cores of the node busy:
+#
+# * reduce: as above, but slice r is written to the root's buffer only. 2 S/p + S (p-1)/p bytes per
+#   rank.
+# * reduce_scatter: rank r reduces slice r of all buffers into its own share. S read, S/p written per
+#   rank.
+# * all_gather: every rank copies its share into all other buffers, 2 S (p-1)/p bytes per rank. If all
+#   shares are in one common tensor, it copies nothing.
+# * broadcast: rank r copies slice r of the root's buffer to all others, S/p read and S (p-1)/p
+#   written per rank.
+#
+# The methods below return one rank's part of an operation (``LocalPart``), bound to the views that
+# it needs: creating these costs more than reducing a small tensor.
+
 
 ALIGN = 64  # bytes: slices end on cache lines, to avoid false sharing between ranks
-
 
 Raw = npt.NDArray[np.uint8]
 copyto = np.copyto  # costs half as much per call as torch's copy

@@ -1,20 +1,66 @@
-"""Lifecycle of the memory that a communicator's ranks share on their node, from first use to release."""
+"""Nodes of a communicator's ranks, and lifecycle of the memory that ranks share on their node."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.reduction import Reducer
-from hpctrain.comm.topology import Topology
 from hpctrain.comm.transport.base import Recorder, Transport
 from hpctrain.errors import CommunicationError
 from hpctrain.log import logger
 
 if TYPE_CHECKING:
     from hpctrain.comm.shm.collectives import NodeCollectives
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Position of a rank: node index, number of nodes, local rank, and all ranks per node.
+
+    ``grid[node][local_rank]`` is a rank of the communicator. The last field marks oversubscription:
+    a node has more ranks than cores available to them, so that they progress only after the
+    operating system has scheduled each of them.
+    """
+
+    node: int
+    nodes: int
+    local_rank: int
+    local_size: int
+    grid: tuple[tuple[int, ...], ...]
+    oversubscribed: bool = False
+
+    @property
+    def uniform(self) -> bool:
+        """Return whether all nodes have the same number of ranks."""
+        return len({len(ranks) for ranks in self.grid}) == 1
+
+
+def discover(transport: Transport, node: Transport) -> Topology:
+    """Return the topology of a transport; ``node`` is the part of it on this rank's node. Collective.
+
+    Nodes are numbered by their lowest rank.
+    """
+    leader = node.broadcast_object(transport.rank)
+    everyone = transport.all_gather_object((leader, node.rank, _cores()))
+    leaders = sorted({leader for leader, *_ in everyone})
+    grid = [[rank for rank, (other, *_) in enumerate(everyone) if other == leader] for leader in leaders]
+    for ranks in grid:
+        ranks.sort(key=lambda rank: everyone[rank][1])
+    oversubscribed = any(len(ranks) > len(frozenset().union(*(everyone[rank][2] for rank in ranks))) for ranks in grid)
+    return Topology(leaders.index(leader), len(leaders), node.rank, node.size, tuple(map(tuple, grid)), oversubscribed)
+
+
+def _cores() -> frozenset[int]:
+    """Return the cores that this rank may run on; a rank may be bound to a subset of the node's cores."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+# Shared memory, from first use to release -----------------------------------------------------------------------------
 
 # Operations that private tensors can perform through node memory: on one node, and over several.
 STAGED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")

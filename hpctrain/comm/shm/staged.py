@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_place
-from hpctrain.comm.shm.in_place import ALIGN
-from hpctrain.comm.shm.progress import NodeQueue
+from hpctrain.comm.shm.in_place import ALIGN, NodeQueue
 from hpctrain.comm.transport.base import PreparedCall
 from hpctrain.comm.transport.waiting import waiting
 

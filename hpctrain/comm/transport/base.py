@@ -1,12 +1,13 @@
-"""Interface of all transports: public methods check and count, underscored ones communicate; call recorder."""
+"""Interface of all transports, call recorder, and the transport of a world of one rank."""
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -49,13 +50,13 @@ class Recordable:
             self.recorder = before
 
 
-# Interface of all transports: public methods check and count, underscored ones communicate ----------------------------
-
-
 # Tags below this are for callers. This tag, the highest that MPI guarantees, marks the transport's
 # own messages.
 TAGS = 32767
 
+# Both MPI libraries lose a factor of two on messages above 32 MiB: they allocate temporaries of the
+# message's size, and glibc maps and unmaps such large blocks on every call.
+MESSAGE_BYTES = 16 * 2**20
 
 PreparedCall = Callable[[], object]  # repeats an operation on the same memory
 
@@ -102,16 +103,19 @@ class Chain:
 
 
 class Transport(Recordable, ABC):
-    """Carrier of contiguous host tensors between ``size`` ranks; this rank is number ``rank``.
+    """Carrier of contiguous tensors on ``device`` between ``size`` ranks; this rank is number ``rank``.
 
-    Its collectives are those of the underlying library. ``reduces`` returns whether the library has a
-    suitable reduction for a dtype and an operation. All ranks call the collectives in the same
-    order.
+    Public methods check and count; those with an underscore communicate. Its collectives are those of
+    the underlying library; ``reduces`` returns whether the library has a suitable reduction for a
+    dtype and an operation. All ranks call the collectives in the same order.
     """
 
     name: str
     rank: int
     size: int
+    device = torch.device("cpu")
+    tags = TAGS
+    message_bytes = MESSAGE_BYTES  # longer messages are cut
 
     # Point to point -------------------------------------------------------------------------------------------------
 
@@ -145,24 +149,18 @@ class Transport(Recordable, ABC):
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Copy the root's tensor to every rank, in place."""
         self._check(tensor, root)
-        self._count("broadcast", tensor)
-        with waiting("broadcast"):
-            self._broadcast(tensor, root)
+        self.prepared_broadcast(tensor, root)()
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Reduce elementwise over the ranks, in place; ``op`` is sum, min, max or product."""
         self._check(tensor)
-        self._count("all_reduce", tensor)
-        with waiting("all_reduce"):
-            self._all_reduce(tensor, op)
+        self.prepared_all_reduce(tensor, op)()
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Concatenate the tensors of all ranks, in rank order; ``tensor`` may be its own slice of ``out``."""
         self._check(out)
         self._check(tensor)
-        self._count("all_gather", tensor)
-        with waiting("all_gather"):
-            self._all_gather(out, tensor)
+        self.prepared_all_gather(out, tensor)()
 
     def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
         """Send ``sent[r]`` elements to each rank r and receive ``received[r]`` from it, both packed in rank order."""
@@ -184,15 +182,15 @@ class Transport(Recordable, ABC):
 
     def prepared_broadcast(self, tensor: Tensor, root: int) -> PreparedCall:
         """Return a call that copies the root's tensor to every rank."""
-        return partial(self.broadcast, tensor, root)
+        return self._prepared("broadcast", self._broadcast(tensor, root), tensor)
 
     def prepared_all_reduce(self, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces a tensor over the ranks, in place."""
-        return partial(self.all_reduce, tensor, op)
+        return self._prepared("all_reduce", self._all_reduce(tensor, op), tensor)
 
     def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
         """Return a call that concatenates the tensors of all ranks."""
-        return partial(self.all_gather, out, tensor)
+        return self._prepared("all_gather", self._all_gather(out, tensor), tensor)
 
     def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
         """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
@@ -201,6 +199,11 @@ class Transport(Recordable, ABC):
     def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         raise CommunicationError(f"transport {self.name} has no reduce_scatter")
+
+    def _prepared(self, operation: str, calls: Sequence[PreparedCall], tensor: Tensor) -> PreparedCall:
+        """Return one call that makes them all, records the wait, and counts the bytes handed over."""
+        call = calls[0] if len(calls) == 1 else lambda: [call() for call in calls]
+        return waiting.around(operation, call, self, tensor.nbytes)
 
     # Small Python objects, for agreement between ranks ----------------------------------------------------------------
 
@@ -230,7 +233,7 @@ class Transport(Recordable, ABC):
     def free(self) -> None:
         """Free the resources of the transport. Collective."""
 
-    # Methods that a carrier implements --------------------------------------------------------------------------------
+    # Methods that a carrier implements; those of collectives return the calls that perform them, in order -------------
 
     @abstractmethod
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
@@ -242,44 +245,16 @@ class Transport(Recordable, ABC):
     def _barrier(self) -> None: ...
 
     @abstractmethod
-    def _broadcast(self, tensor: Tensor, root: int) -> None: ...
+    def _broadcast(self, tensor: Tensor, root: int) -> list[PreparedCall]: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
+    def _all_reduce(self, tensor: Tensor, op: str) -> list[PreparedCall]: ...
 
     @abstractmethod
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> None: ...
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> list[PreparedCall]: ...
 
     @abstractmethod
     def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work: ...
-
-    def _check(self, tensor: Tensor, peer: int = 0, tag: int = 0) -> None:
-        if tensor.device.type != "cpu":
-            raise CommunicationError(f"transport {self.name} carries host tensors, not one on {tensor.device}")
-        if not tensor.is_contiguous():
-            raise CommunicationError(
-                f"transport {self.name} carries contiguous tensors, not strides {tuple(tensor.stride())}"
-            )
-        if not 0 <= peer < self.size:
-            raise CommunicationError(f"rank {peer} is not in 0..{self.size - 1}")
-        if not 0 <= tag < TAGS:
-            raise CommunicationError(f"tag {tag} is not in 0..{TAGS - 1}")
-
-    def _count(self, operation: str, tensor: Tensor) -> None:
-        if self.recorder is not None:
-            self.recorder.count(operation, tensor.numel() * tensor.element_size())
-
-
-# Argument checks of transports that carry the tensors of one device ---------------------------------------------------
-
-
-class OnDevice:
-    """Mixin that replaces the checks of ``Transport`` for tensors on ``device`` instead of the host."""
-
-    name: str
-    size: int
-    device: torch.device
-    tags = TAGS
 
     def _check(self, tensor: Tensor, peer: int = 0, tag: int = 0) -> None:
         if tensor.device != self.device:
@@ -294,3 +269,69 @@ class OnDevice:
             raise CommunicationError(f"rank {peer} is not in 0..{self.size - 1}")
         if not 0 <= tag < self.tags:
             raise CommunicationError(f"tag {tag} is not in 0..{self.tags - 1} (transport {self.name})")
+
+    def _count(self, operation: str, tensor: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.count(operation, tensor.numel() * tensor.element_size())
+
+
+# Transport of a world of one rank, without MPI: every collective is the identity --------------------------------------
+
+
+class SingleTransport(Transport):
+    """Transport of a single rank, which communicates with no other rank."""
+
+    name = "single"
+    rank = 0
+    size = 1
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Return True: a reduction over one rank does not change a tensor."""
+        return True
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return the object in a list."""
+        return [item]
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """Return the object."""
+        return item
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return a new transport of one rank."""
+        return SingleTransport()
+
+    def split_node(self) -> Transport:
+        """Return a new transport of one rank."""
+        return SingleTransport()
+
+    def abort(self, code: int) -> None:
+        """Exit the process without unwinding, as MPI's abort would."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def free(self) -> None:
+        """Do nothing: there are no resources to free."""
+
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        raise CommunicationError("a world of one rank has no rank to send to")
+
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        raise CommunicationError("a world of one rank has no rank to receive from")
+
+    def _barrier(self) -> None:
+        return
+
+    def _broadcast(self, tensor: Tensor, root: int) -> list[PreparedCall]:
+        return []
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> list[PreparedCall]:
+        return []
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> list[PreparedCall]:
+        return [lambda: out.view(-1).copy_(tensor.view(-1))]
+
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        out.view(-1)[: received[0]].copy_(tensor.reshape(-1)[: sent[0]])
+        return Finished()

@@ -15,8 +15,7 @@ from typing import Any
 from hpctrain.cluster import shared_memory
 from hpctrain.cluster.launcher import Launch, detect, ended_early
 from hpctrain.cluster.world_check import check_pmi, check_world
-from hpctrain.comm.transport.base import Transport
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport, Transport
 from hpctrain.comm.transport.waiting import timeout_seconds
 from hpctrain.errors import LaunchError
 from hpctrain.log import logger

@@ -1,4 +1,4 @@
-"""Transport of host tensors over mpi4py, and collective file writes with MPI-IO."""
+"""Transport of host tensors over mpi4py: prepared collectives, messages, and collective file writes with MPI-IO."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,25 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.transport import mpi_calls
-from hpctrain.comm.transport.base import TAGS, Chain, PreparedCall, Transport, Work
-from hpctrain.comm.transport.mpi_calls import in_bytes
+from hpctrain.comm.transport.base import MESSAGE_BYTES, TAGS, Chain, PreparedCall, Transport, Work
 from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import CommunicationError
+
+# Collectives of shares cannot be cut without strided types. Up to the largest count that every
+# library supports, they are one call.
+SHARES_BYTES = 2**31 - 1
+
+# MPI does not support 16-bit floats, or not in every library. Sums of 8- and 16-bit integers
+# saturate in Open MPI's vector code, and wrap around elsewhere.
+DTYPES = {
+    torch.float64: MPI.DOUBLE,
+    torch.float32: MPI.FLOAT,
+    torch.int64: MPI.INT64_T,
+    torch.int32: MPI.INT32_T,
+}
+OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
+
+Spec = tuple[Any, ...]  # mpi4py buffer specification: memory, count, type; a tuple is parsed faster than a list
 
 # Error codes of the operating system for MPI's error classes.
 _ERRNO = {
@@ -31,6 +46,204 @@ _ERRNO = {
     MPI.ERR_FILE_EXISTS: errno.EEXIST,
     MPI.ERR_IO: errno.EIO,
 }
+
+
+class MpiTransport(Transport):
+    """Carrier of tensors over its own duplicate of a communicator; longer messages are cut at ``message_bytes``."""
+
+    name = "mpi"
+
+    def __init__(
+        self, comm: MPI.Intracomm, message_bytes: int = MESSAGE_BYTES, shares_bytes: int = SHARES_BYTES
+    ) -> None:
+        self.comm = comm.Dup()
+        self.message_bytes, self._shares_bytes = message_bytes, shares_bytes
+        self.rank = self.comm.Get_rank()
+        self.size = self.comm.Get_size()
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Return whether MPI reduces this dtype as torch does; min and max of floats may drop NaN in MPI."""
+        return dtype in DTYPES and op in OPS and not (dtype.is_floating_point and op in ("min", "max"))
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order; they are pickled."""
+        with waiting("all_gather_object"):
+            return self.comm.allgather(item)
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """Return the root's object; it is pickled."""
+        with waiting("broadcast_object"):
+            return self.comm.bcast(item, root)
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return a transport of the ranks with the same color, ordered by key."""
+        return self._part(self.comm.Split(color, key))
+
+    def split_node(self) -> MpiTransport:
+        """Return a transport of the ranks that can share memory with this one."""
+        return self._part(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+
+    def _part(self, comm: MPI.Comm) -> MpiTransport:
+        assert isinstance(comm, MPI.Intracomm), "ranks of one world make no intercommunicator"
+        part = MpiTransport(comm, self.message_bytes, self._shares_bytes)
+        comm.Free()
+        return part
+
+    def create_file(self, path: Path, size: int, hints: Mapping[str, str]) -> MpiFile:
+        """Return a new file, opened by all ranks for collective writes. Collective."""
+        return MpiFile(self.comm, path, size, hints)
+
+    def abort(self, code: int) -> None:
+        """Abort the whole job immediately: all ranks of the world, also those outside of this communicator."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(code)
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self.comm.Free()
+
+    # Collectives ------------------------------------------------------------------------------------------------------
+    #
+    # A prepared call stores addresses and counts. Beyond the MPI call, it only records the operation
+    # that this rank waits for. It does not keep its memory alive.
+
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
+        """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
+        self._check_reduction(tensor, op)
+        calls: list[PreparedCall]
+        if self.rank == root:
+            calls = [partial(self.comm.Reduce, MPI.IN_PLACE, spec, OPS[op], root) for spec in self._elements(tensor)]
+        else:
+            calls = [partial(self.comm.Reduce, spec, None, OPS[op], root) for spec in self._elements(tensor)]
+        return self._prepared("reduce", calls, tensor)
+
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
+        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
+        self._check_reduction(tensor, op)
+        aliased = 0 <= out.data_ptr() - tensor.data_ptr() < tensor.nbytes
+        result = torch.empty_like(out) if aliased else out  # MPI forbids aliased buffers, so reduce into a temporary
+        reduce = self._prepared("reduce_scatter", self._reduce_scatter(result, tensor, op), tensor)
+        if not aliased:
+            return reduce
+
+        target, source = out.view(-1).view(torch.uint8).numpy(), result.view(-1).view(torch.uint8).numpy()
+
+        def call() -> None:
+            reduce()
+            np.copyto(target, source)  # costs half as much as a torch copy
+
+        return call
+
+    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
+        """Return a call that concatenates the tensors of all ranks."""
+        own = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
+        gather = super().prepared_all_gather(out, tensor)
+        if own.data_ptr() == tensor.data_ptr():
+            return gather
+
+        def call() -> None:
+            own.copy_(tensor.view(-1))
+            gather()
+
+        return call
+
+    def _broadcast(self, tensor: Tensor, root: int) -> list[PreparedCall]:
+        return [partial(self.comm.Bcast, spec, root) for spec in self._bytes(tensor)]
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> list[PreparedCall]:
+        self._check_reduction(tensor, op)
+        return [partial(self.comm.Allreduce, MPI.IN_PLACE, spec, OPS[op]) for spec in self._elements(tensor)]
+
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> list[PreparedCall]:
+        """Return the calls of a reduce_scatter into equal shares; large tensors use one reduce per share."""
+        kind = DTYPES[tensor.dtype]
+        if tensor.nbytes <= self._shares_bytes:
+            whole, part = (memory(tensor), out.numel(), kind), (memory(out), out.numel(), kind)
+            return [partial(self.comm.Reduce_scatter_block, whole, part, OPS[op])]
+        calls: list[PreparedCall] = []
+        for root, share in enumerate(torch.split(tensor.view(-1), out.numel())):
+            for source, target in zip(self._elements(share), self._elements(out)):
+                calls.append(partial(self.comm.Reduce, source, target if root == self.rank else None, OPS[op], root))
+        return calls
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> list[PreparedCall]:
+        """Return the calls of an all_gather of shares in place; large tensors use one broadcast per share."""
+        if out.nbytes <= self._shares_bytes:
+            return [partial(self.comm.Allgather, MPI.IN_PLACE, (memory(out), MPI.BYTE))]
+        shares = enumerate(out.view(-1).chunk(self.size))
+        return [call for root, share in shares for call in self._broadcast(share, root)]
+
+    def _barrier(self) -> None:
+        self.comm.Barrier()
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return _Requests("send", [self.comm.Isend(piece, peer, tag) for piece in self._bytes(tensor)], tensor)
+
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        return _Requests("recv", [self.comm.Irecv(piece, peer, tag) for piece in self._bytes(tensor)], tensor)
+
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
+        incoming[self.rank].copy_(outgoing[self.rank])
+        return Chain(self._rounds(incoming, outgoing))
+
+    def _rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Iterator[Work]:
+        # In round k each rank's partner is k ranks away, so that no rank receives from all others
+        # at once.
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            receive = self._irecv(incoming[source], source, TAGS)
+            yield self._isend(outgoing[to], to, TAGS)
+            yield receive
+
+    def _check_reduction(self, tensor: Tensor, op: str) -> None:
+        if not self.reduces(tensor.dtype, op):
+            raise CommunicationError(f"MPI does not reduce {tensor.dtype} by {op}; use algorithm direct or auto")
+
+    def _bytes(self, tensor: Tensor) -> list[Spec]:
+        """Return the tensor's bytes as messages; an empty tensor gives one empty message."""
+        address, total, most = tensor.data_ptr(), tensor.nbytes, self.message_bytes
+        starts = range(0, max(total, 1), most)
+        sizes = [min(most, total - start) for start in starts]
+        return [
+            (MPI.buffer.fromaddress(address + start, nbytes), nbytes, MPI.BYTE) for start, nbytes in zip(starts, sizes)
+        ]
+
+    def _elements(self, tensor: Tensor) -> list[Spec]:
+        return in_elements(tensor, self.message_bytes)
+
+
+class _Requests:
+    """Handle of one message, sent in pieces; it holds a reference to the tensor, so that its memory stays valid."""
+
+    def __init__(self, operation: str, requests: list[MPI.Request], tensor: Tensor) -> None:
+        self._operation = operation
+        self._requests = requests
+        self._tensor = tensor
+
+    def done(self) -> bool:
+        return bool(MPI.Request.Testall(self._requests))
+
+    def wait(self) -> None:
+        with waiting(self._operation):
+            MPI.Request.Waitall(self._requests)
+
+
+def memory(tensor: Tensor) -> MPI.buffer:
+    """Return the bytes of a contiguous tensor."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def in_elements(tensor: Tensor, nbytes: int = MESSAGE_BYTES) -> list[Spec]:
+    """Return the tensor's elements as messages of at most ``nbytes``."""
+    pieces = torch.split(tensor.view(-1), nbytes // tensor.element_size())
+    return [(memory(piece), piece.numel(), DTYPES[tensor.dtype]) for piece in pieces]
+
+
+# Collective file writes -----------------------------------------------------------------------------------------------
 
 
 class MpiFile:
@@ -94,164 +307,3 @@ def _os_errors(path: Path) -> Iterator[None]:
         number = _ERRNO.get(error.Get_error_class())
         text = os.strerror(number) if number else " ".join(error.Get_error_string().split())
         raise OSError(number or errno.EIO, text, str(path)) from error
-
-
-# Transport of host tensors over mpi4py, with message sizes that MPI libraries handle well -----------------------------
-
-
-class MpiTransport(Transport):
-    """Carrier of tensors over its own duplicate of a communicator."""
-
-    name = "mpi"
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm.Dup()
-        self.rank = self.comm.Get_rank()
-        self.size = self.comm.Get_size()
-
-    def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Return whether MPI reduces this dtype as torch does."""
-        return mpi_calls.reduces(dtype, op)
-
-    def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order; they are pickled."""
-        with waiting("all_gather_object"):
-            return self.comm.allgather(item)
-
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        """Return the root's object; it is pickled."""
-        with waiting("broadcast_object"):
-            return self.comm.bcast(item, root)
-
-    def split(self, color: int, key: int) -> Transport:
-        """Return a transport of the ranks with the same color, ordered by key."""
-        return _transport_of(self.comm.Split(color, key))
-
-    def split_node(self) -> MpiTransport:
-        """Return a transport of the ranks that can share memory with this one."""
-        return _transport_of(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
-
-    def create_file(self, path: Path, size: int, hints: Mapping[str, str]) -> MpiFile:
-        """Return a new file, opened by all ranks for collective writes. Collective."""
-        return MpiFile(self.comm, path, size, hints)
-
-    def abort(self, code: int) -> None:
-        """Abort the whole job immediately: all ranks of the world, also those outside of this communicator."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(code)
-
-    def free(self) -> None:
-        """Free the communicator. Collective."""
-        self.comm.Free()
-
-    def prepared_broadcast(self, tensor: Tensor, root: int) -> PreparedCall:
-        """Return a call that copies the root's tensor to every rank."""
-        return self._prepared("broadcast", mpi_calls.broadcast(self.comm, tensor, root), tensor)
-
-    def prepared_all_reduce(self, tensor: Tensor, op: str) -> PreparedCall:
-        """Return a call that reduces a tensor over the ranks, in place."""
-        self._check_reduction(tensor, op)
-        return self._prepared("all_reduce", mpi_calls.all_reduce(self.comm, tensor, op), tensor)
-
-    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
-        """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
-        self._check_reduction(tensor, op)
-        return self._prepared("reduce", mpi_calls.reduce(self.comm, tensor, op, root), tensor)
-
-    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
-        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
-        self._check_reduction(tensor, op)
-        aliased = 0 <= out.data_ptr() - tensor.data_ptr() < tensor.nbytes
-        result = torch.empty_like(out) if aliased else out  # MPI forbids aliased buffers, so reduce into a temporary
-        reduce = self._prepared("reduce_scatter", mpi_calls.reduce_scatter(self.comm, result, tensor, op), tensor)
-        if not aliased:
-            return reduce
-
-        target, source = out.view(-1).view(torch.uint8).numpy(), result.view(-1).view(torch.uint8).numpy()
-
-        def call() -> None:
-            reduce()
-            np.copyto(target, source)  # costs half as much as a torch copy
-
-        return call
-
-    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
-        """Return a call that concatenates the tensors of all ranks."""
-        own = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
-        gather = self._prepared("all_gather", mpi_calls.all_gather(self.comm, out, tensor), tensor)
-        if own.data_ptr() == tensor.data_ptr():
-            return gather
-
-        def call() -> None:
-            own.copy_(tensor)
-            gather()
-
-        return call
-
-    def _prepared(self, operation: str, calls: list[PreparedCall], tensor: Tensor) -> PreparedCall:
-        return mpi_calls.prepared(operation, calls, self, tensor.nbytes)
-
-    def _check_reduction(self, tensor: Tensor, op: str) -> None:
-        if not self.reduces(tensor.dtype, op):
-            raise CommunicationError(f"MPI does not reduce {tensor.dtype} by {op}; use algorithm direct or auto")
-
-    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return _Requests("send", [self.comm.Isend(piece, peer, tag) for piece in in_bytes(tensor)], tensor)
-
-    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return _Requests("recv", [self.comm.Irecv(piece, peer, tag) for piece in in_bytes(tensor)], tensor)
-
-    def _barrier(self) -> None:
-        self.comm.Barrier()
-
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
-        for call in mpi_calls.broadcast(self.comm, tensor, root):
-            call()
-
-    def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        self._check_reduction(tensor, op)
-        for call in mpi_calls.all_reduce(self.comm, tensor, op):
-            call()
-
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        out.view(-1).chunk(self.size)[self.rank].copy_(tensor.view(-1))
-        for call in mpi_calls.all_gather(self.comm, out, tensor):
-            call()
-
-    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
-        outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
-        incoming[self.rank].copy_(outgoing[self.rank])
-        return Chain(self._rounds(incoming, outgoing))
-
-    def _rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Iterator[Work]:
-        # In round k each rank's partner is k ranks away, so that no rank receives from all others
-        # at once.
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            receive = self._irecv(incoming[source], source, TAGS)
-            yield self._isend(outgoing[to], to, TAGS)
-            yield receive
-
-
-class _Requests:
-    """Handle of one message, sent in pieces; it holds a reference to the tensor, so that its memory stays valid."""
-
-    def __init__(self, operation: str, requests: list[MPI.Request], tensor: Tensor) -> None:
-        self._operation = operation
-        self._requests = requests
-        self._tensor = tensor
-
-    def done(self) -> bool:
-        return bool(MPI.Request.Testall(self._requests))
-
-    def wait(self) -> None:
-        with waiting(self._operation):
-            MPI.Request.Waitall(self._requests)
-
-
-def _transport_of(comm: MPI.Comm) -> MpiTransport:
-    assert isinstance(comm, MPI.Intracomm), "ranks of one world make no intercommunicator"
-    transport = MpiTransport(comm)
-    comm.Free()
-    return transport

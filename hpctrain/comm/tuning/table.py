@@ -1,4 +1,4 @@
-"""Tables of the fastest algorithm per operation, memory location of the tensor and size; choice of an algorithm.
+"""Tables of the fastest algorithm per operation, memory location of the tensor and size: measured or default.
 
 Note: the number of bytes is that of the whole tensor, as in ``cost``: the argument of all_reduce,
 reduce and broadcast, the input of reduce_scatter, the output of all_gather.
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from math import inf, isqrt, log
 from typing import Any
 
-from hpctrain.comm.prepared import ALGORITHMS, check_known
-from hpctrain.errors import CommunicationError, SettingsError
+from hpctrain.comm.prepared import ALGORITHMS, REDUCTIONS
+from hpctrain.errors import SettingsError
 from hpctrain.util.format import format_bytes
+from hpctrain.util.text import columns
 
 OPERATIONS = tuple(ALGORITHMS)
 LOCATIONS = ("window", "host", "cuda")  # a tensor of comm.empty, any other host tensor, a GPU tensor
@@ -51,16 +52,6 @@ class RankLayout:
 
 
 @dataclass(frozen=True)
-class Crossover:
-    """Description of the algorithms by size: a row for printing."""
-
-    operation: str
-    location: str
-    kind: str
-    choice: str
-
-
-@dataclass(frozen=True)
 class AlgorithmTable:
     """Fastest algorithms of one layout: ``rules[operation, location, kind]`` are its steps."""
 
@@ -73,10 +64,6 @@ class AlgorithmTable:
             if nbytes <= limit:
                 return name
         return None
-
-    def crossovers(self) -> list[Crossover]:
-        """Return the rules as text, in the order of ``OPERATIONS``."""
-        return [Crossover(*key, describe(self.rules[key])) for key in in_table_order(self.rules)]
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as JSON values; an infinite limit is null."""
@@ -95,43 +82,6 @@ class AlgorithmTable:
             raise SettingsError(f"rules of a calibration table: expected an object, found {rules!r:.60}")
         checked = {_key(text): _steps(text, steps) for text, steps in rules.items()}
         return cls(layout_from_json(parts["layout"]), checked)
-
-
-def choose(
-    operation: str,
-    algorithm: str,
-    unavailable: Mapping[str, str],
-    tables: tuple[AlgorithmTable, ...] = (),
-    *,
-    location: str = "host",
-    kind: str = "carried",
-    nbytes: int = 0,
-) -> str:
-    """Return the named algorithm, or for ``auto`` the first one in the tables that is applicable.
-
-    All ranks pass the same data, so all choose the same. ``unavailable`` maps each algorithm of the
-    operation to the reason why it is not applicable (empty if it is). Raises ``CommunicationError``
-    for an algorithm that is unknown or not applicable.
-    """
-    if algorithm != "auto":
-        return _named(operation, algorithm, unavailable)
-    wanted: list[str | None] = [table.best(operation, location, kind, nbytes) for table in tables]
-    wanted += unavailable
-    for name in wanted:
-        if name is not None and unavailable.get(name, "unknown") == "":
-            return name
-    reasons = "; ".join(f"{name}: {why}" for name, why in unavailable.items())
-    raise CommunicationError(f"no algorithm supports {operation} of this tensor: {reasons}")
-
-
-def _named(operation: str, algorithm: str, unavailable: Mapping[str, str]) -> str:
-    check_known(operation, algorithm)
-    if unavailable[algorithm]:
-        able = ", ".join(sorted(name for name, why in unavailable.items() if not why))
-        raise CommunicationError(
-            f"algorithm {algorithm} cannot do this {operation}: {unavailable[algorithm]}; able are auto, {able}"
-        )
-    return algorithm
 
 
 def fastest(times: Times, margin: float = MARGIN) -> Steps:
@@ -264,3 +214,114 @@ def _ascending(steps: Iterator[tuple[float, str]], wrong: _Wrong) -> Iterator[tu
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+# Default choice of algorithms for machines without a calibration ------------------------------------------------------
+
+
+KIB = 2**10
+
+# One node: operations that MPI supports use MPI while the synchronisations in node memory cost more
+# than MPI's copies. Private memory of a rank must also be copied to node memory. Measured on x86-64
+# servers, two ranks.
+_ONE_NODE: Mapping[Key, Steps] = {
+    ("all_reduce", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
+    ("all_reduce", "window", "own"): ((inf, "window"),),
+    ("all_reduce", "host", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("all_reduce", "host", "own"): ((inf, "window"),),
+    ("reduce", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
+    ("reduce", "window", "own"): ((inf, "window"),),
+    ("reduce", "host", "carried"): ((inf, "mpi"),),
+    ("reduce", "host", "own"): ((inf, "tree"),),
+    ("reduce_scatter", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "window", "own"): ((inf, "window"),),
+    ("reduce_scatter", "host", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "host", "own"): ((inf, "window"),),
+    ("all_gather", "window", "carried"): ((8 * KIB, "mpi"), (inf, "window")),
+    ("all_gather", "host", "carried"): ((inf, "mpi"),),
+    ("broadcast", "window", "carried"): ((8 * KIB, "mpi"), (inf, "window")),
+    ("broadcast", "host", "carried"): ((inf, "mpi"),),
+}
+
+# More ranks than cores: each synchronisation must schedule every rank once, so node memory is worth
+# it for long tensors only.
+_OVERSUBSCRIBED: Mapping[Key, Steps] = {
+    ("all_reduce", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("all_reduce", "host", "carried"): ((inf, "mpi"),),
+    ("reduce", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "host", "carried"): ((inf, "mpi"),),
+    ("all_gather", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("broadcast", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+}
+
+# Several nodes: network traffic costs most, so node memory is used as soon as it saves bytes there.
+_NODES: Mapping[Key, Steps] = {
+    ("all_reduce", "window", "carried"): ((8 * KIB, "mpi"), (inf, "hierarchical")),
+    ("all_reduce", "window", "own"): ((inf, "hierarchical"),),
+    ("all_reduce", "host", "carried"): ((64 * KIB, "mpi"), (inf, "hierarchical")),
+    ("all_reduce", "host", "own"): ((64 * KIB, "direct"), (inf, "hierarchical")),
+    ("reduce", "window", "carried"): ((inf, "mpi"),),
+    ("reduce", "host", "carried"): ((inf, "mpi"),),
+    ("reduce_scatter", "window", "carried"): ((8 * KIB, "mpi"), (inf, "hierarchical")),
+    ("reduce_scatter", "window", "own"): ((inf, "hierarchical"),),
+    ("all_gather", "window", "carried"): ((8 * KIB, "mpi"), (inf, "hierarchical")),
+    ("broadcast", "window", "carried"): ((8 * KIB, "mpi"), (inf, "hierarchical")),
+}
+
+
+def default_table(layout: RankLayout, oversubscribed: bool = False) -> AlgorithmTable:
+    """Return the default choices for a layout without measurements.
+
+    ``oversubscribed`` means that a node has more ranks than cores.
+    """
+    if layout.nodes > 1:
+        return AlgorithmTable(layout, _NODES)
+    return AlgorithmTable(layout, {**_ONE_NODE, **_OVERSUBSCRIBED} if oversubscribed else _ONE_NODE)
+
+
+# Text report of the measurements: the algorithm per size, and its speedup over MPI's own collective -------------------
+
+
+StoredTimes = Mapping[str, Mapping[str, Mapping[str, float]]]  # seconds, by rule, algorithm and bytes, as stored
+_DTYPES = {"carried": "MPI's own", "own": "others"}  # by the library that reduces them
+
+
+def lines(table: AlgorithmTable, times: StoredTimes) -> list[str]:
+    """Return the crossovers, then the ratios by size, as lines of text."""
+    rows = [["operation", "tensor", "dtypes", "fastest"]]
+    for key in in_table_order(table.rules):
+        operation, location, kind = key
+        rows.append([operation, location, dtypes(operation, kind), describe(table.rules[key])])
+    return [*columns(rows), "", *ratios(table, times)]
+
+
+def dtypes(operation: str, kind: str) -> str:
+    """Return the dtypes of a rule as text: those that MPI reduces itself, or the others."""
+    return _DTYPES[kind] if operation in REDUCTIONS else "all"
+
+
+def ratios(table: AlgorithmTable, times: StoredTimes) -> list[str]:
+    """Return the speedup of the choice by size: over MPI's own call, or over the next best if MPI has none."""
+    sizes = sorted({int(size) for of in times.values() for by_size in of.values() for size in by_size})
+    rows = [["operation", "tensor", "dtypes", "against", *(format_bytes(size).replace(" ", "") for size in sizes)]]
+    for key in in_table_order(table.rules):
+        of_key = times.get("/".join(key), {})
+        against = "mpi" if "mpi" in of_key else "next best"
+        cells = [_ratio(table, key, of_key, size) for size in sizes]
+        rows.append([key[0], key[1], dtypes(key[0], key[2]), against, *cells])
+    title = "speedup over the algorithm in the fourth column, by bytes of the whole tensor"
+    return [title, *columns(rows, right=range(4, len(rows[0])))]
+
+
+def _ratio(table: AlgorithmTable, key: Key, of_key: Mapping[str, Mapping[str, float]], size: int) -> str:
+    at_size = {name: by_size[str(size)] for name, by_size in of_key.items() if str(size) in by_size}
+    choice = table.best(*key, size)
+    if choice not in at_size:
+        return ""
+    others = [seconds for name, seconds in at_size.items() if name != choice]
+    other = at_size["mpi"] if "mpi" in at_size else min(others, default=0.0) if "mpi" not in of_key else 0.0
+    if not other or not at_size[choice]:
+        return "-"
+    ratio = other / at_size[choice]
+    return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.0f}"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hpctrain import trace
-from hpctrain.comm.clock_offset import Clock, answer_clock, ask_clock, offset
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.composite import Clock, answer_clock, ask_clock, offset
 from hpctrain.log import logger
 from hpctrain.trace import LIMIT, Recording, Span
 from hpctrain.train.profile import read

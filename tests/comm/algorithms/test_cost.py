@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.threads import ThreadTransport, ThreadWorld
 
-from hpctrain.comm.algorithms import double_tree, pairwise, recursive, ring, tree
+from hpctrain.comm.algorithms import direct, double_tree, recursive, ring, tree
 from hpctrain.comm.algorithms.cost import FORMULAS, LATENCY_BYTES, Cost, best_segment, cost, prefers_doubling
 from hpctrain.comm.reduction import Reducer
 from hpctrain.errors import CommunicationError
@@ -21,7 +21,7 @@ ALGORITHMS: dict[str, Any] = {
     "ring": ring,
     "recursive": recursive,
     "double_tree": double_tree,
-    "pairwise": pairwise,
+    "pairwise": direct,
 }
 Body = Callable[[ThreadTransport], None]
 

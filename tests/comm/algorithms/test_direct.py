@@ -9,9 +9,10 @@ import pytest
 import torch
 from support.reductions import DTYPES, expected, ops_of, same_bits, values
 
-from hpctrain.comm.algorithms.direct import all_reduce, reduce_scatter, slices, start_all_reduce
+from hpctrain.comm.algorithms.base import slices
+from hpctrain.comm.algorithms.direct import all_reduce, reduce_scatter
 from hpctrain.comm.reduction import BLOCK, Reducer
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport
 
 LENGTHS = (0, 1, 2, 7, 64, 1000)
 
@@ -59,7 +60,7 @@ def test_all_reduce_is_not_done_before_all_ranks_have_called_it(comm: Any) -> No
     tensor = values(comm.rank, 1000, torch.float32)
     if comm.rank == 0:
         comm.barrier()
-    work = start_all_reduce(comm.transport, Reducer(), tensor, "sum")
+    work = all_reduce.start(comm.transport, Reducer(), tensor, "sum")
     if comm.rank:
         assert not work.done()
         comm.barrier()

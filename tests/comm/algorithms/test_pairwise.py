@@ -9,7 +9,7 @@ import torch
 from suites.algorithms import Play, Suite, moved
 from support.reductions import same_bits, values
 
-from hpctrain.comm.algorithms.pairwise import all_to_all, partners
+from hpctrain.comm.algorithms.direct import all_to_all, partners
 from hpctrain.comm.transport.base import Transport
 
 

@@ -9,7 +9,7 @@ from support.reductions import same_bits
 from support.threads import ThreadTransport, ThreadWorld
 
 from hpctrain.comm.algorithms import ring
-from hpctrain.comm.algorithms.direct import slices
+from hpctrain.comm.algorithms.base import slices
 from hpctrain.comm.reduction import Reducer
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from support.pace import scaled
 from torch import Tensor
 
-from hpctrain.comm.device import cuda_aware_probe
 from hpctrain.comm.device.cuda_aware_probe import (
     PREFIX,
     ProbeResult,
@@ -21,7 +23,9 @@ from hpctrain.comm.device.cuda_aware_probe import (
     library_name,
     mpi_reports_cuda,
     probe,
+    reason_to_skip,
 )
+from hpctrain.comm.transport.base import Transport
 
 SMALL = (2, 1000)
 HOST = torch.device("cpu")
@@ -44,36 +48,32 @@ def test_a_correct_exchange_passes(comm: Any) -> None:
     assert verdict == ProbeResult(False, f"every value arrived on {comm.size} ranks, {memory}", "Some MPI 1")
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("broken", ["recv", "broadcast", "all_reduce", "all_gather"])
-def test_one_wrong_value_on_one_rank_is_the_verdict_of_all_ranks(
-    comm: Any, broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = type(comm.transport)
-    name = "_irecv" if broken == "recv" else f"_{broken}"
-    right = getattr(kind, name)
+class Corrupting:
+    """Transport of which one operation delivers one wrong value, to the last rank only."""
 
-    def spoil(tensor: Tensor) -> None:
-        if comm.rank == comm.size - 1 and tensor.numel() >= 1000:
+    def __init__(self, transport: Transport, broken: str) -> None:
+        self._transport, self._broken = transport, broken
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._transport, name)
+        return partial(self._corrupted, found) if name == self._broken else found
+
+    def _corrupted(self, operation: Callable[..., Any], tensor: Tensor, *rest: Any) -> Any:
+        work = operation(tensor, *rest)
+        if work is not None:
+            return SimpleNamespace(wait=lambda: (work.wait(), self._corrupt(tensor)))
+        self._corrupt(tensor)
+
+    def _corrupt(self, tensor: Tensor) -> None:
+        if self._transport.rank == self._transport.size - 1 and tensor.numel() >= 1000:
             tensor[17] += 1
 
-    class Spoiled:
-        def __init__(self, work: Any, tensor: Tensor) -> None:
-            self.work, self.tensor = work, tensor
 
-        def wait(self) -> None:
-            self.work.wait()
-            spoil(self.tensor)
-
-    def wrong(self: Any, tensor: Tensor, *rest: Any) -> Any:
-        work = right(self, tensor, *rest)
-        if work is not None:
-            return Spoiled(work, tensor)
-        spoil(tensor)
-
-    monkeypatch.setattr(kind, name, wrong)
-    verdict = judge(comm.transport, HOST, "Some MPI 1", SMALL)
-    first_line = "send and recv" if broken == "recv" else broken
+@pytest.mark.ranks
+@pytest.mark.parametrize("broken", ["irecv", "broadcast", "all_reduce", "all_gather"])
+def test_one_wrong_value_on_one_rank_is_the_verdict_of_all_ranks(comm: Any, broken: str) -> None:
+    verdict = judge(cast(Transport, Corrupting(comm.transport, broken)), HOST, "Some MPI 1", SMALL)
+    first_line = "send and recv" if broken == "irecv" else broken
     assert not verdict.cuda_aware
     assert verdict.reason == f"{first_line} of 1000 elements brought 1 wrong ones to rank {comm.size - 1}"
     assert comm.all_gather_object(verdict) == [verdict] * comm.size
@@ -121,16 +121,24 @@ def test_a_verdict_is_found_among_warnings(aware: bool) -> None:
     assert program(printed(verdict)) == verdict
 
 
+@pytest.mark.parametrize(
+    "device, size, has_gpu, reported, reason",
+    [
+        ("cuda", 1, True, True, "the canary needs two ranks"),
+        ("cpu", 1, False, None, "the canary needs two ranks"),
+        ("cuda", 2, False, True, "no GPU is visible"),
+        ("cuda", 2, True, False, "the MPI library says that it was built without CUDA (MPIX_Query_cuda_support)"),
+        ("cuda", 2, True, True, ""),
+        ("cuda", 2, True, None, ""),  # a library without the query may still accept device pointers
+        ("cpu", 2, False, False, ""),
+    ],
+)
+def test_the_exchange_is_skipped_if_it_is_impossible(
+    device: str, size: int, has_gpu: bool, reported: bool | None, reason: str
+) -> None:
+    assert reason_to_skip(device, size, has_gpu, reported) == reason
+
+
 @pytest.mark.ranks
-def test_an_mpi_built_without_cuda_is_not_tried(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mpi_library_reports_cuda_or_cannot_tell(comm: Any) -> None:
     assert mpi_reports_cuda() in (True, False, None)
-    monkeypatch.setattr(cuda_aware_probe, "mpi_reports_cuda", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "built without CUDA (MPIX_Query_cuda_support)" in cuda_aware_probe._reason_to_skip("cuda", 2)
-    assert (
-        cuda_aware_probe._reason_to_skip("cpu", 2) == ""
-        and cuda_aware_probe._reason_to_skip("cpu", 1) == "the canary needs two ranks"
-    )
-    for unsure in (True, None):
-        monkeypatch.setattr(cuda_aware_probe, "mpi_reports_cuda", lambda: unsure)
-        assert cuda_aware_probe._reason_to_skip("cuda", 2) == ""

@@ -19,10 +19,9 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(params=[16 * 2**20, 64], ids=["whole", "cut"])
-def transport(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
+def transport(comm: Any, request: pytest.FixtureRequest) -> Iterator[Transport]:
     """Return a transport of all ranks whose device is the host."""
-    monkeypatch.setattr("hpctrain.comm.transport.mpi_calls.MESSAGE_BYTES", request.param)
-    transport = CudaMpiTransport(comm.transport.comm, torch.device("cpu"))
+    transport = CudaMpiTransport(comm.transport.comm, torch.device("cpu"), message_bytes=request.param)
     yield transport
     transport.free()
 

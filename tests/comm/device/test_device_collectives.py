@@ -18,7 +18,11 @@ from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 from hpctrain.comm.device.nccl import NcclTransport
 from hpctrain.comm.device.paths import Path, PathCapabilities
 from hpctrain.comm.device.streams import HostStreams
-from hpctrain.comm.ordering import OperationQueue
+from hpctrain.comm.dispatch import OperationQueue
+from hpctrain.comm.prepared import FlatHostCollectives
+from hpctrain.comm.shm.memory import discover
+from hpctrain.comm.transport.mpi import MpiTransport
+from hpctrain.comm.tuning.table import RankLayout, default_table
 from hpctrain.errors import CommunicationError
 
 pytestmark = pytest.mark.ranks
@@ -36,8 +40,7 @@ CASES = [(dtype, op) for dtype in (*FLOATS, *INTEGERS) for op in OPS if op != "a
 
 
 @pytest.fixture(params=ABLE)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("hpctrain.comm.device.collectives.PIECE_BYTES", 64)
+def path(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
@@ -47,16 +50,29 @@ def made() -> list[Path]:
 
 
 @pytest.fixture
-def device(comm: Any, path: Path, made: list[Path]) -> Iterator[DeviceCollectives]:
+def host(comm: Any) -> Iterator[FlatHostCollectives]:
+    """Return the collectives of host tensors, over a transport that cuts messages above 16 bytes."""
+    transport = MpiTransport(comm.transport.comm, message_bytes=16)
+    node = transport.split_node()
+    topology = discover(transport, node)
+    host = FlatHostCollectives(transport, node, topology, default_table(RankLayout(comm.size, comm.nodes, node.size)))
+    yield host
+    host.free()
+    node.free()
+    transport.free()
+
+
+@pytest.fixture
+def device(comm: Any, host: FlatHostCollectives, path: Path, made: list[Path]) -> Iterator[DeviceCollectives]:
     def make(path: Path) -> Any:
         made.append(path)
         if path == "nccl":
             return NcclTransport(comm.transport, HOST, streams=HostStreams(), library=FakeNccl())
         return CudaMpiTransport(comm.transport.comm, HOST)
 
-    ways = DeviceCollectives(comm._host, HOST, ABLE[path], make, queue=OperationQueue())
-    yield ways
-    ways.free()
+    collectives = DeviceCollectives(host, HOST, ABLE[path], make, queue=OperationQueue(), piece_bytes=64)
+    yield collectives
+    collectives.free()
 
 
 @pytest.mark.parametrize("dtype, op", CASES, ids=str)
@@ -108,20 +124,16 @@ def test_messages_arrive_on_the_device(comm: Any, device: DeviceCollectives, tag
         assert same_bits(out, values(0, NUMEL, torch.float32))
 
 
-def test_a_message_may_be_received_on_the_host(
-    comm: Any, path: Path, device: DeviceCollectives, monkeypatch: Any
+@pytest.mark.parametrize("path", ["staged"], indirect=True)
+def test_a_staged_message_may_be_received_on_the_host(
+    comm: Any, host: FlatHostCollectives, device: DeviceCollectives
 ) -> None:
-    if path == "nccl":
-        pytest.skip("NCCL carries messages from GPU to GPU only")
-    monkeypatch.setattr("hpctrain.comm.transport.mpi_calls.MESSAGE_BYTES", 16)
     out = torch.empty(NUMEL)
     if comm.rank == 0:
         device.send(values(0, NUMEL, torch.float32), 1)
-    elif comm.rank == 1 and path == "staged":
-        comm.transport.recv(out, 0)
-        assert same_bits(out, values(0, NUMEL, torch.float32))
     elif comm.rank == 1:
-        device.recv(out, 0)
+        host.transport.recv(out, 0)
+        assert same_bits(out, values(0, NUMEL, torch.float32))
 
 
 def test_paths_are_set_up_once_and_before_a_message_needs_them(

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.comm.rma.remote_memory import WORDS, Lock
 from hpctrain.comm.rma.select import expose
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import SettingsError, UsageError
 
 
@@ -47,7 +47,7 @@ def test_messages_replace_an_mpi_that_loses_additions(
 ) -> None:
     if comm.transport.name != "mpi":
         return
-    from hpctrain.comm.rma.mpi_rma import RemoteMemoryByRma
+    from hpctrain.comm.rma.mpi_memory import RemoteMemoryByRma
 
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(RemoteMemoryByRma, broken, lambda *args: 0)

@@ -191,8 +191,8 @@ def test_hierarchical_reductions_on_two_nodes(nodes: Nodes, dtype: torch.dtype) 
 def test_segments_of_a_long_slice_are_in_flight_in_turn(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     comm, ranks = nodes
     for few, piece in ((8, 4096), (1, 2**19)):
-        monkeypatch.setattr("hpctrain.comm.shm.hierarchical.FEW_NODES", few)
-        monkeypatch.setattr("hpctrain.comm.shm.hierarchical.PIECE", piece)
+        monkeypatch.setattr("hpctrain.comm.shm.collectives.FEW_NODES", few)
+        monkeypatch.setattr("hpctrain.comm.shm.collectives.PIECE", piece)
         tensor = lent(comm, values(comm.rank, 30011, torch.float32))
         other = lent(comm, values(comm.rank, 20000, torch.float32, 1))
         works = [comm.all_reduce(tensor, async_op=True), comm.all_reduce(other, "average", async_op=True)]

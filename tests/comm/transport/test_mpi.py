@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,12 +17,11 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(params=[16 * 2**20, 64], ids=["whole", "cut"])
-def transport(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
-    """Return a transport of all ranks; it segments messages above a given number of bytes."""
-    calls = importlib.import_module("hpctrain.comm.transport.mpi_calls")
-    monkeypatch.setattr(calls, "MESSAGE_BYTES", request.param)
-    monkeypatch.setattr(calls, "SHARES_BYTES", request.param)
-    transport = comm.transport.split(0, comm.rank)
+def transport(comm: Any, request: pytest.FixtureRequest) -> Iterator[Transport]:
+    """Return a transport of all ranks that cuts messages above a given number of bytes."""
+    from hpctrain.comm.transport.mpi import MpiTransport
+
+    transport = MpiTransport(comm.transport.comm, request.param, request.param)
     yield transport
     transport.free()
 

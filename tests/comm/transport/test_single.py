@@ -8,7 +8,7 @@ import pytest
 import torch
 from suites.transports import TransportSuite
 
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import CommunicationError
 
 
@@ -30,7 +30,7 @@ def test_send_and_recv_are_refused(transport: SingleTransport) -> None:
 
 def test_abort_ends_the_process_at_once_with_the_code(launch: Any) -> None:
     program = """
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport
 try:
     print("said before")
     SingleTransport().abort(7)

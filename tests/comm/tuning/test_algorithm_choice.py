@@ -6,9 +6,8 @@ from math import inf
 
 import pytest
 
-from hpctrain.comm.prepared import ALGORITHMS, check_known
-from hpctrain.comm.tuning.defaults import default_table
-from hpctrain.comm.tuning.table import OPERATIONS, AlgorithmTable, RankLayout, choose
+from hpctrain.comm.prepared import ALGORITHMS, check_known, choose
+from hpctrain.comm.tuning.table import OPERATIONS, AlgorithmTable, RankLayout, default_table
 from hpctrain.errors import CommunicationError
 
 PAIR = RankLayout(2, 1, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, describe, fastest
+from hpctrain.comm.tuning.table import AlgorithmTable, Key, RankLayout, describe, fastest
 from hpctrain.errors import SettingsError
 
 LAYOUT = RankLayout(4, 2, 2)
@@ -87,17 +87,19 @@ def test_a_size_that_was_not_measured_has_no_best() -> None:
     assert TABLE.best("all_reduce", "cuda", "own", 2**26 + 1) is None
 
 
-def test_crossovers_are_described_in_order() -> None:
-    rows = [(row.operation, row.location, row.choice) for row in TABLE.crossovers()]
-    assert rows == [
-        ("all_reduce", "window", "mpi up to 128 B, window up to 1 MiB, hierarchical above"),
-        ("all_reduce", "cuda", "staged up to 4 KiB, nccl up to 64 MiB, above not measured"),
-        ("broadcast", "host", "tree"),
-    ]
-    assert describe(((2048, "mpi"), (inf, "window"))) == "mpi up to 2 KiB, window above"
+@pytest.mark.parametrize(
+    "key, text",
+    [
+        (("all_reduce", "window", "carried"), "mpi up to 128 B, window up to 1 MiB, hierarchical above"),
+        (("all_reduce", "cuda", "own"), "staged up to 4 KiB, nccl up to 64 MiB, above not measured"),
+        (("broadcast", "host", "carried"), "tree"),
+    ],
+)
+def test_steps_are_described_by_their_limits(key: Key, text: str) -> None:
+    assert describe(TABLE.rules[key]) == text
 
 
-def test_layouts_are_described_describe() -> None:
+def test_layouts_are_described() -> None:
     assert str(LAYOUT) == "4 ranks on 2 nodes" and str(RankLayout(1, 1, 1)) == "1 rank on 1 node"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from hpctrain.comm.tuning import report
+from hpctrain.comm.tuning import table
 from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
 
 TABLE = AlgorithmTable(
@@ -27,7 +27,7 @@ TIMES = {
 
 
 def test_lines_show_crossovers_and_gains() -> None:
-    assert report.lines(TABLE, TIMES) == [
+    assert table.lines(TABLE, TIMES) == [
         "operation   tensor  dtypes     fastest",
         "all_reduce  window  MPI's own  mpi up to 128 B, window above",
         "all_reduce  host    others     tree",
@@ -42,7 +42,7 @@ def test_lines_show_crossovers_and_gains() -> None:
 
 
 def test_without_times_no_comparison_is_printed() -> None:
-    assert report.ratios(TABLE, {})[2:] == [
+    assert table.ratios(TABLE, {})[2:] == [
         "all_reduce  window  MPI's own  next best",
         "all_reduce  host    others     next best",
         "broadcast   host    all        next best",

@@ -142,7 +142,7 @@ def test_incompatible_settings_are_refused(
     parallel: ParallelSettings, server: AsynchronousSettings, offload: OffloadSettings, expected: str
 ) -> None:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.transport.single import SingleTransport
+    from hpctrain.comm.transport.base import SingleTransport
 
     with pytest.raises(SettingsError, match=expected):
         attach(make_model(), Communicator(SingleTransport()), parallel, offload=offload, asynchronous=server)

@@ -10,7 +10,7 @@ from support.tables import Lookups, batch, make_lookups
 from torch import nn
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.transport.single import SingleTransport
+from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
 from hpctrain.parallel.asynchronous.part_update import StateSpec, states_of
