@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.retention import step_of
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.checkpoint.tools.curves import is_steps, sparkline
 from hpctrain.checkpoint.tools.inspect import Contents, Entry, TensorStats, judge
@@ -118,7 +119,7 @@ def _entry_row(entry: Entry) -> list[str]:
         told = f"{told}  {entry.by} {entry.value:.4g}".strip()
     ranks = "1 rank" if entry.world_size == 1 else f"{entry.world_size} ranks"
     mark, created = "best" if entry.best else "", printable(str(entry.created))
-    named = layout.step_of(name)
+    named = step_of(name)
     suffix = "" if named in (None, entry.step) else f" (named {named}: not used to resume)"
     return [name, length, f"step {entry.step}{suffix}", ranks, created, mark, printable(told)]
 

@@ -141,19 +141,21 @@ def submit(
     after: str = "",
     environ: Mapping[str, str] = os.environ,
     on_submitted: Callable[[Submitted], object] = lambda done: None,
+    timeout: float = TIMEOUT,
 ) -> Submitted:
     """Submit a script for the run in this folder; raises ``LaunchError`` if the scheduler rejects it.
 
     ``after`` is the id of a job that must end first, with any result. It is looked up before any
     file is written; raises ``UsageError`` if the scheduler cannot wait for it. ``on_submitted`` is called
-    as soon as the job has an id, before the id is recorded in the run's folder.
+    as soon as the job has an id, before the id is recorded in the run's folder. ``timeout`` is in
+    seconds.
     """
     _check_history(Path(folder) / NAME)
     environment, removed = clean(environ)
     waits = _after(scheduler, job_to_wait_for(scheduler, after) if after else "")
     path = write(script, Path(folder), scheduler)
     command = [*_COMMANDS[scheduler], *waits, str(path)]
-    job_id = _run(command, environment)
+    job_id = _run(command, environment, timeout)
     done = Submitted(job_id, path, removed)
     on_submitted(done)  # first: the job exists from here on, even if recording it fails
     facts = {"job_id": job_id, "scheduler": scheduler, "command": command, "environment_removed": list(removed)}
@@ -266,11 +268,11 @@ def _after(scheduler: str, job_id: str) -> list[str]:
     return [f"--dependency=afterany:{job_id}"] if scheduler == "slurm" else ["-W", f"depend=afterany:{job_id}"]
 
 
-def _run(command: list[str], environment: dict[str, str]) -> str:
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> str:
     """Run the scheduler's command without a shell; return the job's id."""
     try:
         done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
         )
     except FileNotFoundError as error:
         raise LaunchError(
@@ -280,7 +282,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
         raise LaunchError(f"cannot run {command[0]}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"{command[0]} has not answered for {TIMEOUT:g} s: see whether the job is there before submitting again"
+            f"{command[0]} has not answered for {timeout:g} s: see whether the job is there before submitting again"
         ) from error
     if done.returncode:
         raise LaunchError(f"{shlex.join(command)} failed (exit code {done.returncode}): {_line(done.stderr)}")

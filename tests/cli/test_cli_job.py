@@ -181,15 +181,9 @@ def test_profiles_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert f"ours           pbs    here ({own}/ours.toml); every day" in lines
 
 
-def test_a_script_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = tmp_path / "my.sbatch"
-    script.write_text("#!/bin/bash\n#SBATCH --time=1\necho\n#SBATCH --nodes=2\n")
-    assert main(["job", "check", str(script)]) == 1
-    assert capsys.readouterr().out == (
-        f"{script}: line 4: a directive after the first command (line 3) is ignored\n"
-    )
-    assert main(["job", "check", str(GOLDEN / "train.sbatch")]) == 0
-    assert capsys.readouterr().out.endswith("its directives are valid\n")
+def test_submit_does_not_explain_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "slurm", "jobs/gpt-tiny.toml", "--show-profile"]) == 2
+    assert "unrecognized arguments: --show-profile" in capsys.readouterr().err
 
 
 def test_a_login_node_needs_neither_torch_nor_mpi() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 
@@ -53,22 +52,10 @@ def test_the_user_precedes_the_variable_and_the_variable_the_scheduler() -> None
     assert find({}, ask=ask) is None and len(asked) == 1
 
 
-def test_the_deadline_of_pbs_is_start_time_plus_walltime() -> None:
-    asked, ask = answering(json.dumps({"Jobs": {"9.server": QSTAT}}))
-    found = find(PBS, ask=ask)
-    assert found == Deadline(time.mktime((2026, 11, 22, 4, 30, 0, 0, 0, -1)), "PBS")
-    assert asked == [["qstat", "-f", "-F", "json", "9.server"]]
-
-
 @pytest.mark.parametrize("environ", [SLURM, PBS])
 @pytest.mark.parametrize("answer", ["", "NONE", "N/A", "{", "[]", '{"Jobs": {}}', '{"Jobs": {"9": {"stime": "soon"}}}'])
 def test_an_answer_without_a_time_gives_no_deadline(environ: dict[str, str], answer: str) -> None:
     assert find(environ, ask=answering(answer)[1]) is None
-
-
-def test_a_missing_scheduler_gives_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert find(SLURM) is None and find(PBS) is None
 
 
 @pytest.mark.parametrize("text", ["soon", "-5", "0", "nan", "inf", "1e30", "2026-11-22"])

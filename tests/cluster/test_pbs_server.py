@@ -73,8 +73,3 @@ def test_jobs_may_submit_jobs_if_flatuid_is_set(facts: dict[str, Any], may: bool
 @pytest.mark.parametrize("facts, seconds", [({}, 10), ({"kill_delay": 120}, 120), ({"kill_delay": "30"}, 30)])
 def test_the_kill_delay_of_qdel_is_read(facts: dict[str, Any], seconds: int) -> None:
     assert pbs_server.kill_delay(facts) == seconds
-
-
-def test_a_missing_qstat_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert pbs_server.jobs(["12"]) is None

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.schedulers import Batch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as some
-from support.batch import Batch
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
-from hpctrain.jobs.template import KINDS, check
 from hpctrain.jobs.profile import Profile, load
 from hpctrain.jobs.render import render
 from hpctrain.jobs.request import Request, run_folder
+from hpctrain.jobs.template import KINDS, check
 from hpctrain.settings import to_toml
 
 SLURM = Profile(scheduler="slurm")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.batch import Batch
+from fakes.schedulers import SAVES, WAITS, Batch, wait_for
 
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.render import render
@@ -33,10 +32,6 @@ ASKED = Request(
     settings=("train.prompt=a b",),
 )
 SWEEP = Request(config="a.toml", folder="runs/a", time="00:10:00", template="array", sweep=combine(["train.seed=1,2"]))
-# A program that writes a checkpoint and exits as after a request to save.
-SAVES = "d=runs/a/checkpoints; mkdir -p $d; n=$(ls $d | wc -l); touch $d/step_0$n.h5; "
-# A program that waits for its signal; signals may arrive more than once.
-WAITS = "trap 'touch told' USR1; touch begun; until [ -e told ]; do /bin/sleep 0.02; done; /bin/sleep 0.1; " + SAVES
 
 
 @pytest.fixture
@@ -48,133 +43,10 @@ def run(batch: Batch, script: str, job: str = "7", **more: str) -> subprocess.Co
     return batch.run(script, SLURM_JOB_ID=job, **more)
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} never came"
-        time.sleep(0.01)
-
-
-def test_a_finished_run_is_not_requeued(batch: Batch) -> None:
-    batch.does("squeue", "echo 2030-01-01T00:00:00")
-    done = run(batch, render(ASKED, SLURM), TZ="UTC", OMP_NUM_THREADS="999")
-    assert (done.returncode, done.stderr) == (0, "")
-    calls = batch.calls()
-    assert [call.name for call in calls] == ["module", "module", "squeue", "srun"]
-    assert [call.words for call in calls[:2]] == [["purge"], ["load", "m/1"]]
-    program = ["hpctrain", "train", "a.toml", "--set", "run.resume=auto", "--set", "train.prompt=a b"]
-    assert calls[3].words == ["--mpi=pmi2", "--kill-on-bad-exit=1", "--cpus-per-task=3", *program]
-    found = calls[3].environment
-    assert (found["OMP_NUM_THREADS"], found["TEST_A"], found["NCCL_SOCKET_IFNAME"]) == ("3", "b  c", "hsn0")
-    assert found["HPCTRAIN_DEADLINE"] == "1893456000"
-    assert (batch.folder / "runs/a/starts.txt").read_text() == "7 nothing\n"
-
-
-def test_a_program_is_started_and_requeued_as_a_config_is(batch: Batch) -> None:
-    words = ("--rate", "1e-3", "", "a  b", "$(canary)", "--", "@folder@")
-    script = render(replace(ASKED, config="train.py", settings=(), words=words), SLURM)
-    batch.does("squeue", "echo 2030-01-01T00:00:00")
-    batch.does("srun", f"{SAVES} exit 75")
-    assert run(batch, script, TZ="UTC").returncode == 75
-    (call,) = batch.calls("srun")
-    assert call.words[3:] == ["python", "train.py", *words] and not batch.calls("canary")
-    assert call.environment["HPCTRAIN_DEADLINE"] == "1893456000" and call.environment["HPCTRAIN_FOLDER"] == "runs/a"
-    assert [call.words for call in batch.calls("scontrol")] == [["requeue", "7"]]
-    batch.does("srun", "exit 1")
-    assert [run(batch, script).returncode for _ in range(3)] == [1, 1, 1], "a crash loop"
-    assert len(batch.calls("scontrol")) == 3
-    assert (batch.folder / "runs/a/starts.txt").read_text().count("7 step_00.h5") == 3
-
-
 def test_without_a_known_end_there_is_no_deadline(batch: Batch) -> None:
     batch.does("squeue", "echo N/A")
     run(batch, render(ASKED, SLURM))
     assert "HPCTRAIN_DEADLINE" not in batch.calls("srun")[0].environment
-
-
-@pytest.mark.parametrize("code", [75, 1, 137])
-def test_a_run_with_progress_is_requeued(batch: Batch, code: int) -> None:
-    batch.does("srun", f"{SAVES} exit {code}")
-    script = render(ASKED, SLURM)
-    for start in (1, 2, 3, 4):
-        assert run(batch, script).returncode == code
-        assert [call.words for call in batch.calls("scontrol")] == [["requeue", "7"]] * start
-    assert (batch.folder / "runs/a/starts.txt").read_text().split() == [
-        *("7", "nothing", "7", "step_00.h5", "7", "step_01.h5", "7", "step_02.h5")
-    ]
-
-
-def test_bad_input_is_not_requeued(batch: Batch) -> None:
-    batch.does("srun", "exit 2")
-    assert run(batch, render(ASKED, SLURM)).returncode == 2
-    assert not batch.calls("scontrol")
-
-
-def test_a_stop_file_prevents_requeueing(batch: Batch) -> None:
-    batch.does("srun", f"{SAVES} touch runs/a/STOP; exit 75")
-    assert run(batch, render(ASKED, SLURM)).returncode == 75
-    assert not batch.calls("scontrol")
-
-
-@pytest.mark.parametrize("code", [75, 139])
-def test_a_crash_loop_is_stopped(batch: Batch, code: int) -> None:
-    batch.does("srun", f"exit {code}")
-    script = render(ASKED, SLURM)
-    assert [run(batch, script).returncode for _ in range(2)] == [code, code]
-    last = run(batch, script)
-    assert last.returncode == 1 and len(batch.calls("scontrol")) == 2
-    assert f"job 7 has started 3 times from nothing and got no further (exit code {code})" in last.stderr
-    # Slurm itself may restart the job after a node failure: then the script starts no ranks.
-    again = run(batch, script)
-    assert again.returncode == 1 and len(batch.calls("srun")) == 3 and "giving up" in again.stderr
-    # Another job in the same folder, after the cause was repaired, starts a new count.
-    batch.does("srun", "exit 0")
-    assert run(batch, script, job="8").returncode == 0
-
-
-def test_the_number_of_restarts_is_limited(batch: Batch) -> None:
-    batch.does("srun", f"{SAVES} exit 75")
-    script = render(Request(config="a.toml", folder="runs/a", time="00:10:00", restarts=1), SLURM)
-    assert run(batch, script).returncode == 75
-    last = run(batch, script)
-    assert last.returncode == 75 and "come back 1 times: submit it again" in last.stderr
-    assert len(batch.calls("scontrol")) == 1
-
-
-@pytest.mark.parametrize(
-    "number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)], ids=["limit is near", "somebody ends the job"]
-)
-def test_a_signal_to_the_script_reaches_the_ranks(batch: Batch, number: signal.Signals, back: bool) -> None:
-    batch.does("srun", f"{WAITS} exit 75")
-    job = batch.start(render(ASKED, SLURM), SLURM_JOB_ID="7")
-    wait_for(batch.folder / "begun")
-    job.send_signal(number)
-    time.sleep(0.05)
-    job.send_signal(number)
-    output, _ = job.communicate(timeout=20)
-    assert (job.returncode, output) == (75, "")
-    assert (batch.folder / "runs/a/checkpoints/step_00.h5").exists()
-    assert bool(batch.calls("scontrol")) is back
-
-
-def test_the_script_waits_for_a_rank_that_ignores_signals(batch: Batch) -> None:
-    # A signal interrupts bash's wait, which must not be mistaken for the end of the ranks.
-    batch.does("srun", "trap '' USR1; touch begun; /bin/sleep 0.6; exit 0")
-    job = batch.start(render(ASKED, SLURM), SLURM_JOB_ID="7")
-    wait_for(batch.folder / "begun")
-    for _ in range(4):
-        job.send_signal(signal.SIGUSR1)
-        time.sleep(0.05)
-    job.communicate(timeout=20)
-    assert job.returncode == 0 and not batch.calls("scontrol")
-
-
-@pytest.mark.parametrize("profile, word", [(SLURM, "sbatch"), (PBS, "qsub")], ids=["slurm", "pbs"])
-@pytest.mark.parametrize("request_", [ASKED, SWEEP], ids=["train", "array"])
-def test_outside_of_a_job_no_rank_is_started(batch: Batch, profile: Profile, word: str, request_: Request) -> None:
-    done = batch.run(render(request_, profile))
-    assert done.returncode != 0 and f"submit this script with {word}" in done.stderr
-    assert not batch.calls() and not (batch.folder / "runs").exists()
 
 
 def pbs(batch: Batch, script: str, job: str = "7.server", **more: str) -> subprocess.CompletedProcess[str]:
@@ -194,16 +66,6 @@ def test_a_pbs_job_submits_its_successor(batch: Batch) -> None:
     assert 0 <= int(call.environment["HPCTRAIN_DEADLINE"]) - int(before) - 600 < 20
     assert [call.words for call in batch.calls("qsub")] == [["-v", "HPCTRAIN_CHAIN=7.server", "runs/a/job.pbs"]]
     assert (batch.folder / "runs/a/output.txt").read_text() == "said\nand complained\n"
-
-
-def test_pbs_starts_are_counted_over_the_chain(batch: Batch) -> None:
-    batch.does("mpiexec", "exit 1")
-    script = render(ASKED, PBS)
-    codes = [pbs(batch, script).returncode]
-    codes += [pbs(batch, script, job=f"{number}.server", HPCTRAIN_CHAIN="7.server").returncode for number in (8, 9)]
-    assert codes == [1, 1, 1] and len(batch.calls("qsub")) == 2
-    assert len({call.environment["HPCTRAIN_START"] for call in batch.calls("mpiexec")}) == 3
-    assert "7.server has started 3 times" in (batch.folder / "runs/a/output.txt").read_text()
 
 
 def test_a_missing_script_is_reported_under_pbs(batch: Batch) -> None:
@@ -249,6 +111,7 @@ def test_every_job_of_a_pbs_chain_is_recorded(batch: Batch) -> None:
     for job, again in (("7.server", "8.server"), ("8.server", "9.server")):
         batch.does("qsub", f"echo 'Welcome to the site'; echo {again}")
         pbs(batch, script, job=job, HPCTRAIN_CHAIN="7.server")
+    assert len({call.environment["HPCTRAIN_START"] for call in batch.calls("mpiexec")}) == 2
     noted = history(batch.folder / "runs/a")
     assert [entry["job_id"] for entry in noted] == ["7.server", "8.server", "9.server"]
     assert [entry.get("chain") for entry in noted] == [None, "7.server", "7.server"]
@@ -299,34 +162,13 @@ def test_killing_the_script_ends_all_ranks(batch: Batch) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_signal_passes_through_timeout(batch: Batch, number: signal.Signals, back: bool) -> None:
-    batch.does("mpiexec", f"{WAITS} exit 75")
-    script = render(ASKED, PBS)
-    (batch.folder / "runs/a").mkdir(parents=True)
-    (batch.folder / "runs/a/job.pbs").write_text(script)
-    job = batch.start(script, PBS_JOBID="7", PBS_O_WORKDIR=str(batch.folder))
-    wait_for(batch.folder / "begun")
-    job.send_signal(number)
-    job.communicate(timeout=20)
-    assert job.returncode == 75 and bool(batch.calls("qsub")) is back
-
-
-@pytest.mark.parametrize("task", ["0", "1"])
-def test_every_task_of_an_array_has_its_settings_and_folder(batch: Batch, task: str) -> None:
+def test_a_task_of_a_slurm_array_restarts_alone(batch: Batch) -> None:
     batch.does("srun", "exit 75")
-    assert run(batch, render(SWEEP, SLURM), job="9", SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID=task).returncode == 75
-    (call,) = batch.calls("srun")
-    assert call.words[-4:] == ["--set", f"train.seed={int(task) + 1}", "--set", f"run.folder=runs/a/{task}"]
-    assert (batch.folder / f"runs/a/{task}/starts.txt").read_text() == f"9_{task} nothing\n"
+    assert run(batch, render(SWEEP, SLURM), job="9", SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="1").returncode == 75
+    assert (batch.folder / "runs/a/1/starts.txt").read_text() == "9_1 nothing\n"
     # The job id of a task may be that of the array, and commands on that id act on all tasks.
-    assert batch.calls("scontrol")[0].words == ["requeue", f"9_{task}"]
-    assert f"--jobs=9_{task}" in batch.calls("squeue")[0].words
-
-
-def test_a_task_outside_of_the_sweep_is_bad_input(batch: Batch) -> None:
-    done = run(batch, render(SWEEP, SLURM), SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
-    assert done.returncode == 2 and "task 2 of the array has no settings" in done.stderr and not batch.calls("srun")
+    assert batch.calls("scontrol")[0].words == ["requeue", "9_1"]
+    assert "--jobs=9_1" in batch.calls("squeue")[0].words
 
 
 def test_a_task_of_a_pbs_array_restarts_alone(batch: Batch) -> None:
@@ -341,16 +183,6 @@ def test_a_task_of_a_pbs_array_restarts_alone(batch: Batch) -> None:
     assert batch.calls("mpiexec")[1].words[-1] == "run.folder=runs/a/1"
     noted = (batch.folder / "runs/a/1/starts.txt").read_text()
     assert noted == "7[1].server nothing 7[1].server\n7[1].server step_1.h5 8\n"
-
-
-def test_a_benchmark_runs_once(batch: Batch) -> None:
-    asked = Request(config="a.toml", folder="runs/a", time="00:08:00", template="benchmark")
-    done = run(batch, render(asked, SLURM))
-    assert done.returncode == 0 and "HPCTRAIN_CALIBRATION=runs/a/calibration.json" in done.stdout
-    (call,) = batch.calls("srun")
-    assert call.words[-4:] == ["--seconds", "240", "--output", "runs/a/calibration.json"]
-    batch.does("srun", "exit 3")
-    assert run(batch, render(asked, SLURM)).returncode == 3 and not batch.calls("scontrol")
 
 
 def test_the_launcher_starts_the_container(batch: Batch) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.doctoring import MISSING, TYPES, only, slurm, told
+from support.doctoring import TYPES, only, slurm, told
 
 from hpctrain.doctor.findings import Finding
 from hpctrain.doctor.login.schedulers import Pbs, Slurm, check_pbs, check_slurm
 from hpctrain.util.probe import Answer
-
-
-def test_a_machine_without_slurm_has_no_finding() -> None:
-    assert list(check_slurm(Slurm(MISSING, MISSING, MISSING), {})) == []
 
 
 def test_a_well_configured_slurm_is_ok() -> None:
@@ -72,10 +68,6 @@ def test_all_formats_of_the_mpi_list_are_parsed() -> None:
 
 
 PBS = Pbs(Answer("pbs_version = 2022.1.3.20230214"))
-
-
-def test_a_machine_without_pbs_has_no_finding() -> None:
-    assert list(check_pbs(Pbs(MISSING), {}, slurm=False)) == []
 
 
 def test_openpbs_and_torque_are_recognized() -> None:

@@ -79,17 +79,9 @@ def test_chunks_and_the_old_form_cannot_be_mixed() -> None:
     assert found("#PBS -l select=2", "#PBS -l nodes=2:ppn=4") == [
         "line 4: nodes= is the old form and cannot be mixed with select="
     ]
-    assert found("#PBS -l select=2", "#PBS -l ncpus=4") == [
-        "line 4: ncpus belongs in a chunk of select, not beside it"
-    ]
+    assert found("#PBS -l select=2", "#PBS -l ncpus=4") == ["line 4: ncpus belongs in a chunk of select, not beside it"]
     assert found("#PBS -l walltime=1", "#PBS -l walltime=2") == ["line 4: -l walltime is already in line 3"]
 
 
 def test_a_name_that_is_too_long_is_reported() -> None:
     assert problems(f"#!/bin/bash\n#PBS -N {'a' * 231}\n") == ["line 2: -N: a name has at most 230 characters"]
-
-
-def test_directives_after_the_first_command_are_reported() -> None:
-    assert found("cd x", "#PBS -V") == ["line 4: a directive after the first command (line 3) is ignored"]
-    assert found(" #PBS -V") == ["line 3: not a directive, which begins with #PBS at the start of its line"]
-    assert found("# PBS is nice") == []
