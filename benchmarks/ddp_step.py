@@ -18,149 +18,126 @@ from __future__ import annotations
 
 import argparse
 import copy
-import tempfile
-import time
-from collections.abc import Callable
-from pathlib import Path
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from harness import milliseconds, mpi_name, provenance, slowest, summary, table, write
+from harness.report import step_table
+from harness.run import announce, check_names, finish, interleave, main, make_parser, process_group, split, start, timed
+from harness.stats import Times, differences, ratio, slowest, summaries
+from harness.targets import Target, at_least, target_table, targets_json
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-import hpctrain
+from hpctrain.comm.communicator import Communicator
 from hpctrain.models.build import build
 from hpctrain.models.settings import ModelSettings
 
 CONTEXT = 128
-TARGET_SCORE = 0.95
-TARGET_SPEEDUP = 1.2
+ALONE, OURS = "no synchronisation", "hpctrain DDP"
+TORCH, TORCH_VIEWS = "torch DDP + gloo", "torch DDP + gloo, bucket views"
+WORDS = {"alone": ALONE, "torch": TORCH, "torch-views": TORCH_VIEWS}
+TARGET_SCORE, TARGET_SPEEDUP = 0.95, 1.2
 STREAM_BYTES = 64 * 2**20
 
 
 class Candidate:
-    """Training setup of the same model, and its timings."""
+    """Training setup of the same model, and its losses."""
 
     def __init__(self, model: nn.Module, attach: Callable[[nn.Module], nn.Module]) -> None:
-        self.model = attach(model)
+        self.model = attach(copy.deepcopy(model))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.seconds: list[float] = []
         self.losses: list[float] = []
 
-    def step(self, inputs: Tensor, targets: Tensor) -> None:
+    def step(self, tokens: Tensor) -> None:
         """Run one step, from forward to optimizer step."""
-        loss = cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss = cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
 
 
-def main() -> None:
-    """Run the benchmark; rank 0 prints and writes."""
-    args = parse()
-    job = hpctrain.init(device="cpu")
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the checked options."""
+    parser = make_parser("ddp_step", __doc__, rounds=40, quick=False)
+    parser.add_argument("--warmup", type=int, default=5, help="steps before, not timed")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of 128 tokens per rank")
+    parser.add_argument("--without", default="", help=f"candidates to leave out: {', '.join(WORDS)}")
+    args = parser.parse_args(argv)
+    args.without = {WORDS[word] for word in check_names("candidate", split(args.without), WORDS)}
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    """Time all candidates on the ranks of the job."""
+    job = start("ddp-step", least=1)
     torch.manual_seed(0)
     model = build(ModelSettings(name="gpt-mini", context=CONTEXT), vocab_size=256)
     gradient_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        store = job.comm.broadcast_object(f"{folder}/store")
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=job.rank, world_size=job.size)
-        candidates = make(model, job)
-        generator = torch.Generator().manual_seed(job.rank)
-        for round_number in range(args.warmup + args.rounds):
-            tokens = torch.randint(256, (args.batch, CONTEXT + 1), generator=generator)
-            for candidate in candidates.values():
-                job.comm.barrier()
-                started = time.perf_counter()
-                candidate.step(tokens[:, :-1], tokens[:, 1:])
-                if round_number >= args.warmup:
-                    candidate.seconds.append(time.perf_counter() - started)
-        stream = stream_rate(job)
-        job.comm.barrier()
-        dist.destroy_process_group()
-    gathered = job.comm.all_gather_object({name: candidate.seconds for name, candidate in candidates.items()})
-    if job.rank == 0:
-        report(job, candidates, gathered, gradient_bytes, stream, args)
-
-
-def parse() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each candidate")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before, not timed")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of 128 tokens per rank")
-    return parser.parse_args()
-
-
-def make(model: nn.Module, job: Any) -> dict[str, Candidate]:
-    """Return the candidates, each with its own copy of the model."""
     ddp = nn.parallel.DistributedDataParallel
-    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "no synchronisation": lambda module: module,
-        "torch DDP + gloo": ddp,
-        "torch DDP + gloo, bucket views": lambda module: ddp(module, gradient_as_bucket_view=True),
-        "hpctrain DDP": job.wrap,
+    attach: dict[str, Callable[[nn.Module], nn.Module]] = {
+        ALONE: lambda module: module,
+        TORCH: ddp,
+        TORCH_VIEWS: lambda module: ddp(module, gradient_as_bucket_view=True),
+        OURS: job.wrap,
     }
-    return {name: Candidate(copy.deepcopy(model), way) for name, way in ways.items()}
+    with process_group(job.comm):
+        candidates = {name: Candidate(model, each) for name, each in attach.items() if name not in args.without}
+        announce(f"timing {len(candidates)} candidates", job.comm)
+        turns = {name: partial(turn, job.comm, one, args.batch) for name, one in candidates.items()}
+        seconds = interleave(turns, args.rounds, warmup=args.warmup, comm=job.comm, what="rounds")
+        stream = stream_rate(job.comm)
+    losses = {name: one.losses for name, one in candidates.items()}
+    gathered, all_losses = zip(*job.comm.all_gather_object((seconds, losses)))
+    if job.rank == 0:
+        times, drift = summaries(gathered), differences(all_losses[:1], TORCH, without=(ALONE, TORCH_VIEWS))
+        report(args, job.size, times, drift.get(OURS, 0.0), gradient_bytes, stream)
 
 
-def stream_rate(job: Any) -> float:
-    """Return the bytes/s (read + written) that one core copies while all ranks do, on the slowest rank."""
+def turn(comm: Communicator, one: Candidate, batch: int, number: int) -> float:
+    """Return the seconds of a step that all ranks start together, on tokens of the rank and the step. Collective."""
+    generator = torch.Generator().manual_seed(1000 * number + comm.rank)
+    tokens = torch.randint(256, (batch, CONTEXT + 1), generator=generator)
+    return timed(lambda: one.step(tokens), comm)
+
+
+def stream_rate(comm: Communicator) -> float:
+    """Return the bytes/s (read + written) that one core copies while all ranks do, on the slowest rank. Collective."""
     source, target = torch.ones(STREAM_BYTES // 4), torch.ones(STREAM_BYTES // 4)
-    seconds = []
-    for _ in range(15):
-        job.comm.barrier()
-        started = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - started)
-    times = slowest(job.comm.all_gather_object(seconds))
-    return 2 * STREAM_BYTES / summary(times)["median"]
+    seconds = [timed(lambda: target.copy_(source), comm) for _ in range(15)]
+    return 2 * STREAM_BYTES / statistics.median(slowest(comm.all_gather_object(seconds)))
 
 
 def report(
-    job: Any,
-    candidates: dict[str, Candidate],
-    gathered: list[dict[str, list[float]]],
-    gradient_bytes: int,
-    stream: float,
-    args: argparse.Namespace,
+    args: argparse.Namespace, ranks: int, times: Times, drift: float, gradient_bytes: int, stream: float
 ) -> None:
     """Print ratios first, then times; write all of it."""
-    times = {name: summary(slowest([rank[name] for rank in gathered])) for name in candidates}
-    ideal = times["no synchronisation"]["median"] + 2 * gradient_bytes / stream
-    ours = times["hpctrain DDP"]["median"]
-    score = ideal / ours
-    speedups = {name: times[name]["median"] / ours for name in times if name.startswith("torch")}
-    drift = max(
-        abs(a - b) / abs(b) for a, b in zip(candidates["hpctrain DDP"].losses, candidates["torch DDP + gloo"].losses)
-    )
-    print(f"score (no-sync step + 2S/B) / step       {score:.3f}   (target {TARGET_SCORE})")
-    for name, speedup in speedups.items():
-        print(f"times {name:<34} {speedup:.2f}   (target {TARGET_SPEEDUP})")
-    print(f"losses differ from torch's by            {drift:.1e}   (relative, largest of all steps)\n")
-    rows = [["step", "median ms", "quartile 1", "quartile 3", "min"]]
-    rows += [[name, *milliseconds(time)] for name, time in times.items()]
-    print(table(rows))
-    print(f"\nS = {gradient_bytes / 1e6:.1f} MB, B = {stream / 1e9:.1f} GB/s per core, {args.rounds} rounds")
-    path = write(
-        f"ddp-step-np{job.size}",
-        {
-            "benchmark": "ddp-step",
-            "score": score,
-            "speedups": speedups,
-            "largest_relative_loss_difference": drift,
-            "gradient_bytes": gradient_bytes,
-            "stream_bytes_per_second": stream,
-            "batch_per_rank": args.batch,
-            "seconds": times,
-            "provenance": provenance(job.size, mpi_name()),
-        },
-    )
-    print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    score = None
+    if ALONE in times and OURS in times:
+        score = (times[ALONE]["median"] + 2 * gradient_bytes / stream) / times[OURS]["median"]
+    speedups = {name: value for name in (TORCH, TORCH_VIEWS) if (value := ratio(times, name, OURS)) is not None}
+    found: list[Target] = list(at_least("score (no-sync step + 2S/B) / step", score, TARGET_SCORE))
+    found += [Target(f"step: {name} / {OURS}", value, TARGET_SPEEDUP) for name, value in speedups.items()]
+    content: Mapping[str, Any] = {
+        "benchmark": "ddp-step",
+        "score": score,
+        "speedups": speedups,
+        "targets": targets_json(found),
+        "largest_relative_loss_difference": drift,
+        "gradient_bytes": gradient_bytes,
+        "stream_bytes_per_second": stream,
+        "batch_per_rank": args.batch,
+        "seconds": times,
+    }
+    text = f"{target_table(found)}\n{step_table('step', times)}\n"
+    text += f"losses differ from torch's by {drift:.1e} (relative, largest of all steps)\n"
+    text += f"S = {gradient_bytes / 1e6:.1f} MB, B = {stream / 1e9:.1f} GB/s per core, {args.rounds} rounds"
+    finish(args, f"ddp-step-np{ranks}", content, text, ranks=ranks, launched=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(parse, run))

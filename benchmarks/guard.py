@@ -26,6 +26,8 @@ from harness.stats import summary
 from harness.targets import Target, target_table, targets_json
 from torch import nn
 
+from hpctrain.parallel.guard.guard import unprotect
+
 ROUNDS, WARMUP = 40, 5
 STRATEGIES = ("ddp", "zero1", "fsdp")
 WIDTH, SAMPLES, ASKED = 32, 64, 1.01
@@ -98,7 +100,7 @@ def step_of(job: Any, strategy: str, count: int, *, guards: bool) -> Callable[[]
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count // 2)]
     model = job.wrap(nn.Sequential(*layers), strategy)
     if not guards:
-        job.strategy(model).unprotect()
+        unprotect(job.strategy(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = torch.randn(SAMPLES, WIDTH)
 

@@ -16,66 +16,222 @@ trains within a tenth of the GPU's memory with and without offload.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import turns
-from harness import guarded, milliseconds, provenance, summary, table, write
-from offloading import plot
-from offloading.candidates import make, thread_counts
-from offloading.names import ALONE, CANDIDATES, OURS, OURS_16, TORCH, TORCH_16, TRIAD
-from offloading.targets import count, device_targets, rate, update_targets
-from offloading.task import FULL, SMALL
-from offloading.timing import STREAM_BYTES, check_same, take_turns, threads
-from saving.report import print_targets, targets_json
+from harness.plot import Bar, bars, colour_of, save
+from harness.report import step_table
+from harness.run import announce, finish, interleave, main, parse_candidates, stop, timed
+from harness.stats import Times, ratio, summary
+from harness.targets import Target, at_least, target_table, targets_json
+from torch import Tensor, nn
 
-ROUNDS = 20
+from hpctrain.errors import HpctrainError
+from hpctrain.parallel.offload.one_pass import OnePass
+from hpctrain.util.format import counted
+
+OURS = "hpctrain one pass"
+TORCH = "torch: clip, AdamW fused, cast"
+OURS_16 = "hpctrain one pass, bfloat16 gradients"
+TORCH_16 = "torch: cast, clip, AdamW fused, cast"
+ALONE = "torch AdamW fused alone"  # without the necessary work before and after it
+TRIAD = "STREAM triad"
+CANDIDATES = (OURS, TORCH, OURS_16, TORCH_16, ALONE)
+PAIRS = ((OURS, TORCH), (OURS_16, TORCH_16))
 WORDS = {"torch": TORCH, "bfloat16": OURS_16, "torch-bfloat16": TORCH_16, "alone": ALONE}
+ROUNDS, WARMUP = 20, 2
+SCALE = 0.999  # factor of clipping; gradients that torch scales in place each time hardly change
+LINE = 16  # floats; parameters begin at cache lines
+STREAM_BYTES = 64 * 2**20  # of each of three arrays, far more than caches hold
+BYTES = 28  # minimum memory traffic of AdamW per parameter
+UPDATE_TARGET = 1.0  # times as fast as torch
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or one trial of a model's size; return the exit code."""
-    if argv is None and sys.argv[1:2] == ["--try"]:
-        from offloading.largest import try_it
+@dataclass(frozen=True)
+class Task:
+    """Shape of the GPT."""
 
-        return try_it(sys.argv[2])
-    return guarded(lambda: run(parse(argv)))
+    layers: int = 6
+    width: int = 768
+    vocabulary: int = 8192
+    context: int = 1024
+
+    @property
+    def buffers(self) -> list[list[tuple[int, ...]]]:
+        """Return the shapes of the parameters of each buffer: the embeddings, the blocks, the last norm."""
+        width = self.width
+        norm: list[tuple[int, ...]] = [(width,)] * 2
+        linears = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+        block = [*norm, *norm, *(shape for rows, columns in linears for shape in ((rows, columns), (rows,)))]
+        return [[(self.vocabulary, width), (self.context, width)], *[block] * self.layers, norm]
+
+    @property
+    def numel(self) -> int:
+        """Return the number of parameters."""
+        return sum(prod(shape) for part in self.buffers for shape in part)
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """Flat buffer of several parameters, and views of it in their shapes."""
+
+    flat: Tensor
+    views: list[Tensor]
+
+
+def flat_buffer(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> FlatBuffer:
+    """Return a buffer with reproducible random elements; alignment gaps are zeros."""
+    places, end = [], 0
+    for shape in shapes:
+        places.append(end)
+        end += -(-prod(shape) // LINE) * LINE
+    flat = torch.zeros(end, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    views = [flat[place : place + prod(shape)].view(shape) for place, shape in zip(places, shapes)]
+    for view in views:
+        view.copy_(torch.randn(view.shape, generator=generator) * 0.02)
+    return FlatBuffer(flat, views)
+
+
+def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    """Return torch's fused AdamW, with weight decay for parameters with two dimensions."""
+    groups = [
+        {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
+        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+FULL, SMALL = Task(), Task(layers=2, width=32, vocabulary=64, context=16)
+
+
+class Side:
+    """Parameters, gradients in float32 and bfloat16, optimizer states, and memory for copies in bfloat16."""
+
+    def __init__(self, task: Task) -> None:
+        shapes = task.buffers
+        self.masters = [flat_buffer(part, torch.float32, number) for number, part in enumerate(shapes)]
+        self.gradients = [flat_buffer(part, torch.float32, 100 + number) for number, part in enumerate(shapes)]
+        self.gradients_16 = [flat_buffer(part, torch.bfloat16, 100 + number) for number, part in enumerate(shapes)]
+        self.copies = [flat_buffer(part, torch.bfloat16, number) for number, part in enumerate(shapes)]
+        self.parameters = [[nn.Parameter(view) for view in part.views] for part in self.masters]
+        self.optimizer = optimizer_of([one for part in self.parameters for one in part])
+
+    def same(self, other: Side) -> bool:
+        """Return whether another side has the same master weights and copies, bit for bit."""
+        pairs = [*zip(self.masters, other.masters), *zip(self.copies, other.copies)]
+        return all(one.flat.equal(two.flat) for one, two in pairs)
+
+
+class Torch(Side):
+    """Optimizer step of torch, in several passes over all of memory."""
+
+    def step(self) -> None:
+        """Clip, update, and copy."""
+        for part in self.gradients:
+            part.flat.mul_(SCALE)
+        self.update()
+        for master, copy in zip(self.masters, self.copies):
+            copy.flat.copy_(master.flat)
+
+    def step_16(self) -> None:
+        """Convert the gradients from bfloat16 first."""
+        for source, target in zip(self.gradients_16, self.gradients):
+            target.flat.copy_(source.flat)
+        self.step()
+
+    def update(self) -> None:
+        """Update only."""
+        for parameters, gradients in zip(self.parameters, self.gradients):
+            for parameter, gradient in zip(parameters, gradients.views):
+                parameter.grad = gradient
+        self.optimizer.step()
+
+
+class Ours(Side):
+    """Optimizer step of hpctrain, in one pass, chunk by chunk."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.one_pass = OnePass(self.optimizer)
+
+    def step(self) -> None:
+        """Update with gradients in float32."""
+        self._step(self.gradients)
+
+    def step_16(self) -> None:
+        """Update with gradients in bfloat16."""
+        self._step(self.gradients_16)
+
+    def _step(self, gradients: list[FlatBuffer]) -> None:
+        for parameters, part, copy in zip(self.parameters, gradients, self.copies):
+            self.one_pass.step(parameters, part.views, SCALE, copy.views)
+
+
+def check_same(task: Task) -> None:
+    """Raise ``HpctrainError`` unless both candidates give the same bits, with gradients of both dtypes."""
+    theirs, ours = Torch(task), Ours(task)
+    for _ in range(3):  # each time from the same bfloat16 gradients, which stay unchanged
+        theirs.step_16()
+        ours.step_16()
+    theirs.gradients = Torch(task).gradients  # fresh gradients, as torch has scaled them in place
+    theirs.step()
+    ours.step()
+    if not theirs.same(ours):
+        raise HpctrainError("one pass differs in bits from torch's AdamW with its separate passes")
+
+
+# Measurement ----------------------------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options."""
-    return turns.parse("offload.py", __doc__, argv, rounds=ROUNDS, words=WORDS, candidates=CANDIDATES)
+    return parse_candidates("offload", __doc__, argv, rounds=ROUNDS, words=WORDS, known=CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:
     """Measure the optimizer step, and training if there is a GPU."""
     update(args)
-    if torch.cuda.is_available() and not args.quick:
-        train(args)
-    else:
+    if args.quick or not torch.cuda.is_available():
         print("no GPU: steps with and without offload are left out", file=sys.stderr)
+    elif not stop.number:
+        import offload_gpu
+
+        offload_gpu.run(args)
 
 
 def update(args: argparse.Namespace) -> None:
     """Time optimizer steps on the host."""
     task = SMALL if args.quick else FULL
     check_same(SMALL)
-    steps, _ = make(args.names, task)
+    theirs, ours = Torch(task), Ours(task)
+    steps = {
+        OURS: ours.step,
+        TORCH: theirs.step,
+        OURS_16: ours.step_16,
+        TORCH_16: theirs.step_16,
+        ALONE: theirs.update,
+    }
+    steps = {**{name: steps[name] for name in args.names}, TRIAD: triad()}
     times: dict[str, dict[str, Any]] = {}
-    for number in thread_counts():
-        print(f"timing {len(steps)} candidates, {count(str(number))} ...", file=sys.stderr, flush=True)
+    for number in sorted({torch.get_num_threads(), 1}, reverse=True):
+        announce(f"timing {len(steps)} candidates, {counted(number, 'thread')}")
         with threads(number):
-            seconds = take_turns(steps, args.rounds)
-        times[str(number)] = {name: summary(each) for name, each in seconds.items()}
+            turns = {name: partial(lambda step, _: timed(step), step) for name, step in steps.items()}
+            seconds = interleave(turns, args.rounds, warmup=WARMUP, what="rounds")
+        times[str(number)] = {name: summary(each) for name, each in seconds.items() if each}
     rates = {
-        number: {name: _rate(name, task.numel, each["median"]) for name, each in some.items()}
+        number: {name: rate(name, task.numel, each["median"]) for name, each in some.items()}
         for number, some in times.items()
     }
-    found = list(update_targets(times))
+    found = list(targets(times))
     content = {
         "benchmark": "offload",
         "quick": args.quick,
@@ -83,66 +239,90 @@ def update(args: argparse.Namespace) -> None:
         "targets": targets_json(found),
         "seconds": times,
         "rates": rates,
-        "provenance": _provenance(),
     }
-    paths = [write("offload", content, args.results), *plot.draw_update(content, args.results / "offload")]
-    if args.json:
-        print(json.dumps(content, indent=2))
-        return
-    print(f"\n{plot.title(content)}\n")
-    print_targets(found)
-    report(content)
-    print("written to " + ", ".join(str(path) for path in paths))
+    text = "\n".join(
+        [f"\n{title(content)}\n", target_table(found), *map(partial(threads_table, rates), times, times.values())]
+    )
+    finish(args, "offload", content, text, draw=draw)
 
 
-def _rate(name: str, numel: int, seconds: float) -> float:
+def triad() -> Callable[[], None]:
+    """Return a = b + s c, the triad of STREAM (McCalpin), on arrays of float32."""
+    a, b, c = (torch.ones(STREAM_BYTES // 4) for _ in range(3))
+
+    def run() -> None:
+        torch.add(b, c, alpha=SCALE, out=a)
+
+    return run
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads for the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def rate(name: str, numel: int, seconds: float) -> float:
     """Return bytes per second: at 28 bytes per parameter, or the memory traffic of the triad."""
-    return 3 * STREAM_BYTES / seconds if name == TRIAD else rate(numel, seconds)
+    return 3 * STREAM_BYTES / seconds if name == TRIAD else BYTES * numel / seconds
 
 
-def report(content: dict[str, Any]) -> None:
-    """Print a table per number of threads."""
-    for number, times in content["seconds"].items():
-        rates = content["rates"][number]
-        rows = [[f"update, {count(number)}", "median ms", "quartile 1", "quartile 3", "min", "GB/s", "of the triad"]]
-        for name, each in times.items():
-            figures = [f"{rates[name] / 1e9:.1f}", f"{rates[name] / rates[TRIAD]:.2f}"]
-            rows.append([name, *milliseconds(each), *figures])
-        print(table(rows) + "\n")
-        if OURS in times and ALONE in times and TORCH in times:
-            saved = times[TORCH]["median"] - times[OURS]["median"]
-            around = times[TORCH]["median"] - times[ALONE]["median"]
-            print(f"one pass saves {saved * 1e3:.1f} ms; clipping and copying take torch {around * 1e3:.1f} ms\n")
+# Output ---------------------------------------------------------------------------------------------------------------
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train with and without offload on the GPU."""
-    from offloading.device import measure
-
-    measured, pictures = measure(args.results / "offload-gpu")
-    found = list(device_targets(measured))
-    content = {"benchmark": "offload-gpu", **measured, "targets": targets_json(found), "provenance": _provenance()}
-    paths: list[Path] = [write("offload-gpu", content, args.results), *pictures]
-    if args.json:
-        print(json.dumps(content, indent=2))
-        return
-    print_targets(found)
-    rows = [["step", "median ms", "quartile 1", "quartile 3", "min", "TFLOP/s", "peak GiB"]]
-    for name, each in measured["steps"].items():
-        figures = [f"{each['tflop_per_second']:.1f}", f"{each['peak_bytes'] / 2**30:.1f}"]
-        rows.append([name, *milliseconds(each["seconds"]), *figures])
-    print(table(rows) + "\n")
-    for name, each in measured["steps"].items():
-        parts = ", ".join(f"{kind} {seconds * 1e3:.0f}" for kind, seconds in each["busy_seconds"].items())
-        print(f"{name}, ms at work in a step: {parts}")
-    for name, parameters in measured["largest"].items():
-        print(f"largest model in {measured['memory_fraction']:.0%} of the GPU, {name}: {parameters / 1e9:.2f} billion")
-    print("written to " + ", ".join(str(path) for path in paths))
+def targets(by_threads: Mapping[str, Times]) -> Iterator[Target]:
+    """Yield the speed of one pass relative to torch's passes, per number of threads."""
+    for number, times in by_threads.items():
+        for ours, theirs in PAIRS:
+            what = f"{ours}: speed / torch, {counted(int(number), 'thread')}"
+            yield from at_least(what, ratio(times, theirs, ours), UPDATE_TARGET)
 
 
-def _provenance() -> dict[str, Any]:
-    return {**provenance(1, "none"), "command": " ".join(["python", *sys.argv])}
+def threads_table(all_rates: Mapping[str, Mapping[str, float]], number: str, times: Times) -> str:
+    """Return the table of one number of threads."""
+    rates = all_rates[number]
+    more = {
+        "GB/s": {name: f"{each / 1e9:.1f}" for name, each in rates.items()},
+        "of the triad": {name: f"{each / rates[TRIAD]:.2f}" for name, each in rates.items() if TRIAD in rates},
+    }
+    text = step_table(f"update, {counted(int(number), 'thread')}", times, more)
+    if {OURS, ALONE, TORCH} <= times.keys():
+        saved = times[TORCH]["median"] - times[OURS]["median"]
+        around = times[TORCH]["median"] - times[ALONE]["median"]
+        text += f"\none pass saves {saved * 1e3:.1f} ms; clipping and copying take torch {around * 1e3:.1f} ms\n"
+    return text
+
+
+def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
+    """Draw the rates of optimizer steps, and the memory's streaming rate, per number of threads."""
+
+    def fill(figure: Any) -> None:
+        panels = figure.subplots(1, len(result["rates"]), sharex=True, squeeze=False)[0]
+        for axes, (number, rates) in zip(panels, result["rates"].items()):
+            rows = [
+                Bar(name, each / 1e9, f"{each / 1e9:.1f}", "#eeb48f" if name == ALONE else colour_of(name))
+                for name, each in rates.items()
+                if name != TRIAD
+            ]
+            label = f"GB/s at {BYTES} B per parameter (dashed: {TRIAD})"
+            bars(axes, rows, label, counted(int(number), "thread"))
+            axes.axvline(rates[TRIAD] / 1e9, color="black", linestyle="--", linewidth=1)
+            if axes is not panels[0]:
+                axes.set_yticks(axes.get_yticks(), [""] * len(rows))
+        figure.suptitle(title(result), x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+    return save(path, (11, 3), fill)
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """Return a title that states the task."""
+    return f"AdamW on {result['parameters'] / 1e6:.1f} million float32 parameters, clipped, with a copy in bfloat16"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

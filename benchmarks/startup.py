@@ -15,13 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from harness import provenance, summary, table, write
+from harness.report import table
+from harness.run import end_child, finish, interleave, main, make_parser, mpiexec, refuse, run_child, stop
+from harness.stats import summary
+from harness.targets import at_most, target_table, targets_json
 
 TARGET = 1.15
-
+LONGEST = 120.0  # seconds that a process may take
+IMPORT, START, FIRST = "import torch", "MPI start", "first step"
 MPI_START = "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"
 JOB = """
 import time
@@ -43,32 +46,58 @@ with job.run(model, optimizer, batches, checkpoints={folder!r}) as run:
 """
 
 
-def main() -> None:
-    """Run the benchmark, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = make_parser("startup", __doc__, rounds=7, quick=False)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
-    launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(args.ranks), sys.executable]
-    names = ("import torch", "MPI start", "first step begun", "first step ended")
-    measured: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(args.rounds + 1):
-        imports = concurrent_imports(args.ranks)
-        start = timed(lambda: run([*launcher, "-c", MPI_START]))
-        begun, ended = first_step(launcher)
-        if number:  # the first round warms the file cache
-            for name, value in zip(measured, (imports, start, begun, ended)):
-                measured[name].append(value)
-    report(measured, args)
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print and write the result."""
+    launcher = [*mpiexec(args.ranks), sys.executable]
+    turns = {
+        IMPORT: lambda _: [concurrent_imports(args.ranks)],
+        START: lambda _: [mpi_start(launcher)],
+        FIRST: lambda _: list(first_step(launcher)),
+    }
+    measured = interleave(turns, args.rounds, what="rounds")  # the first round warms the file cache
+    values = {name: [each[0] for each in measured[name]] for name in (IMPORT, START)}
+    for place, name in enumerate(("first step begun", "first step ended")):
+        values[name] = [each[place] for each in measured[FIRST]]
+    times = {name: summary(each) for name, each in values.items() if each}
+    ratio = None
+    if len(times) == len(values):
+        ratio = times["first step begun"]["median"] / (times[IMPORT]["median"] + times[START]["median"])
+    found = list(at_most(f"first step begun / ({IMPORT} + {START})", ratio, TARGET))
+    content = {"benchmark": "startup", "ratio": ratio, "targets": targets_json(found), "seconds": times}
+    rows = [["", "median s", "min", "max"]]
+    rows += [[name, *(f"{time[key]:.2f}" for key in ("median", "min", "max"))] for name, time in times.items()]
+    finish(args, f"startup-np{args.ranks}", content, f"{target_table(found)}\n{table(rows)}", ranks=args.ranks)
 
 
 def concurrent_imports(ranks: int) -> float:
     """Return the seconds of concurrent imports of torch, in one process per rank."""
+    command = [sys.executable, "-c", "import torch"]
     started = time.time()
-    processes = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(ranks)]
-    for process in processes:
-        if process.wait(120):
-            raise SystemExit("import torch failed")
+    processes = [subprocess.Popen(command, text=True, start_new_session=True) for _ in range(ranks)]
+    try:
+        while None in [process.poll() for process in processes]:
+            stop.check()
+            time.sleep(0.002)
+        seconds = time.time() - started
+    finally:
+        for process in processes:
+            end_child(process)
+    if any(process.returncode for process in processes):
+        refuse("import torch failed")
+    return seconds
+
+
+def mpi_start(launcher: Sequence[str]) -> float:
+    """Return the seconds from the launcher to the end of a job that only starts MPI."""
+    started = time.time()
+    output(launcher, MPI_START)
     return time.time() - started
 
 
@@ -76,43 +105,18 @@ def first_step(launcher: Sequence[str]) -> tuple[float, float]:
     """Return the seconds from the launcher to the begin and the end of the first step."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.time()
-        output = run([*launcher, "-c", JOB.format(folder=folder)])
-    marks = dict(line.split() for line in output.splitlines() if line.startswith(("begun", "ended")))
-    return float(marks["begun"]) - started, float(marks["ended"]) - started
+        text = output(launcher, JOB.format(folder=folder))
+    moments = dict(line.split() for line in text.splitlines() if line.startswith(("begun", "ended")))
+    return float(moments["begun"]) - started, float(moments["ended"]) - started
 
 
-def run(command: Sequence[str]) -> str:
-    """Run a command to its end and return its output."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def output(launcher: Sequence[str], program: str) -> str:
+    """Run a program on all ranks to its end and return its output."""
+    done = run_child([*launcher, "-c", program], timeout=LONGEST)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command[:4])} ... failed:\n{done.stderr}")
+        refuse(f"{' '.join(launcher[:3])} ... failed: {done.stderr.strip()[-400:]}")
     return done.stdout
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Return the duration of an action, in seconds."""
-    started = time.time()
-    action()
-    return time.time() - started
-
-
-def report(measured: dict[str, list[float]], args: argparse.Namespace) -> None:
-    """Print the ratio first, then the times; write all of it."""
-    times = {name: summary(values) for name, values in measured.items()}
-    ideal = times["import torch"]["median"] + times["MPI start"]["median"]
-    ratio = times["first step begun"]["median"] / ideal
-    print(f"first step begun / (import torch + MPI start)   {ratio:.3f}   (target: at most {TARGET})\n")
-    rows = [["", "median s", "min", "max"]]
-    rows += [[name, *(f"{time[key]:.2f}" for key in ("median", "min", "max"))] for name, time in times.items()]
-    print(table(rows))
-    content = {
-        "benchmark": "startup",
-        "ratio": ratio,
-        "seconds": times,
-        "provenance": {**provenance(args.ranks, "see command"), "command": " ".join(["python", *sys.argv])},
-    }
-    print(f"written to {write(f'startup-np{args.ranks}', content)}")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main(parse, run))

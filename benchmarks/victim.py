@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from hpctrain.checkpoint.folder import list_checkpoints
+from hpctrain.checkpoint.retention import list_checkpoints
 
 RANKS = 2
 NAME = "kill.toml"

@@ -63,11 +63,10 @@ def bars(axes: Any, rows: Sequence[Bar], label: str, title: str = "") -> None:
     for place, one in zip(places, rows):
         if one.ends:
             axes.plot(one.ends, [place, place], color="black", linewidth=1, zorder=3)
-        axes.text(max(one.value, *(one.ends or ())), place, f"  {one.text}", va="center", fontsize=9)
+        axes.text(max((one.value, *(one.ends or ()))), place, f"  {one.text}", va="center", fontsize=9)
     axes.set_yticks(places, [one.name for one in rows])
     axes.invert_yaxis()
     axes.margins(x=0.16)
-    axes.set_xlim(left=0)
     axes.set_xlabel(label)
     axes.set_title(title, loc="left", fontsize=11)
     add_grid(axes, "x", **GRID)

@@ -1,1 +1,0 @@
-"""Optimizer steps in host memory, and training with and without them."""
