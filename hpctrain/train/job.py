@@ -92,7 +92,7 @@ class Job:
         Raises ``MismatchError`` if the ranks have different models, ``SettingsError`` if the
         strategy does not support the offloading.
         """
-        from hpctrain.train.example import example_inputs
+        from hpctrain.train.loader_feed import example_inputs
 
         chosen = agreed(
             self.comm,

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from hpctrain.data.job_loader import job_loader
 from hpctrain.errors import UsageError
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.train.example import example_inputs
+from hpctrain.train.loader_feed import example_inputs
 
 SETTINGS = ParallelSettings(pipe=2, partition="time")
 
