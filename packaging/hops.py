@@ -67,6 +67,8 @@ def main() -> None:
                     model(torch.ones(4, 64)).sum().backward()
                     optimizer.step()
                 optimizer.zero_grad()
+            if strategy == "ddp":
+                job.strategies.pop(id(model)).detach()  # its hooks on all optimizers
         folder = job.comm.broadcast_object(tempfile.mkdtemp())
         batches = [torch.ones(4, 64) for _ in range(3)]
         with job.run(model, optimizer, batches, checkpoints=folder, split=False) as run:

@@ -1,4 +1,4 @@
-"""Gradient buckets: gradients that are reduced together, stored contiguously in (node-shared) memory."""
+"""Gradient buckets: gradients that are reduced together, stored contiguously in (node-shared) memory or in a ring."""
 
 from __future__ import annotations
 
@@ -118,3 +118,38 @@ def make_buckets(
 
 def _padded(numel: int, align: int) -> int:
     return -(-numel // align) * align
+
+
+# Slots of a ring buffer that is smaller than all its tensors together -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RingSlot:
+    """Slot of one tensor in a ring buffer; the first ``after`` tensors must be released before its use."""
+
+    offset: int
+    after: int  # number of tensors, counted from the first
+
+
+def ring_slots(sizes: Sequence[int], capacity: int) -> list[RingSlot]:
+    """Assign slots in a ring of ``capacity`` elements to tensors that are used in order; the largest must fit."""
+    slots: list[RingSlot] = []
+    end, first_of_lap = 0, 0  # end of the last tensor, and the first tensor since the last wrap-around
+    for number, size in enumerate(sizes):
+        if end + size > capacity:
+            end, first_of_lap = 0, number
+        after = next(
+            (
+                other + 1
+                for other in reversed(range(first_of_lap))
+                if _overlap(slots[other].offset, sizes[other], end, size)
+            ),
+            0,
+        )
+        slots.append(RingSlot(end, max(after, slots[-1].after if slots else 0)))
+        end += size
+    return slots
+
+
+def _overlap(start: int, size: int, other: int, length: int) -> bool:
+    return start < other + length and other < start + size

@@ -37,10 +37,9 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import GradBucket, assign_buckets, make_buckets, memory_needed
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.guard.guard import AddedParameters
-from hpctrain.parallel.hooks import ModuleHook, StepHooks, after_gradient
-from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model, trainable
-from hpctrain.parallel.strategy import SyncStrategy
+from hpctrain.parallel.hooks import AddedParameters, ModuleHook, StepHooks, after_gradient
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
+from hpctrain.parallel.strategy import SyncStrategy, broadcast_buffers
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 FIRST_BUCKET = 2**20  # bytes
@@ -262,7 +261,7 @@ class DataParallel(SyncStrategy):
     def _finish(self) -> None:
         """Reduce the remaining buckets at the end of the backward pass, and wait for all of them."""
         unused: set[int] = set()
-        hooked = self._gradient_hooks.any
+        hooked = bool(self._gradient_hooks.hooked)
         received: set[int] = set()
         if hooked:
             received = {member for bucket in self._buckets for member in set(bucket.members) - bucket.missing}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copyreg
+import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
+
+from hpctrain.errors import UsageError
 
 
 class ModuleHook:
@@ -115,6 +118,135 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     for hooks in list(_hooks):
         if hooks.after is not None and (owner := hooks.owner()) is not None:
             hooks.after(owner, optimizer)
+
+
+# Hooks on the optimizers of the process: which of them update shards, and whether they can ----------------------------
+
+
+class OptimizerHooks:
+    """Hooks that call ``before`` and ``after`` around each update of ``shards`` by any optimizer.
+
+    ``replaced`` holds the parameters that the model had before sharding, by name. An optimizer that
+    still holds them would update tensors that the model no longer uses.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[nn.Parameter],
+        replaced: Mapping[str, weakref.ref[nn.Parameter]],
+        trusted: tuple[str, ...],
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        self._shards = {id(shard) for shard in shards}
+        living = {name: old() for name, old in replaced.items()}
+        self._replaced = {id(living[name]): (name, old) for name, old in replaced.items() if living[name] is not None}
+        self._trusted, self._before, self._after = trusted, before, after
+
+    def attach(self) -> StepHooks:
+        """Hook all optimizers of the process; the hooks last as long as this object."""
+        return StepHooks(self, OptimizerHooks._before_step, OptimizerHooks._after_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.check(optimizer):
+            self._before(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.holds(optimizer):
+            self._after(optimizer)
+
+    def check(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer updates shards; raise ``UsageError`` if it cannot update them correctly."""
+        for parameter in _parameters(optimizer):
+            name, old = self._replaced.get(id(parameter), ("", None))
+            if old is not None and old() is parameter:
+                raise UsageError(
+                    f"the optimizer holds parameter {name} as it was before job.wrap(model) split it: "
+                    "make the optimizer after job.wrap(model)",
+                    everywhere=True,
+                )
+        if not self.holds(optimizer):
+            return False
+        check_elementwise(optimizer, self._trusted)
+        return True
+
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer updates shards."""
+        return any(id(parameter) in self._shards for parameter in _parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+class AddedParameters:
+    """Parameters that a program has created after its model was wrapped: no strategy reduces their gradients."""
+
+    def __init__(self, model: nn.Module, held: Iterable[nn.Parameter]) -> None:
+        self._model = weakref.ref(model)
+        self._known = {id(parameter) for parameter in held}
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` for a parameter of the model that the optimizer holds and the strategy does not."""
+        model = self._model()
+        if model is None or all(self._known.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
+            return
+        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        added = [names[id(parameter)] for parameter in new if id(parameter) in names]
+        if added:
+            raise UsageError(
+                f"parameters that the model has got after job.wrap(model): {', '.join(added[:4])}"
+                f"{', ...' if len(added) > 4 else ''}; their gradients would stay each rank's own; build the whole "
+                "model, its parametrizations included, before job.wrap",
+                everywhere=True,
+            )
+        self._known |= {id(parameter) for parameter in new}  # of another model
+
+
+# Optimizers that update a shard of a parameter exactly as they would update the whole parameter -----------------------
+
+
+# In these optimizers, the new value of an element depends only on the gradients of that element and
+# on the number of steps. This is not true of Adafactor (sums over rows and columns), Muon (works on
+# a whole matrix), LBFGS (uses all parameters) and SparseAdam (sparse gradients, which cannot be
+# reduced).
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer, trusted: Sequence[str] = ()) -> None:
+    """Raise ``UsageError`` unless an optimizer is known to update element by element, or is ``trusted`` by class name.
+
+    A subclass of a known optimizer counts as known if it does not override ``step``.
+    """
+    name = type(optimizer).__name__
+    if name in trusted or _step(type(optimizer)) in {_step(known) for known in ELEMENTWISE}:
+        return
+    raise UsageError(
+        f"optimizer {name} cannot be used where parameters are split over ranks: it is not known to update every "
+        f"element by itself, as {', '.join(known.__name__ for known in ELEMENTWISE)} do; if it does, add {name!r} to "
+        "parallel.elementwise",
+        everywhere=True,
+    )
+
+
+def _step(kind: type[torch.optim.Optimizer]) -> Callable[..., object]:
+    """Return the original ``step`` function. Torch wraps it, and wraps it again on a subclass at its first use."""
+    step: Callable[..., object] = inspect.unwrap(kind.step)
+    return step
 
 
 # Subclasses of a module's own class that differ only in ``forward`` and pickling --------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
@@ -39,18 +38,6 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         comm.broadcast(tensor)
-
-
-def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Broadcast the buffers of rank 0 to all ranks, one message per dtype. Collective."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in model.buffers():
-        kinds.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in kinds.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
-        comm.broadcast(flat)
-        for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
-            buffer.copy_(values.view_as(buffer))
 
 
 def model_entries(model: nn.Module) -> list[Entry]:

@@ -366,3 +366,15 @@ def consensus_view(strategy: Strategy) -> AbstractContextManager[None]:
 def metrics_of(strategy: Strategy) -> Metrics:
     """Return the metrics of all workers since the last call; none under synchronous strategies. Collective."""
     return strategy.metrics() if isinstance(strategy, AsyncStrategy) else {}
+
+
+def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Broadcast the buffers of rank 0 to all ranks, one message per dtype. Collective."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
+        comm.broadcast(flat)
+        for buffer, values in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
+            buffer.copy_(values.view_as(buffer))

@@ -22,9 +22,8 @@ from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import samples_in
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.model_agreement import broadcast_buffers
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.strategy import Strategy, consensus_view
+from hpctrain.parallel.strategy import Strategy, broadcast_buffers, consensus_view
 from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means

@@ -12,7 +12,8 @@ from torch import nn
 
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model, model_entries
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, model_entries
+from hpctrain.parallel.strategy import broadcast_buffers
 
 
 def renamed(model: nn.Module) -> None:

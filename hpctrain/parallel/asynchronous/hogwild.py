@@ -27,8 +27,8 @@ from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import WorkerHooks, worker_state
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram
 from hpctrain.parallel.asynchronous.sparse import RowReader, TableUpdates, find_tables
-from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model, trainable
-from hpctrain.parallel.strategy import AsyncStrategy, Metrics
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
+from hpctrain.parallel.strategy import AsyncStrategy, Metrics, broadcast_buffers
 
 
 class Hogwild(AsyncStrategy):

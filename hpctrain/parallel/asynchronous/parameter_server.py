@@ -27,9 +27,9 @@ from hpctrain.parallel.asynchronous.remote_store import Store
 from hpctrain.parallel.asynchronous.sparse import RowReader, average_rows
 from hpctrain.parallel.asynchronous.staleness import Bound, check_bound
 from hpctrain.parallel.inputs import CallArguments
-from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.strategy import AsyncStrategy, Metrics, ModelGradients
+from hpctrain.parallel.strategy import AsyncStrategy, Metrics, ModelGradients, broadcast_buffers
 
 
 class ServedGradients(ModelGradients):

@@ -24,8 +24,8 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import WorkerHooks, WriteGuard, buffers_of, worker_state
 from hpctrain.parallel.asynchronous.metrics import CommunicationTime
-from hpctrain.parallel.model_agreement import broadcast_buffers, broadcast_model, check_same_model, trainable
-from hpctrain.parallel.strategy import AsyncStrategy, Metrics
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
+from hpctrain.parallel.strategy import AsyncStrategy, Metrics, broadcast_buffers
 
 BETA = 0.9  # fraction of the distance by which all workers together move the centre, as the authors recommend
 

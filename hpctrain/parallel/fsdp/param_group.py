@@ -9,17 +9,23 @@ Sharded Data Parallel", VLDB 2023, section 3.2.3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device.streams import Streams
-from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
+from hpctrain.parallel.strategy import ModelGradients
+from hpctrain.plain_tensors import on_shards
+from hpctrain.shard import Shard
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.offload.host_optimizer import HostOptimizer
+    from hpctrain.parallel.offload.transfer import MasterWeights
 
 ALIGN = 64  # bytes: parameters and slices start on cache lines
 
@@ -73,55 +79,6 @@ def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> FlatLayout:
     return FlatLayout(tuple(offsets), tuple(numels), ranks, slice_numel)
 
 
-# Communication stream -------------------------------------------------------------------------------------------------
-#
-# Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
-# computing stream. A collective first waits on this stream for the computations that were enqueued
-# before it (an event). If its result is needed, the computing stream waits for the collective
-# (another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
-# in memory that the node shares, still in progress. Then each call of its handle drives its progress.
-
-
-class StreamWork:
-    """Handle of one collective that was enqueued on a ``CommStream``."""
-
-    def __init__(self, stream: CommStream, event: Any, work: Work | None) -> None:
-        self._stream, self._event, self._work = stream, event, work
-
-    def done(self) -> bool:
-        """Return whether the operation is complete for this host, and drive its progress if it is not."""
-        return self._work is None or self._work.done()
-
-    def wait(self) -> None:
-        """Order subsequent computations after the collective."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        self._stream.join(self._event)
-
-
-class CommStream:
-    """Communication stream, which runs collectives in the order in which they are enqueued."""
-
-    def __init__(self, streams: Streams) -> None:
-        # the host can enqueue a collective before the previous one is complete
-        self.asynchronous = streams.device.type != "cpu"
-        self._streams = streams
-        self._stream = streams.new()
-
-    def run(self, collective: Callable[[], Work | None]) -> StreamWork:
-        """Enqueue a collective, and return its handle."""
-        streams = self._streams
-        streams.wait(self._stream, streams.record(streams.current()))
-        with streams.on(self._stream):
-            work = collective()
-        return StreamWork(self, streams.record(self._stream), work)
-
-    def join(self, event: Any) -> None:
-        """Make the computing stream wait for an event of the communication stream."""
-        self._streams.wait(self._streams.current(), event)
-
-
 # Parameter groups: parameters in one flat tensor that is divided into one slice per rank ------------------------------
 #
 # Note: sharded and unsharded parameters. Between steps the module holds the *shard*: a parameter with
@@ -134,16 +91,6 @@ class CommStream:
 
 Locations = list[tuple[nn.Module, str]]
 Memory = Callable[[int, torch.dtype], Tensor]  # allocates a flat tensor
-
-
-class HostWeights(Protocol):
-    """Transfer of a rank's slice of a parameter group from host memory to the buffer in which it is gathered."""
-
-    def start_copy(self) -> None:
-        """Start the transfer; called just after the memory of the unsharded parameters has been allocated."""
-
-    def finish_copy(self) -> None:
-        """Order subsequent work after the transfer."""
 
 
 @dataclass(eq=False)
@@ -208,7 +155,7 @@ class ParamGroup:
         self.trained = first.requires_grad
         self.on_demand = on_demand
         self.device = device
-        self.host_weights: HostWeights | None = None
+        self.host_weights: MasterWeights | None = None
         self.single_rank = host is not None and comm.size == 1  # no communication, and no staging through the host
         itemsize = min(first.itemsize, dtype.itemsize)
         self.layout: FlatLayout = lay_out([each.numel() for each in parameters], comm.size, itemsize)
@@ -325,3 +272,109 @@ class ParamGroup:
 def held_in(memory: Tensor, held: HeldRange, shape: torch.Size) -> Tensor:
     """Return a rank's elements of a parameter of ``shape``, as a view of memory with the layout of ``shard_data``."""
     return memory[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))
+
+
+class ShardGradients(ModelGradients):
+    """Gradients of shards, and the local gradients of unsharded parameters; ``host`` updates offloaded shards."""
+
+    def __init__(self, model: nn.Module, members: Sequence[ShardedParam], host: HostOptimizer | None) -> None:
+        super().__init__(model)
+        self._members, self._offloaded = members, None if host is None else host.gradients
+
+    @on_shards
+    def averaged(self) -> list[tuple[str, Tensor]]:
+        """Return this rank's slices of the averaged gradients, by name."""
+        if self._offloaded is not None:
+            self._offloaded.apply_scale()
+        held = ((member.name, self._of(member.shard)) for member in self._members if member.shard.numel())
+        return [(name, gradient) for name, gradient in held if gradient is not None]
+
+    def _of(self, shard: nn.Parameter) -> Tensor | None:
+        return shard.grad if self._offloaded is None else self._offloaded.of(shard)
+
+    def local(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
+        for member in self._members:
+            if member.unsharded.grad is not None:
+                yield member.name, member.unsharded.grad
+
+    @on_shards
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
+        if self._offloaded is None:
+            super().scale(factor)
+        else:
+            self._offloaded.scale([member.shard for member in self._members], factor)
+
+    @on_shards
+    def drop(self) -> None:
+        """Drop all gradients, reduced or not."""
+        for member in self._members:
+            member.shard.grad = member.unsharded.grad = None
+        self.mark_averaged()
+        if self._offloaded is not None:
+            self._offloaded.drop()
+
+
+# Boxes of the model's tensors that a rank holds, so that readers of a checkpoint can locate the elements --------------
+#
+# A range of the elements of a flattened tensor is described by boxes of the tensor.
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...], int]  # start, extent, offset of the first element from begin
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Cover the elements ``begin`` to ``end`` (in C order) of a tensor with the fewest axis-parallel boxes.
+
+    Each box is contiguous in the tensor. The boxes are returned in C order; a tensor of d dims
+    needs at most 2 d - 1. Each step takes the longest box that starts at the end of the previous
+    box. This gives the fewest boxes: boxes that start at the same element are nested, and the rest
+    after a longer box never needs more boxes than the rest after a shorter one.
+    """
+    assert 0 <= begin <= end <= math.prod(shape), (shape, begin, end)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    found: list[Box] = []
+    position = begin
+    while position < end:
+        start, extent = _longest(shape, strides, position, end)
+        found.append((start, extent, position - begin))
+        position += math.prod(extent)
+    return found
+
+
+def _longest(
+    shape: Sequence[int], strides: Sequence[int], first: int, end: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return start and extent of the longest contiguous box that begins at element ``first`` and ends by ``end``."""
+    start = tuple(first // stride % length for stride, length in zip(strides, shape))
+    for dim, stride in enumerate(strides):
+        if first % stride == 0 and end - first >= stride:
+            slabs = min((end - first) // stride, shape[dim] - start[dim])
+            return start, (*[1] * dim, slabs, *shape[dim + 1 :])
+    return (), ()  # a tensor without dims: its single element
+
+
+class FlatSplit:
+    """``Split`` of a model whose parameters are cut into flat slices; ``members`` maps every name to its parameter."""
+
+    def __init__(self, members: Mapping[str, ShardedParam]) -> None:
+        self._members = members
+
+    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
+        """Return the boxes of a parameter, or of an optimizer state of its shape; others are whole on every rank."""
+        member = self._members.get(name)
+        if member is None:
+            return [Shard.whole(name, tensor)]
+        shape, held, flat = tuple(member.shape), member.held, tensor.detach().view(-1)
+        if 0 in shape:
+            return [Shard.whole(name, flat.view(shape))]  # no rank holds an element, but the file must list the tensor
+        whole = Shard(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, None)
+        return [
+            replace(whole, start=start, extent=extent, tensor=_cut(flat, offset, extent))
+            for start, extent, offset in boxes(shape, held.begin, held.end)
+        ]
+
+
+def _cut(flat: Tensor, offset: int, extent: tuple[int, ...]) -> Tensor:
+    return flat[offset : offset + math.prod(extent)].view(extent)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +25,12 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.buffer_pool import BufferPool
-from hpctrain.parallel.fsdp.param_group import CommStream, ParamGroup, StreamWork
+from hpctrain.parallel.buckets import ring_slots
+from hpctrain.parallel.fsdp.param_group import ParamGroup
+from hpctrain.parallel.fsdp.residency import CommStream, StreamWork
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.fsdp.unshard import UnshardOnDemand
 
 
 @dataclass(eq=False)
@@ -123,16 +127,6 @@ class GroupReduction:
 # Reduction of all groups ----------------------------------------------------------------------------------------------
 
 
-class ReductionObserver(Protocol):
-    """Observer of the reduction of parameter groups."""
-
-    def group_complete(self, number: int) -> None:
-        """Record that all gradients of a group have been computed."""
-
-    def before_reduction(self, number: int) -> None:
-        """Prepare for the reduction of a group; called between two collectives."""
-
-
 class GradReduction:
     """Reduction of the gradients of trained parameter groups; the shards receive the average over all ranks.
 
@@ -155,7 +149,7 @@ class GradReduction:
         *,
         dtype: torch.dtype | None = None,
         early: bool = True,
-        observer: ReductionObserver | None = None,
+        observer: UnshardOnDemand | None = None,
         make_reduction: Callable[[ParamGroup, int, int, torch.dtype], GroupReduction] = GroupReduction,
     ) -> None:
         self._comm, self._world, self._replicas = comm, world, replicas
@@ -335,3 +329,54 @@ class GradReduction:
         unseen = [number for number in range(len(self.reductions)) if number not in set(order)]
         self._order_is_final = True
         self._set_order(order + unseen)
+
+
+# Buffer pools for unsharded gradients, in the order in which groups are reduced; sizes are in bytes ------------------
+
+
+class RingPool:
+    """Ring buffer in shared memory of the node, which the groups use one after another.
+
+    A group has the same offset on every rank, whenever a rank computes its gradients. The
+    constructor is collective.
+    """
+
+    def __init__(self, comm: Communicator, capacity: int) -> None:
+        self._memory = comm.empty(capacity, torch.uint8)
+        self.set_sizes([])
+
+    def set_sizes(self, sizes: Sequence[int]) -> None:
+        """Set the order of the groups."""
+        self._sizes, self._slots = sizes, ring_slots(sizes, self._memory.numel())
+
+    def groups_before(self, number: int) -> int:
+        """Return the number of groups up to the last one whose slot overlaps the slot of this group."""
+        return self._slots[number].after
+
+    def buffer(self, number: int) -> Tensor:
+        """Return the slot of a group."""
+        offset = self._slots[number].offset
+        return self._memory[offset : offset + self._sizes[number]]
+
+
+class FreshPool:
+    """Pool on a device that allocates a buffer per group at its first gradient, at most ``limit`` at the same time."""
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self.set_sizes([])
+
+    def set_sizes(self, sizes: Sequence[int]) -> None:
+        """Set the order of the groups."""
+        self._sizes = sizes
+
+    def groups_before(self, number: int) -> int:
+        """Return the number of groups that must be reduced so that at most ``limit`` are in memory."""
+        return max(number + 1 - self._limit, 0)
+
+    def buffer(self, number: int) -> Tensor:
+        """Allocate memory for a group."""
+        return torch.empty(self._sizes[number], dtype=torch.uint8, device=self._device)
+
+
+BufferPool = RingPool | FreshPool

@@ -1,16 +1,114 @@
-"""Residency of parameters: its interface, and the one that keeps parameters unsharded."""
+"""Residency of parameters: communication stream, units, and the residency that keeps parameters unsharded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.parallel.fsdp.param_group import CommStream, ParamGroup, StreamWork
+from hpctrain.comm.device.streams import Streams
+from hpctrain.comm.transport.base import Work
+from hpctrain.parallel.fsdp.param_group import ParamGroup
+
+# Communication stream -------------------------------------------------------------------------------------------------
+#
+# Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
+# computing stream. A collective first waits on this stream for the computations that were enqueued
+# before it (an event). If its result is needed, the computing stream waits for the collective
+# (another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
+# in memory that the node shares, still in progress. Then each call of its handle drives its progress.
+
+
+class StreamWork:
+    """Handle of one collective that was enqueued on a ``CommStream``."""
+
+    def __init__(self, stream: CommStream, event: Any, work: Work | None) -> None:
+        self._stream, self._event, self._work = stream, event, work
+
+    def done(self) -> bool:
+        """Return whether the operation is complete for this host, and drive its progress if it is not."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> None:
+        """Order subsequent computations after the collective."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        self._stream.join(self._event)
+
+
+class CommStream:
+    """Communication stream, which runs collectives in the order in which they are enqueued."""
+
+    def __init__(self, streams: Streams) -> None:
+        # the host can enqueue a collective before the previous one is complete
+        self.asynchronous = streams.device.type != "cpu"
+        self._streams = streams
+        self._stream = streams.new()
+
+    def run(self, collective: Callable[[], Work | None]) -> StreamWork:
+        """Enqueue a collective, and return its handle."""
+        if not self.asynchronous:
+            return StreamWork(self, None, collective())
+        streams = self._streams
+        streams.wait(self._stream, streams.record(streams.current()))
+        with streams.on(self._stream):
+            work = collective()
+        return StreamWork(self, streams.record(self._stream), work)
+
+    def join(self, event: Any) -> None:
+        """Make the computing stream wait for an event of the communication stream."""
+        if event is not None:
+            self._streams.wait(self._streams.current(), event)
+
+
+# Residency ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class UnitState:
+    """State of one unit: its parameter groups, and whether they are unsharded."""
+
+    number: int
+    name: str
+    module: nn.Module
+    groups: list[ParamGroup]
+    handles: list[StreamWork] = field(default_factory=list)  # of its all-gathers until they have been waited for
+    gathered: bool = False
+    unsharded: bool = False
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gathers of the unit, and register its unsharded parameters in the module."""
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+        if not self.unsharded:
+            self.unsharded = True
+            for group in self.groups:
+                group.to_unsharded()
+
+    def to_sharded(self) -> None:
+        """Register the shards in the module."""
+        if self.unsharded:
+            self.unsharded = False
+            for group in self.groups:
+                group.to_sharded()
+
+    def reshard(self) -> None:
+        """Reshard the unit: free the memory of its unsharded parameters."""
+        self.to_sharded()
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+        if self.gathered:
+            self.gathered = False
+            for group in self.groups:
+                group.free()
 
 
 class Residency(Protocol):

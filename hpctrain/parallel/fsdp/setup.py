@@ -16,12 +16,11 @@ from hpctrain.comm.device.streams import streams_of
 from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import assign_buckets
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp.buffer_pool import BufferPool, FreshPool, RingPool
-from hpctrain.parallel.fsdp.param_group import CommStream, Locations, Memory, ParamGroup, ShardedParam
-from hpctrain.parallel.fsdp.reduce import GradReduction, GroupReduction
-from hpctrain.parallel.fsdp.residency import KeepUnsharded, Residency
+from hpctrain.parallel.fsdp.param_group import Locations, Memory, ParamGroup, ShardedParam
+from hpctrain.parallel.fsdp.reduce import BufferPool, FreshPool, GradReduction, GroupReduction, RingPool
+from hpctrain.parallel.fsdp.residency import CommStream, KeepUnsharded, Residency, UnitState
 from hpctrain.parallel.fsdp.units import Unit, find_units
-from hpctrain.parallel.fsdp.unshard import UnitState, UnshardOnDemand
+from hpctrain.parallel.fsdp.unshard import UnshardOnDemand
 from hpctrain.parallel.meta_init import check_initialisable, initial_values, make_buffers
 from hpctrain.parallel.model_agreement import check_same_model, trainable
 

@@ -9,7 +9,7 @@ parts to the model and its optimizer by hooks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,13 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.clip import clip_shards
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp.optimizer import OptimizerHooks
-from hpctrain.parallel.fsdp.param_group import ShardedParam
+from hpctrain.parallel.fsdp.param_group import FlatSplit, ShardGradients
 from hpctrain.parallel.fsdp.setup import shard_model
-from hpctrain.parallel.fsdp.sharding import FlatSplit
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.guard.guard import AddedParameters
 from hpctrain.parallel.hooks import (
+    AddedParameters,
     ModuleHook,
+    OptimizerHooks,
     StepHooks,
     after_gradient,
     around_forward,
@@ -37,57 +36,13 @@ from hpctrain.parallel.hooks import (
     cast,
     differentiable,
 )
-from hpctrain.parallel.model_agreement import broadcast_buffers
-from hpctrain.parallel.strategy import ModelGradients, SplitStrategy
+from hpctrain.parallel.strategy import SplitStrategy, broadcast_buffers
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.plain_tensors import on_shards, plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.setup import MakeHostOptimizer
     from hpctrain.parallel.offload.config import OffloadSettings
-    from hpctrain.parallel.offload.host_optimizer import HostOptimizer
-
-
-class ShardGradients(ModelGradients):
-    """Gradients of shards, and the local gradients of unsharded parameters; ``host`` updates offloaded shards."""
-
-    def __init__(self, model: nn.Module, members: Sequence[ShardedParam], host: HostOptimizer | None) -> None:
-        super().__init__(model)
-        self._members, self._offloaded = members, None if host is None else host.gradients
-
-    @on_shards
-    def averaged(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's slices of the averaged gradients, by name."""
-        if self._offloaded is not None:
-            self._offloaded.apply_scale()
-        held = ((member.name, self._of(member.shard)) for member in self._members if member.shard.numel())
-        return [(name, gradient) for name, gradient in held if gradient is not None]
-
-    def _of(self, shard: nn.Parameter) -> Tensor | None:
-        return shard.grad if self._offloaded is None else self._offloaded.of(shard)
-
-    def local(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
-        for member in self._members:
-            if member.unsharded.grad is not None:
-                yield member.name, member.unsharded.grad
-
-    @on_shards
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
-        if self._offloaded is None:
-            super().scale(factor)
-        else:
-            self._offloaded.scale([member.shard for member in self._members], factor)
-
-    @on_shards
-    def drop(self) -> None:
-        """Drop all gradients, reduced or not."""
-        for member in self._members:
-            member.shard.grad = member.unsharded.grad = None
-        self.mark_averaged()
-        if self._offloaded is not None:
-            self._offloaded.drop()
 
 
 class ShardedDataParallel(SplitStrategy):
@@ -396,7 +351,7 @@ class ShardedDataParallel(SplitStrategy):
     @on_shards
     def _finish_reduction(self) -> None:
         """Reduce the remaining gradients; afterwards this rank has no unreduced gradient."""
-        hooked = self._grad_reduction.records_received = self._gradient_hooks.any
+        hooked = self._grad_reduction.records_received = bool(self._gradient_hooks.hooked)
         if hooked:
             self._gradient_hooks.check(lambda found: any(self.comm.all_gather_object(found)))
         self._grad_reduction.finish()

@@ -10,8 +10,8 @@ units are gathered while one computes: at most ``prefetch`` of them, because eac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.param_group import CommStream, ParamGroup, StreamWork
-from hpctrain.parallel.fsdp.pass_plan import Action, PassPlan, PlanCursor, hoist_gathers
+from hpctrain.parallel.fsdp.reduce import GradReduction
+from hpctrain.parallel.fsdp.residency import CommStream, UnitState
 from hpctrain.parallel.hooks import after_backward, after_gradient, around_forward, before_backward
 from hpctrain.plain_tensors import on_shards
 
@@ -96,55 +96,89 @@ class UnitHooks:
         self._inputs_done = False
 
 
+# Recorded order of gathers and reductions in a pass, the same on all ranks --------------------------------------------
+#
+# Note: why an order is needed. A collective deadlocks if one rank does not enter it. A rank that
+# skips a unit (because it has no sample, or takes another branch) would not enter the unit's
+# collectives. Therefore the first pass records what it gathers and reduces, and all ranks follow the
+# record of rank 0. A rank that needs an action first executes all actions before it.
+
+
+# A collective action: gather the unit, or reduce the parameter group, of this index.
+Action = tuple[Literal["gather", "reduce"], int]
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """Actions of a forward pass, and of the backward pass that follows it."""
+
+    forward: list[Action]
+    backward: list[Action]
+
+    def contains(self, action: Action) -> bool:
+        """Return whether an action is part of either pass."""
+        return action in self.forward or action in self.backward
+
+    def without_reductions(self) -> PassPlan:
+        """Return the plan of a pass whose gradients are not reduced."""
+        return PassPlan(self.forward, [action for action in self.backward if action[0] == "gather"])
+
+
+def hoist_gathers(actions: Sequence[Action], prefetch: int) -> list[Action]:
+    """Move every gather before the ``prefetch`` reductions that precede it, so that it is complete in time."""
+    hoisted: list[Action] = []
+    for action in actions:
+        position = len(hoisted)
+        if action[0] == "gather":
+            for _ in range(prefetch):
+                reductions = [index for index in range(position) if hoisted[index][0] == "reduce"]
+                position = reductions[-1] if reductions else position
+        hoisted.insert(position, action)
+    return hoisted
+
+
+class PlanCursor:
+    """Position of a rank in a list of actions: those that it has executed, and those that it has requested."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+        self._executed = 0  # number of actions that have been executed
+        self._requested = 0  # number of actions up to the last one that was requested
+
+    def advance_to(self, action: Action) -> list[Action] | None:
+        """Return the actions still to be executed up to ``action``, inclusive; None if it does not occur any more."""
+        for position in range(self._requested, len(self._actions)):
+            if self._actions[position] == action:
+                self._requested = position + 1
+                return self._advance(position + 1)
+        return None
+
+    def actions_before(self, action: Action) -> list[Action]:
+        """Return the actions still to be executed before one that is being executed, possibly ahead of its position."""
+        if action not in self._actions[self._executed :]:
+            return []
+        return self._advance(self._actions.index(action, self._executed) + 1)[:-1]
+
+    def next_gathers(self, prefetch: int) -> list[Action]:
+        """Return the next gathers, as long as at most ``prefetch`` units are gathered that were not requested yet."""
+        position = self._executed
+        unrequested = sum(kind == "gather" for kind, _ in self._actions[self._requested : position])
+        while position < len(self._actions) and self._actions[position][0] == "gather" and unrequested < prefetch:
+            position, unrequested = position + 1, unrequested + 1
+        return self._advance(position)
+
+    def _advance(self, position: int) -> list[Action]:
+        due = list(self._actions[self._executed : position])
+        self._executed = max(self._executed, position)
+        return due
+
+    def remaining(self) -> list[Action]:
+        """Return all actions still to be executed."""
+        self._requested = len(self._actions)
+        return self._advance(len(self._actions))
+
+
 # Residency that unshards on demand ------------------------------------------------------------------------------------
-
-
-class UnitReducer(Protocol):
-    """Reducer of gradients, group by group, in the order of a plan."""
-
-    def reduce_up_to(self, number: int) -> None:
-        """Reduce the groups up to ``number``, with zeros for gradients that this rank does not compute."""
-
-
-@dataclass(eq=False)
-class UnitState:
-    """State of one unit: its parameter groups, and whether they are unsharded."""
-
-    number: int
-    name: str
-    module: nn.Module
-    groups: list[ParamGroup]
-    handles: list[StreamWork] = field(default_factory=list)  # of its all-gathers until they have been waited for
-    gathered: bool = False
-    unsharded: bool = False
-
-    def wait_for_unshard(self) -> None:
-        """Wait for the all-gathers of the unit, and register its unsharded parameters in the module."""
-        for handle in self.handles:
-            handle.wait()
-        self.handles.clear()
-        if not self.unsharded:
-            self.unsharded = True
-            for group in self.groups:
-                group.to_unsharded()
-
-    def to_sharded(self) -> None:
-        """Register the shards in the module."""
-        if self.unsharded:
-            self.unsharded = False
-            for group in self.groups:
-                group.to_sharded()
-
-    def reshard(self) -> None:
-        """Reshard the unit: free the memory of its unsharded parameters."""
-        self.to_sharded()
-        for handle in self.handles:
-            handle.wait()
-        self.handles.clear()
-        if self.gathered:
-            self.gathered = False
-            for group in self.groups:
-                group.free()
 
 
 class UnshardOnDemand:
@@ -162,7 +196,7 @@ class UnshardOnDemand:
         self._record: PassPlan | None = None  # recorded in the first forward and backward pass
         self._in_backward = False
         self._hooks: list[UnitHooks] = []
-        self.reducer: UnitReducer | None = None
+        self.reducer: GradReduction | None = None
         self.idle = False  # while all units are unsharded at once, the hooks of units have no effect
 
     def mark_stale(self, *, frozen: bool = False) -> None:

@@ -35,7 +35,7 @@ class GradientHooks:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
         self._refused = refused
-        self._hooked: dict[str, nn.Parameter] = {}
+        self.hooked: dict[str, nn.Parameter] = {}  # with hooks to call
         for parameter in parameters.values():
             for method in _METHODS:
                 parameter.__dict__[method] = _RegisterMethod(self, parameter, method)
@@ -48,7 +48,7 @@ class GradientHooks:
             if not keys:
                 continue
             self._check()
-            self._hooked[name] = parameter
+            self.hooked[name] = parameter
             for key in keys:
                 hooks[key] = _DeferredHook(hooks[key], parameter, name, accumulates=attribute != "_backward_hooks")
             if getattr(parameter, attribute) is not hooks:
@@ -64,7 +64,7 @@ class GradientHooks:
         """Register a hook as torch does; it is called after the reduction."""
         self._check()
         name = self._names[id(parameter)]
-        self._hooked[name] = parameter
+        self.hooked[name] = parameter
         deferred = _DeferredHook(hook, parameter, name, accumulates=method == _METHODS[1])
         plain: Callable[..., Any] = getattr(torch.Tensor, method)
         with plain_tensors():
@@ -79,24 +79,19 @@ class GradientHooks:
 
         ``agreed`` returns whether a condition is true on any rank. Collective among these ranks.
         """
-        for name, parameter in self._hooked.items():
+        for name, parameter in self.hooked.items():
             deferred_hooks = parameter.grad is not None and _deferred_hooks(parameter._backward_hooks)
             if deferred_hooks and agreed(_adds_to_gradient(parameter)):
                 raise _accumulation_error(name)
 
     def check_reduced(self, name: str) -> None:
         """Raise ``UsageError`` if the gradient of a hooked parameter stays unreduced on this rank."""
-        if name in self._hooked and _deferred_hooks(self._hooked[name]._backward_hooks):
+        if name in self.hooked and _deferred_hooks(self.hooked[name]._backward_hooks):
             raise _accumulation_error(name)
-
-    @property
-    def any(self) -> bool:
-        """Whether there are hooks to call."""
-        return bool(self._hooked)
 
     def call(self, has_gradient: Callable[[str], bool]) -> None:
         """Call the hooks of all parameters that got an averaged gradient in this pass (``has_gradient``)."""
-        for name, parameter in self._hooked.items():
+        for name, parameter in self.hooked.items():
             if parameter.grad is None or not has_gradient(name):
                 continue
             gradient = reduced = mark_gradient(parameter)

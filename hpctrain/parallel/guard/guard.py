@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -76,38 +76,6 @@ class WholeStates:
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
     yield from module._parameters.items()
     yield from module._buffers.items()
-
-
-# Checks before each update of an optimizer for mistakes that would let replicas diverge -------------------------------
-
-
-class AddedParameters:
-    """Parameters that a program has created after its model was wrapped: no strategy reduces their gradients."""
-
-    def __init__(self, model: nn.Module, held: Iterable[nn.Parameter]) -> None:
-        self._model = weakref.ref(model)
-        self._known = {id(parameter) for parameter in held}
-
-    def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add parameters that the strategy has adopted."""
-        self._known |= {id(parameter) for parameter in parameters}
-
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` for a parameter of the model that the optimizer holds and the strategy does not."""
-        model = self._model()
-        if model is None or all(self._known.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
-            return
-        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        added = [names[id(parameter)] for parameter in new if id(parameter) in names]
-        if added:
-            raise UsageError(
-                f"parameters that the model has got after job.wrap(model): {', '.join(added[:4])}"
-                f"{', ...' if len(added) > 4 else ''}; their gradients would stay each rank's own; build the whole "
-                "model, its parametrizations included, before job.wrap",
-                everywhere=True,
-            )
-        self._known |= {id(parameter) for parameter in new}  # of another model
 
 
 # Switch of parameters between ``ShardParameter``, which refuses sums over parts, and plain ``nn.Parameter`` -----------

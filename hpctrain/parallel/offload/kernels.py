@@ -9,8 +9,10 @@ write these in the meantime: a schedule that sets the learning rate, or a backwa
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.adam import Adam, adam
 from torch.optim.sgd import SGD, sgd
 
-from hpctrain.parallel.fsdp.optimizer import ELEMENTWISE
+from hpctrain.parallel.hooks import ELEMENTWISE
 
 # options of a group, and those of its parameters that are to be updated
 Group = tuple[Mapping[str, Any], Sequence[nn.Parameter]]
@@ -152,3 +154,122 @@ class _SgdKernel:
         """Update slices."""
         buffers: list[Any] = list(columns[0]) if columns else [None] * len(parameters)
         sgd(parameters, gradients, buffers, **self._arguments)
+
+
+# Slices of parameters that a thread updates together ------------------------------------------------------------------
+
+
+_GRADIENTS = (torch.float32, torch.bfloat16)
+_thread_local = threading.local()
+
+
+@dataclass(slots=True)
+class ParameterRow:
+    """A parameter with its gradient, copy and states; ``step`` counts the update to be made."""
+
+    parameter: Tensor
+    gradient: Tensor
+    copy: Tensor | None
+    columns: list[Tensor]
+    step: Tensor | None
+
+    def fits(self) -> bool:
+        """Return whether all tensors can be cut alike: on the host, contiguous, parameter and states in float32."""
+        numel, columns = self.parameter.numel(), [self.parameter, *self.columns]
+        copies = [] if self.copy is None else [self.copy]
+        return (
+            numel > 0
+            and all(one.dtype is torch.float32 for one in columns)
+            and self.gradient.dtype in _GRADIENTS
+            and all(
+                one.numel() == numel and one.device.type == "cpu" and one.is_contiguous()
+                for one in (*columns, *copies, self.gradient)
+            )
+        )
+
+    @property
+    def memory_key(self) -> tuple[object, ...]:
+        """Return a key that distinguishes the memory that is kept between updates from other memory."""
+        copy = () if self.copy is None else (self.copy.data_ptr(), self.copy.dtype)
+        return self.parameter.data_ptr(), copy, *(one.data_ptr() for one in self.columns)
+
+
+class ParameterSlices:
+    """Slices of the data that is kept between updates: a parameter, its copy, its states."""
+
+    def __init__(self, row: ParameterRow, numel: int) -> None:
+        self.made_for = numel, row.memory_key
+        self.parameters: Sequence[Tensor] = torch.split(row.parameter.view(-1), numel)
+        nothing = [None] * len(self.parameters)
+        self.copies: Sequence[Tensor | None] = nothing if row.copy is None else torch.split(row.copy.view(-1), numel)
+        self.columns: list[Sequence[Tensor]] = [torch.split(one.view(-1), numel) for one in row.columns]
+
+
+@dataclass(slots=True)
+class SliceGroup:
+    """Slices that a thread updates together, one list per kind."""
+
+    kernel: UpdateKernel
+    columns: list[list[Tensor]]  # one list per kind of state
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor | None] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    aligned_numel: int = 0  # elements, including the alignment of the slices
+    exact: bool = True  # whether all gradients are float32
+
+    def update(self, scale: Tensor | None, numel: int) -> None:
+        """Update the slices by their gradients times ``scale``, if given, and write the copies."""
+        gradients = self.gradients if self.exact and scale is None else _scaled(self.gradients, scale, numel)
+        self.kernel(self.parameters, gradients, self.columns, self.steps)
+        for copy, parameter in zip(self.copies, self.parameters):
+            if copy is not None:
+                copy.copy_(parameter)
+
+
+def slice_groups(
+    kernel: UpdateKernel, rows: Iterable[tuple[ParameterRow, ParameterSlices]], numel: int
+) -> Iterator[SliceGroup]:
+    """Put slices that one kernel updates into batches of at most ``numel`` elements, a multiple of ``LINE``."""
+    batch = None
+    for row, slices in rows:
+        gradients = torch.split(row.gradient.view(-1), numel)
+        for number, (parameter, gradient) in enumerate(zip(slices.parameters, gradients)):
+            aligned = _aligned(parameter.numel())
+            if batch is None or batch.aligned_numel + aligned > numel:
+                if batch is not None:
+                    yield batch
+                batch = SliceGroup(kernel, [[] for _ in row.columns])
+            batch.parameters.append(parameter)
+            batch.gradients.append(gradient)
+            batch.exact &= gradient.dtype is torch.float32
+            batch.copies.append(slices.copies[number])
+            for kind, column in zip(batch.columns, slices.columns):
+                kind.append(column[number])
+            if row.step is not None:
+                batch.steps.append(row.step)
+            batch.aligned_numel += aligned
+    if batch is not None:
+        yield batch
+
+
+def _scaled(gradients: list[Tensor], scale: Tensor | None, numel: int) -> list[Tensor]:
+    """Return gradients as float32, times ``scale``, in memory of this thread that stays in its cache."""
+    scratch: Tensor | None = getattr(_thread_local, "scratch", None)
+    if scratch is None or scratch.numel() < numel:
+        scratch = _thread_local.scratch = torch.empty(numel, dtype=torch.float32)
+    scaled, first = [], 0
+    for gradient in gradients:
+        size = gradient.numel()
+        target = scratch if size == scratch.numel() else scratch[first : first + size]
+        first += _aligned(size)
+        if gradient.dtype is not torch.float32:
+            gradient = target.copy_(gradient)
+        if scale is not None:
+            gradient = torch.mul(gradient, scale, out=target)
+        scaled.append(gradient)
+    return scaled
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // LINE) * LINE

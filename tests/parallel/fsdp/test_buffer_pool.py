@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.fsdp.buffer_pool import FreshPool, RingPool, ring_slots
+from hpctrain.parallel.buckets import ring_slots
+from hpctrain.parallel.fsdp.reduce import FreshPool, RingPool
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.comm.device.streams import HostStreams
 from hpctrain.comm.transport.base import Work
-from hpctrain.parallel.fsdp.param_group import CommStream
+from hpctrain.parallel.fsdp.residency import CommStream
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.parallel.fsdp.param_group import StreamWork
+from hpctrain.parallel.fsdp.residency import StreamWork
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]

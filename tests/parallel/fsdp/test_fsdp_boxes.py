@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from hpctrain.parallel.fsdp.sharding import Box, boxes
+from hpctrain.parallel.fsdp.param_group import Box, boxes
 
 SHAPES = [shape for dims in range(4) for shape in itertools.product((1, 2, 3, 4), repeat=dims)]
 SHAPES += [(2, 3, 1, 2), (3, 2, 2, 2), (2, 1, 3, 1, 2), (24,), (2, 2, 2, 2, 2)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.optimizer import ELEMENTWISE, check_elementwise
+from hpctrain.parallel.hooks import ELEMENTWISE, check_elementwise
 
 SHAPE, STEPS = (6, 35), 6
 CUTS = [1, 53, 140]  # offsets within 210 elements, not at ends of rows

@@ -13,7 +13,7 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel import hooks as update_hooks
-from hpctrain.parallel.fsdp.optimizer import OptimizerHooks
+from hpctrain.parallel.hooks import OptimizerHooks
 
 
 class Watched:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.fsdp.param_group import ParamGroup, ShardedParam
-from hpctrain.parallel.fsdp.sharding import FlatSplit
+from hpctrain.parallel.fsdp.param_group import FlatSplit, ParamGroup, ShardedParam
 
 SHAPES = [(), (1,), (0,), (5,), (64,), (3, 7), (20, 16), (0, 3), (2, 0, 4), (2, 3, 4), (4, 1, 5), (2, 3, 2, 2), (1, 1)]
 

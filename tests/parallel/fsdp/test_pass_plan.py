@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hpctrain.parallel.fsdp.pass_plan import Action, PassPlan, PlanCursor, hoist_gathers
+from hpctrain.parallel.fsdp.unshard import Action, PassPlan, PlanCursor, hoist_gathers
 
 SEEDS = range(200)
 
