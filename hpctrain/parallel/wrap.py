@@ -70,7 +70,7 @@ def _attach(
     if settings.recompute:
         units = _recompute(model, settings)
         if offload.activations:
-            from hpctrain.parallel.offload.activations import offload_activations
+            from hpctrain.parallel.offload.transfer import offload_activations
 
             offload_activations(units, offload, device, comm.rank)
     if settings.splits_model:

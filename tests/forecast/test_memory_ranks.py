@@ -91,8 +91,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run background work of a step synchronously, so that the measurement includes it."""
 
     def submit(worker: WorkerThread, job: Callable[[], Any]) -> JobHandle[Any]:
-        ticket = JobHandle(job, worker.name)
-        ticket.run()
+        ticket = JobHandle[Any](worker.name)
+        ticket.run(job)
         return ticket
 
     monkeypatch.setattr(WorkerThread, "submit", submit)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpctrain.parallel.fsdp.param_group import ParamGroup, held_in
 from hpctrain.parallel.fsdp.reduce import GroupReduction
-from hpctrain.parallel.offload.weights import CopyHandle, Transfer
+from hpctrain.parallel.offload.transfer import CopyHandle, Transfer
 
 
 class Gradients:

@@ -27,10 +27,9 @@ from hpctrain.parallel.offload.autotune import ShareFinder, last_groups, move_st
 from hpctrain.parallel.offload.config import CHOOSE, OffloadSettings
 from hpctrain.parallel.offload.gradients import Gradients, GradOffload, GradOffloadReduction
 from hpctrain.parallel.offload.memory import HostMemory
-from hpctrain.parallel.offload.one_pass import OnePass
+from hpctrain.parallel.offload.one_pass import HostGroup, HostUpdates, OnePass
 from hpctrain.parallel.offload.threads import JobHandle, WorkerThread
-from hpctrain.parallel.offload.updates import HostGroup, HostUpdates
-from hpctrain.parallel.offload.weights import CopyHandle, MasterWeights, Transfer
+from hpctrain.parallel.offload.transfer import CopyHandle, MasterWeights, Transfer
 
 MIB = 2**20
 TENSORS_ON_DISK = 3  # tensors per parameter on the disk: master and two moments

@@ -13,12 +13,13 @@ import fcntl
 import os
 import secrets
 import socket
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
@@ -166,3 +167,52 @@ def _pinned(nbytes: int) -> Tensor:
 def _warn(reason: str) -> None:
     """Log once why the allocation of pinned memory failed."""
     logger.warning("offload: no more pinned memory (%s): copies from and to the device will be slower", reason)
+
+
+# Optimizer states in such memory --------------------------------------------------------------------------------------
+
+
+Memory = Callable[[int, torch.dtype], Tensor]  # allocates memory for a number of elements
+
+
+class PlacedStates:
+    """States of an optimizer's parameters in memory that ``allocate`` allocates, also after ``load_state_dict``.
+
+    Values are unchanged. Only states with the parameter's shape are moved; others (step counts) stay
+    where they are. Each state gets its memory once. The tensors that ``load_state_dict`` assigns are
+    copied there.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], allocate: Memory) -> None:
+        self._optimizer, self._parameters, self._allocate = optimizer, list(parameters), allocate
+        self._memory: dict[tuple[nn.Parameter, str], Tensor] = {}
+        own = weakref.ref(self)
+
+        def loaded(_: torch.optim.Optimizer) -> None:
+            if (states := own()) is not None:
+                states.drain()
+
+        handle = optimizer.register_load_state_dict_post_hook(loaded)
+        weakref.finalize(self, handle.remove)
+        self.drain()
+
+    def drain(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Move states that were created or replaced since the last call, of all parameters or of some."""
+        for parameter in self._parameters if parameters is None else parameters:
+            for name, value in _shaped_like(self._optimizer, parameter):
+                memory = self._memory.get((parameter, name))
+                if memory is None or memory.dtype is not value.dtype or memory.shape != value.shape:
+                    memory = self._allocate(value.numel(), value.dtype).view_as(value)
+                    self._memory[parameter, name] = memory
+                if value.data_ptr() != memory.data_ptr():
+                    self._optimizer.state[parameter][name] = memory.copy_(value)
+
+
+def _shaped_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
+    """Return the names and values of the states that have a parameter's shape."""
+    state = optimizer.state.get(parameter, {})
+    return [
+        (name, value)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel()
+    ]

@@ -10,9 +10,10 @@ once and kept.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,127 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.offload.kernels import LINE, Options, UpdateKernel, kernel_for, only_uses_states, step_subset
-from hpctrain.parallel.offload.threads import shared_threads
-
-_GRADIENTS = (torch.float32, torch.bfloat16)
-_thread_local = threading.local()
-
-
-@dataclass(slots=True)
-class ParameterRow:
-    """A parameter with its gradient, copy and states; ``step`` counts the update to be made."""
-
-    parameter: Tensor
-    gradient: Tensor
-    copy: Tensor | None
-    columns: list[Tensor]
-    step: Tensor | None
-
-    def fits(self) -> bool:
-        """Return whether all tensors can be cut alike: on the host, contiguous, parameter and states in float32."""
-        numel, columns = self.parameter.numel(), [self.parameter, *self.columns]
-        copies = [] if self.copy is None else [self.copy]
-        return (
-            numel > 0
-            and all(one.dtype is torch.float32 for one in columns)
-            and self.gradient.dtype in _GRADIENTS
-            and all(
-                one.numel() == numel and one.device.type == "cpu" and one.is_contiguous()
-                for one in (*columns, *copies, self.gradient)
-            )
-        )
-
-    @property
-    def memory_key(self) -> tuple[object, ...]:
-        """Return a key that distinguishes the memory that is kept between updates from other memory."""
-        copy = () if self.copy is None else (self.copy.data_ptr(), self.copy.dtype)
-        return self.parameter.data_ptr(), copy, *(one.data_ptr() for one in self.columns)
-
-
-class ParameterSlices:
-    """Slices of the data that is kept between updates: a parameter, its copy, its states."""
-
-    def __init__(self, row: ParameterRow, numel: int) -> None:
-        self.made_for = numel, row.memory_key
-        self.parameters: Sequence[Tensor] = torch.split(row.parameter.view(-1), numel)
-        nothing = [None] * len(self.parameters)
-        self.copies: Sequence[Tensor | None] = nothing if row.copy is None else torch.split(row.copy.view(-1), numel)
-        self.columns: list[Sequence[Tensor]] = [torch.split(one.view(-1), numel) for one in row.columns]
-
-
-@dataclass(slots=True)
-class SliceGroup:
-    """Slices that a thread updates together, one list per kind."""
-
-    kernel: UpdateKernel
-    columns: list[list[Tensor]]  # one list per kind of state
-    parameters: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    copies: list[Tensor | None] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    aligned_numel: int = 0  # elements, including the alignment of the slices
-    exact: bool = True  # whether all gradients are float32
-
-    def update(self, scale: Tensor | None, numel: int) -> None:
-        """Update the slices by their gradients times ``scale``, if given, and write the copies."""
-        gradients = self.gradients if self.exact and scale is None else _scaled(self.gradients, scale, numel)
-        self.kernel(self.parameters, gradients, self.columns, self.steps)
-        for copy, parameter in zip(self.copies, self.parameters):
-            if copy is not None:
-                copy.copy_(parameter)
-
-
-def slice_groups(
-    kernel: UpdateKernel, rows: Iterable[tuple[ParameterRow, ParameterSlices]], numel: int
-) -> Iterator[SliceGroup]:
-    """Put slices that one kernel updates into batches of at most ``numel`` elements, a multiple of ``LINE``."""
-    batch = None
-    for row, slices in rows:
-        gradients = torch.split(row.gradient.view(-1), numel)
-        for number, (parameter, gradient) in enumerate(zip(slices.parameters, gradients)):
-            aligned = _aligned(parameter.numel())
-            if batch is None or batch.aligned_numel + aligned > numel:
-                if batch is not None:
-                    yield batch
-                batch = SliceGroup(kernel, [[] for _ in row.columns])
-            batch.parameters.append(parameter)
-            batch.gradients.append(gradient)
-            batch.exact &= gradient.dtype is torch.float32
-            batch.copies.append(slices.copies[number])
-            for kind, column in zip(batch.columns, slices.columns):
-                kind.append(column[number])
-            if row.step is not None:
-                batch.steps.append(row.step)
-            batch.aligned_numel += aligned
-    if batch is not None:
-        yield batch
-
-
-def _scaled(gradients: list[Tensor], scale: Tensor | None, numel: int) -> list[Tensor]:
-    """Return gradients as float32, times ``scale``, in memory of this thread that stays in its cache."""
-    scratch: Tensor | None = getattr(_thread_local, "scratch", None)
-    if scratch is None or scratch.numel() < numel:
-        scratch = _thread_local.scratch = torch.empty(numel, dtype=torch.float32)
-    scaled, first = [], 0
-    for gradient in gradients:
-        size = gradient.numel()
-        target = scratch if size == scratch.numel() else scratch[first : first + size]
-        first += _aligned(size)
-        if gradient.dtype is not torch.float32:
-            gradient = target.copy_(gradient)
-        if scale is not None:
-            gradient = torch.mul(gradient, scale, out=target)
-        scaled.append(gradient)
-    return scaled
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // LINE) * LINE
-
-
-# Update of parameters in one pass over host memory: scale the gradient, update, write the master and its copy ---------
-
+from hpctrain.parallel.fsdp.param_group import ParamGroup, ShardedParam, held_in
+from hpctrain.parallel.offload.gradients import Gradients, GradOffloadReduction
+from hpctrain.parallel.offload.kernels import (
+    LINE,
+    Options,
+    ParameterRow,
+    ParameterSlices,
+    SliceGroup,
+    UpdateKernel,
+    kernel_for,
+    only_uses_states,
+    slice_groups,
+    step_subset,
+)
+from hpctrain.parallel.offload.memory import PlacedStates
+from hpctrain.parallel.offload.threads import JobHandle, shared_threads
+from hpctrain.parallel.offload.transfer import MasterWeights
 
 SLICE_BYTES = 2 << 20  # of float32 parameters, which a thread takes at a time
 _ITEM = 4
@@ -306,3 +203,94 @@ def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
 def _frozen(value: Any) -> Any:
     """Return a value that does not change if the group's value is changed in place."""
     return value.clone() if isinstance(value, Tensor) else value
+
+
+# Update of parameter groups that are stored on the host, some at a time -----------------------------------------------
+
+
+@dataclass(eq=False)
+class HostGroup:
+    """One trained parameter group whose master is stored on the host."""
+
+    group: ParamGroup
+    host_weights: MasterWeights
+    reduction: GradOffloadReduction
+    early_update: JobHandle[None] | None = None  # handle of an update before the optimizer's step
+    updated: set[nn.Parameter] = field(default_factory=set)  # the shards that this update covers
+
+
+class HostUpdates:
+    """Update of ``host_groups`` by their gradients, ``nbytes`` at a time; ``disk`` allocates memory for states."""
+
+    def __init__(
+        self,
+        host_groups: Sequence[HostGroup],
+        gradients: Gradients,
+        nbytes: int,
+        disk: Callable[[int, torch.dtype], Tensor] | None,
+    ) -> None:
+        self._host_groups, self._gradients, self._nbytes, self._disk = host_groups, gradients, nbytes, disk
+        self._passes: dict[int, OnePass] = {}
+        self._states: dict[int, PlacedStates] = {}
+
+    def batches(self, gradients: dict[nn.Parameter, Tensor], one_pass: OnePass) -> Iterator[list[HostGroup]]:
+        """Yield the groups that have gradients, in batches of groups that are transferred together."""
+        batch: list[HostGroup] = []
+        # some optimizers can only update all parameters in one step
+        limit = self._nbytes if one_pass.runs_concurrently else math.inf
+        for host_group in self._host_groups:
+            if any(member.shard in gradients for member in host_group.group.members):
+                batch.append(host_group)
+            if sum(each.group.shard_data.nbytes for each in batch) >= limit:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def update(
+        self,
+        one_pass: OnePass,
+        batch: Sequence[HostGroup],
+        gradients: dict[nn.Parameter, Tensor],
+        factors: dict[nn.Parameter, float] | None = None,
+        options: Sequence[Options] | None = None,
+        *,
+        mirrors: bool,
+    ) -> None:
+        """Update the parameters with gradients in some groups, and write the new contents of their mirrors."""
+        by_factor: dict[float, list[tuple[HostGroup, ShardedParam]]] = {}
+        for host_group in batch:
+            host_group.host_weights.wait_for_reads()
+            for member in host_group.group.members:
+                if member.shard in gradients:
+                    factor = factors[member.shard] if factors else self._factor(one_pass, member.shard)
+                    by_factor.setdefault(factor, []).append((host_group, member))
+        for factor, members in by_factor.items():
+            shards = [member.shard for _, member in members]
+            copies = [_mirrored(host_group, member) if mirrors else None for host_group, member in members]
+            one_pass.step(shards, [gradients[shard] for shard in shards], factor, copies, options)
+
+    def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
+        """Return the factor for a gradient during the update; 1 if it had to be scaled beforehand."""
+        if not one_pass.slices(shard):
+            self._gradients.apply_scale([shard])
+        return self._gradients.factor(shard)
+
+    def one_pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
+        """Return the ``OnePass`` of an optimizer, always the same object."""
+        if id(optimizer) not in self._passes:
+            self._passes[id(optimizer)] = OnePass(optimizer)
+        return self._passes[id(optimizer)]
+
+    def place_new_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[HostGroup]) -> None:
+        """Move states that were just created or loaded to the disk."""
+        if self._disk is None:
+            return
+        if id(optimizer) not in self._states:
+            self._states[id(optimizer)] = PlacedStates(optimizer, [], self._disk)
+        self._states[id(optimizer)].drain(member.shard for host_group in batch for member in host_group.group.members)
+
+
+def _mirrored(host_group: HostGroup, member: ShardedParam) -> Tensor | None:
+    mirror = host_group.host_weights.mirror
+    return None if mirror is None else held_in(mirror, member.held, member.shape)

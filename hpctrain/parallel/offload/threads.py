@@ -4,6 +4,11 @@ Note: how a thread ends. It is a daemon, so that it never keeps a process alive.
 executes torch code while the interpreter shuts down crashes the process. Therefore the end of the
 program, and the garbage collection of the worker, first waits for the job in progress and drops the
 others. A child created by ``fork`` has no threads: its first job starts a new one.
+
+``ThreadPoolExecutor`` gives none of this: its threads are no daemons, and the interpreter joins
+them without a limit, after all jobs in their queue. A copy that never arrives from a device would
+keep the process forever. A forked child would wait for a thread that it does not have. Therefore
+only the handle is that of ``concurrent.futures``.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,52 +33,38 @@ T = TypeVar("T")
 EXIT_TIMEOUT = 10.0  # seconds to wait for the job in progress when the program ends
 
 
-class JobHandle(Generic[T]):
-    """Handle of a submitted job."""
+class JobHandle(Future[T]):
+    """Handle of a submitted job: a future that is valid in the process that submitted the job."""
 
-    def __init__(self, job: Callable[[], T], name: str) -> None:
-        self._job: Callable[[], T] | None = job
-        self._name, self._process = name, os.getpid()
-        self._ended = threading.Event()
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        """Return whether the job has ended, with or without an error."""
-        return self._ended.is_set()
+    def __init__(self, thread: str) -> None:
+        super().__init__()
+        self._thread, self._process = thread, os.getpid()
 
     def wait(self) -> T:
         """Return the result of the job, or raise its error; ``DeadlineError`` after a timeout."""
-        if not self.done and os.getpid() != self._process:
-            raise UsageError(f"a job of the thread {self._name} was under way when this process was forked")
+        if not self.done() and os.getpid() != self._process:
+            raise UsageError(f"a job of the thread {self._thread} was under way when this process was forked")
         limit = timeout_seconds()
-        if not self._ended.wait(limit):
-            raise DeadlineError(f"a job of the thread {self._name}: not done within {limit:g} s (HPCTRAIN_TIMEOUT)")
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
-
-    def run(self) -> None:
-        """Run the job, and store its result or error."""
-        assert self._job is not None, "a job is done once"
         try:
-            self._results.append(self._job())
+            return self.result(limit)
+        except TimeoutError:
+            if self.done():  # the error of the job itself
+                raise
+            raise DeadlineError(f"a job of the thread {self._thread}: not done within {limit:g} s (HPCTRAIN_TIMEOUT)")
+
+    def run(self, job: Callable[[], T]) -> None:
+        """Run the job, and store its result or error."""
+        try:
+            self.set_result(job())
         except BaseException as error:  # the waiting thread must get any kind of error
-            self._error = error
-        self._end()
+            self.set_exception(error)
 
     def drop(self) -> None:
         """End the job without running it, with an error."""
-        self._error = UsageError(f"the thread {self._name} was closed before this job began")
-        self._end()
-
-    def _end(self) -> None:
-        self._job = None  # and all objects that it references
-        self._ended.set()
+        self.set_exception(UsageError(f"the thread {self._thread} was closed before this job began"))
 
 
-Jobs = SimpleQueue[JobHandle[Any] | None]
+Jobs = SimpleQueue[tuple[JobHandle[Any], Callable[[], Any]] | None]
 
 
 class WorkerThread:
@@ -87,8 +79,8 @@ class WorkerThread:
         """Submit a job, which runs after all earlier jobs."""
         if self._process != os.getpid():
             self._start()
-        handle = JobHandle(job, self.name)
-        self._jobs.put(handle)
+        handle = JobHandle[T](self.name)
+        self._jobs.put((handle, job))
         return handle
 
     def close(self) -> None:
@@ -113,16 +105,17 @@ def _work(jobs: Jobs, prepare: Callable[[], object] | None) -> None:
     """Run jobs until None is received. The thread does not reference the worker, which may be garbage-collected."""
     if prepare is not None:
         prepare()
-    while (handle := jobs.get()) is not None:
-        handle.run()
-        del handle  # so that its objects are freed while this waits
+    while (submitted := jobs.get()) is not None:
+        handle, job = submitted
+        handle.run(job)
+        del submitted, handle, job  # so that their objects are freed while this waits
 
 
 def _end_thread(jobs: Jobs, thread: threading.Thread) -> None:
     """Drop the jobs that have not started, and wait for the job in progress."""
     try:
-        while (handle := jobs.get_nowait()) is not None:
-            handle.drop()
+        while (submitted := jobs.get_nowait()) is not None:
+            submitted[0].drop()
     except Empty:
         pass
     jobs.put(None)

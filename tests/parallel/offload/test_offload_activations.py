@@ -13,9 +13,8 @@ from support.fake_copy_device import LateDevice
 from support.offloading import HOST, Loop, Model, attached
 from torch import Tensor, nn
 
-from hpctrain.parallel.offload.activations import Activations, Buffers
 from hpctrain.parallel.offload.config import OffloadSettings
-from hpctrain.parallel.offload.weights import Transfer
+from hpctrain.parallel.offload.transfer import Activations, Buffers, Transfer
 from hpctrain.parallel.recompute import recompute, set_save_context
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,7 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.offload.updates import PlacedStates
+from hpctrain.parallel.offload.memory import PlacedStates
 
 
 class Shelf:

@@ -37,7 +37,7 @@ def test_jobs_run_in_order_in_one_thread_that_starts_with_the_first() -> None:
     handles = [worker.submit(partial(job, number)) for number in range(50)]
     idents = {handle.wait() for handle in handles}
     assert done == list(range(50)) and prepared == list(idents) and threading.get_ident() not in idents
-    assert all(handle.done for handle in handles)
+    assert all(handle.done() for handle in handles)
     worker.close()
     assert not threads()
     assert worker.submit(lambda: 7).wait() == 7 and len(threads()) == 1
