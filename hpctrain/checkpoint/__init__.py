@@ -11,13 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.folder import keep_last as keep_last
-    from hpctrain.checkpoint.folder import list_checkpoints as list_checkpoints
-    from hpctrain.checkpoint.folder import newest_valid as newest_valid
+    from hpctrain.checkpoint.content import capture_rng as capture_rng
+    from hpctrain.checkpoint.content import restore_rng as restore_rng
     from hpctrain.checkpoint.restore import Loaded as Loaded
     from hpctrain.checkpoint.restore import load as load
-    from hpctrain.checkpoint.rng import capture_rng as capture_rng
-    from hpctrain.checkpoint.rng import restore_rng as restore_rng
+    from hpctrain.checkpoint.retention import keep_last as keep_last
+    from hpctrain.checkpoint.retention import list_checkpoints as list_checkpoints
+    from hpctrain.checkpoint.retention import newest_valid as newest_valid
     from hpctrain.checkpoint.saver import Saver as Saver
     from hpctrain.checkpoint.saver import Storage as Storage
     from hpctrain.checkpoint.saver import save as save
@@ -28,12 +28,12 @@ _HOMES = {
     "Saver": "saver",
     "Storage": "saver",
     "best": "tools.inspect",
-    "capture_rng": "rng",
-    "keep_last": "folder",
-    "list_checkpoints": "folder",
+    "capture_rng": "content",
+    "keep_last": "retention",
+    "list_checkpoints": "retention",
     "load": "restore",
-    "newest_valid": "folder",
-    "restore_rng": "rng",
+    "newest_valid": "retention",
+    "restore_rng": "content",
     "save": "saver",
 }
 __all__ = [

@@ -28,7 +28,6 @@ from hpctrain.checkpoint.format.integrity import Written
 from hpctrain.checkpoint.format.layout import Array
 from hpctrain.checkpoint.format.plan import BoxPart, Source
 from hpctrain.checkpoint.format.writer import Offsets, Target, WriteRequest
-from hpctrain.checkpoint.states import copy_flat
 from hpctrain.checkpoint.writer_process import EXIT
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.log import logger
@@ -120,7 +119,8 @@ class Snapshot:
 def _copy(source: Source, part: BoxPart, out: Array) -> None:
     tensor = source.box.tensor
     if isinstance(tensor, torch.Tensor):
-        copy_flat(tensor, part.begin, part.end, out)
+        target = torch.from_numpy(out.view(np.uint8)).view(tensor.dtype)
+        target.copy_(tensor.detach().contiguous().view(-1)[part.begin : part.end])  # from a GPU, too
     else:
         out[:] = np.frombuffer(source.bytes(part.begin, part.end), dtype=np.uint8)
 

@@ -18,7 +18,7 @@ import torch
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import group_of, key_groups
 from hpctrain.checkpoint.format.plan import Source, described
-from hpctrain.checkpoint.states import check_storable, is_finite, shard_source
+from hpctrain.checkpoint.states import check_storable, shard_source
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 from hpctrain.shard import Shard, Split
 
@@ -344,3 +344,12 @@ def _joined(key: str, states: Sequence[OptimizerState | None]) -> OptimizerState
         for group, more in zip(groups, state.groups):
             group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
     return OptimizerState(known[0].kind, [], values, groups)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all elements are finite; one pass without extra memory as long as the sum is finite."""
+    if not tensor.is_floating_point():
+        return True
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    total = tensor.detach().sum(dtype=torch.float32 if narrow else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor.detach()).all())

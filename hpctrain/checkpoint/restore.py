@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.checkpoint import content
-from hpctrain.checkpoint.compare import Difference, TensorDescription, compare, is_skipped, table
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Array, group_of, keys_in
+from hpctrain.checkpoint.format.layout import Array, TensorDescription, group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.local_state import (
     LIST_KEY,
@@ -39,6 +39,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Shard, Split
+from hpctrain.util.text import columns
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -324,3 +325,43 @@ def _members(groups: ParamGroups, reader: Reader) -> list[set[str]]:
         return [set(group["params"]) for group in groups]
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"{reader.path}: the groups of the optimizer are not as hpctrain writes them") from error
+
+
+# Comparison of the tensors in a file with those that a program expects; all differences are reported at once ----------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference: ``in_file`` and ``in_program`` describe the two sides; ``-`` marks a missing one."""
+
+    name: str
+    problem: str
+    in_file: str
+    in_program: str
+
+
+def compare(in_file: Mapping[str, TensorDescription], in_program: Mapping[str, TensorDescription]) -> list[Difference]:
+    """Return all differences in names, shapes and dtypes: in the program's order, then names that only the file has."""
+    found: list[Difference] = []
+    for name, expected in in_program.items():
+        stored = in_file.get(name)
+        if stored is None:
+            found.append(Difference(name, "missing", "-", str(expected)))
+        elif stored.shape != expected.shape:
+            found.append(Difference(name, "shape", str(stored), str(expected)))
+        elif stored.dtype != expected.dtype:
+            found.append(Difference(name, "dtype", str(stored), str(expected)))
+    unexpected = [name for name in in_file if name not in in_program]
+    return found + [Difference(name, "unexpected", str(in_file[name]), "-") for name in unexpected]
+
+
+def table(differences: Sequence[Difference]) -> str:
+    """Return the differences as aligned columns under a heading."""
+    rows = [("name", "problem", "in the file", "in the program")]
+    rows += [(each.name, each.problem, each.in_file, each.in_program) for each in differences]
+    return "\n".join("  " + line for line in columns(rows))
+
+
+def is_skipped(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether one of the patterns (``"head.*"``) matches a name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

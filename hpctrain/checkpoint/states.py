@@ -71,26 +71,11 @@ def from_numpy(array: Array, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def copy_flat(tensor: torch.Tensor, begin: int, end: int, out: Array) -> None:
-    """Copy a range of elements, in C order, to host memory; the tensor may be on a GPU."""
-    target = torch.from_numpy(out.view(np.uint8)).view(tensor.dtype)
-    target.copy_(tensor.detach().contiguous().view(-1)[begin:end])
-
-
 def shard_source(shard: Shard) -> Source:
     """Return the source of a tensor; the name of the shard is its path in the file."""
     tensor = shard.tensor
     storage_of(shard.dtype, shard.name)
     return Source(shard, lambda begin, end: flat(tensor, begin, end))
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite; one pass without extra memory as long as the sum is finite."""
-    if not tensor.is_floating_point():
-        return True
-    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
-    total = tensor.detach().sum(dtype=torch.float32 if narrow else None)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor.detach()).all())
 
 
 # Nested states as JSON values and tensors of a file

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.retention import step_of
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.checkpoint.tools.curves import is_steps, sparkline

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hpctrain.checkpoint import folder as files
-from hpctrain.checkpoint import rng
-from hpctrain.checkpoint.compare import is_skipped
+from hpctrain.checkpoint import content
+from hpctrain.checkpoint import retention as files
 from hpctrain.checkpoint.local_state import by_key
-from hpctrain.checkpoint.restore import load
+from hpctrain.checkpoint.restore import is_skipped, load
 from hpctrain.checkpoint.tools.inspect import newest_of
 from hpctrain.comm.agreement import on_first_rank
 from hpctrain.data.random_streams import broadcast_generators
@@ -120,7 +119,7 @@ class Opening:
     ) -> None:
         self._job, self._folder, self._options = job, folder, options
         self._state, self._feed, self._run_folder = state, feed, run_folder
-        self._fresh = rng.capture_rng()
+        self._fresh = content.capture_rng()
 
     def agree_on_seed(self) -> None:
         """Broadcast the run's seed; if the loader is split, synchronize the generators outside of steps. Collective."""

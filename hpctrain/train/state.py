@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.checkpoint import folder as files
-from hpctrain.checkpoint import rng
+from hpctrain.checkpoint import content
+from hpctrain.checkpoint import retention as files
 from hpctrain.checkpoint.content import SaveRequest
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.integrity import crc32
@@ -80,7 +80,7 @@ class TrainState:
         self.tokens = 0
         self.curves = Curves()
         self.logged: dict[str, float] = {}  # in the current step, by name
-        self.capture: Callable[[], Mapping[str, Any]] = rng.capture_rng  # returns the generator states to save
+        self.capture: Callable[[], Mapping[str, Any]] = content.capture_rng  # returns the generator states to save
         self.stopped: str | None = None  # why the program has ended the run for good
         self.config: str | None = None  # text to store with each checkpoint
         self.provenance: Mapping[str, Any] = {}  # facts to store with each checkpoint
@@ -287,7 +287,7 @@ class TrainState:
         if rewind_data:
             self.batches = batches
         if loaded.rng is not None:
-            rng.restore_rng(loaded.rng)
+            content.restore_rng(loaded.rng)
         for strategy in self.strategies.values():
             if isinstance(strategy, SplitStrategy):
                 strategy.agree_on_generators()

@@ -125,7 +125,8 @@ def test_the_writer_process_has_low_priority_and_ignores_signals(tmp_path: Path,
         process.send_signal(number)
     saver.save(tmp_path / "a.h5", model=model)
     saver.wait()
-    assert os.getpriority(os.PRIO_PROCESS, process.pid) == NICENESS
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(own + NICENESS, 19)
     maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert "libtorch" not in maps and "libmpi" not in maps
 

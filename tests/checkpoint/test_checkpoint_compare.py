@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hpctrain.checkpoint.compare import Difference, TensorDescription, compare, table
+from hpctrain.checkpoint.format.layout import TensorDescription
+from hpctrain.checkpoint.restore import Difference, compare, table
 
 A, B = TensorDescription((2, 3), "float32"), TensorDescription((), "int64")
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.folder import keep_last, list_checkpoints, newest_valid, remove_leftovers
-from hpctrain.checkpoint.format.layout import step_file
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.retention import keep_last, list_checkpoints, newest_valid, remove_leftovers, step_file
 from hpctrain.cli.main import main
 from hpctrain.errors import CheckpointError, UsageError
 
@@ -82,7 +81,7 @@ def test_no_file_is_deleted_while_the_newest_is_damaged(folder: Path, caplog: py
 
 
 def test_a_file_just_committed_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.folder.verify_named", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr("hpctrain.checkpoint.retention.verify_named", lambda path: pytest.fail("read again"))
     assert len(keep_last(folder, 3, verified=folder / "step_100000000.h5")) == 1
 
 

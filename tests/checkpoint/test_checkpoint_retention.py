@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hpctrain.checkpoint import save
-from hpctrain.checkpoint.folder import LOGGED, Retention, list_checkpoints
-from hpctrain.checkpoint.format.layout import step_file
-from hpctrain.checkpoint.retention import RetentionPolicy, StoredCheckpoint, best_of, superseded
+from hpctrain.checkpoint.retention import (
+    LOGGED,
+    Retention,
+    RetentionPolicy,
+    StoredCheckpoint,
+    best_of,
+    list_checkpoints,
+    logged_values,
+    step_file,
+    superseded,
+)
 from hpctrain.errors import UsageError
 
 VALUES = [None, math.nan, math.inf, -math.inf, -1.5, 0.0, 0.25, 0.25, 3.0]
@@ -139,17 +148,14 @@ def test_files_without_the_value_are_treated_as_ordinary_files(tmp_path: Path, l
     assert [path.name for path in retention.apply()] == [step_file(1), step_file(3)] and present(tmp_path) == [2, 4]
 
 
-def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpctrain.checkpoint import folder
+def test_each_file_is_read_once(tmp_path: Path) -> None:
+    opened = list[str]()
 
-    opened, reader = list[str](), folder.Reader
-
-    def counting(path: Path) -> object:
+    def counting(path: Path) -> dict[str, Any]:
         opened.append(path.name)
-        return reader(path)
+        return logged_values(path)
 
-    monkeypatch.setattr(folder, "Reader", counting)
-    retention = Retention(tmp_path, RetentionPolicy(last=1, every=1, best="loss"))
+    retention = Retention(tmp_path, RetentionPolicy(last=1, every=1, best="loss"), counting)
     for step in range(1, 6):
         retention.apply(verified=write(tmp_path, step, {"loss": float(step)}))
     assert sorted(opened) == [step_file(step) for step in range(1, 6)]

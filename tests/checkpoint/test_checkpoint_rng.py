@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.rng import capture_rng, restore_rng
+from hpctrain.checkpoint.content import capture_rng, restore_rng
 from hpctrain.errors import CheckpointError
 
 

@@ -15,16 +15,8 @@ from support.checkpoints import all_dtypes
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format.layout import STORAGE
-from hpctrain.checkpoint.states import (
-    check_storable,
-    dtype_name,
-    fill,
-    from_numpy,
-    is_finite,
-    pack_states,
-    to_numpy,
-    torch_dtype,
-)
+from hpctrain.checkpoint.local_state import is_finite
+from hpctrain.checkpoint.states import check_storable, dtype_name, fill, from_numpy, pack_states, to_numpy, torch_dtype
 from hpctrain.checkpoint.tools.convert import export
 from hpctrain.errors import CheckpointError, UsageError
 

@@ -207,17 +207,13 @@ class Draft:
         return self._image.parts(outside(self._image.size, tensors))
 
     def _set_checksums(self, table: integrity.Table, count: int) -> None:
-        order = sorted(
-            (offset, number) for number, offset in enumerate(self.offsets) if offset is not None
-        )
+        order = sorted((offset, number) for number, offset in enumerate(self.offsets) if offset is not None)
         for (_, number), found in zip(order, integrity.by_tensor(table, count), strict=True):
             crc = integrity.crc_of(found)
             array = to_array(np.uint32(crc))
             self._crcs[number].write(array)
             record = self.records[number]
-            self.records[number] = replace(
-                record, crc32=crc, attributes={**record.attributes, layout.CRC32: array}
-            )
+            self.records[number] = replace(record, crc32=crc, attributes={**record.attributes, layout.CRC32: array})
 
     def _manifest(self) -> str:
         return manifest(self._groups, self.records)
@@ -276,9 +272,7 @@ def _dataset(group: h5py.h5g.GroupID, record: Record) -> h5py.h5d.DatasetID:
     return dataset
 
 
-def _create(
-    group: h5py.h5g.GroupID, name: str, kind: h5py.h5t.TypeID, space: h5py.h5s.SpaceID
-) -> h5py.h5d.DatasetID:
+def _create(group: h5py.h5g.GroupID, name: str, kind: h5py.h5t.TypeID, space: h5py.h5s.SpaceID) -> h5py.h5d.DatasetID:
     """Create a dataset that is allocated at once and whose bytes HDF5 never touches."""
     plist, links = _property_lists()
     return h5py.h5d.create(group, name.encode(), kind, space, dcpl=plist, lcpl=links)

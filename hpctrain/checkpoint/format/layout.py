@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,6 @@ STORAGE: dict[str, np.dtype[np.generic]] = {
 }
 
 _LONGEST_NAME = 1024
-_STEP_FILE = re.compile(r"step_(\d+)\.h5")
 
 
 @dataclass(frozen=True)
@@ -77,6 +75,17 @@ class Record:
     def nbytes(self) -> int:
         """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.storage.itemsize
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """Shape and element type of a tensor; ``dtype`` is the torch name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}"
 
 
 def storage_of(dtype: str, what: str) -> np.dtype[np.generic]:
@@ -110,17 +119,6 @@ def _unfit(name: str) -> str:
     if len(name.encode()) > _LONGEST_NAME:
         return f"it must not be longer than {_LONGEST_NAME} bytes"
     return ""
-
-
-def step_file(step: int) -> str:
-    """Return the file name for a step: ``step_00001200.h5``."""
-    return f"step_{step:08d}.h5"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step in a file name; ``None`` if it is not the name of a checkpoint."""
-    match = _STEP_FILE.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def version_for(groups: Mapping[str, Mapping[str, object]], paths: Iterable[str]) -> tuple[int, int]:

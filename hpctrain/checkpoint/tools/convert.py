@@ -27,8 +27,8 @@ from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools import safetensors
 from hpctrain.checkpoint.tools.curves import widened
-from hpctrain.checkpoint.tools.output import check_output, put_in_place
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.util import atomic
 from hpctrain.util.reading import open_regular
 from hpctrain.util.text import short_repr, shorten
 
@@ -169,9 +169,7 @@ _INSIDE = ("model", "state_dict", "model_state_dict", "module")  # keys under wh
 Found = Iterable[tuple[str, tuple[int, ...], str, Callable[[int, int], Array]]]
 
 
-def ingest(
-    file: str | Path, output: str | Path, *, step: int = 0, strip: str = "", force: bool = False
-) -> list[str]:
+def ingest(file: str | Path, output: str | Path, *, step: int = 0, strip: str = "", force: bool = False) -> list[str]:
     """Write a checkpoint of the model in a file, and return the names of the stored tensors.
 
     ``strip`` is removed from the front of every name. If the file is a whole export (``model/``,
@@ -284,3 +282,33 @@ def _is_tensor(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+# Atomic writing of output files that are not checkpoints --------------------------------------------------------------
+
+
+def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> None:
+    """Raise ``UsageError`` if the output exists and must not be replaced; an input is never replaced."""
+    if not target.name:
+        raise UsageError("the name of the output is empty: give the file to write")
+    if not target.exists():
+        return
+    # A link is replaced; its target is not changed.
+    if not target.is_symlink() and any(Path(each).exists() and target.samefile(each) for each in inputs):
+        raise UsageError(f"{target} is the input file: choose another name to write")
+    if not force:
+        raise UsageError(f"{target} exists: choose another name, or --force to replace it")
+
+
+def put_in_place(target: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Fill a file under a private name by ``write``, flush it and rename it; remove it after an error.
+
+    Raises ``CheckpointError`` if the file cannot be written.
+    """
+    try:
+        with atomic.replacing(target) as out:
+            write(out)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error

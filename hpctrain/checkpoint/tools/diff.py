@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.checkpoint.compare import TensorDescription
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Array, Record
+from hpctrain.checkpoint.format.layout import Array, Record, TensorDescription
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.tools.curves import as_floats
 

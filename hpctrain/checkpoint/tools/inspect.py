@@ -11,11 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.folder import BEST, KEEP_BEST, LOGGED, list_checkpoints, newest_valid
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import Record, group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader, verify_file
-from hpctrain.checkpoint.retention import Best, StoredCheckpoint, best_of
+from hpctrain.checkpoint.retention import (
+    BEST,
+    KEEP_BEST,
+    LOGGED,
+    Best,
+    StoredCheckpoint,
+    best_of,
+    list_checkpoints,
+    newest_valid,
+    step_of,
+)
 from hpctrain.checkpoint.tools.curves import as_floats, read_curve, read_curves
 from hpctrain.errors import CheckpointError, UsageError
 
@@ -101,8 +110,7 @@ def judge(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
         )
     judged: Best = known or "lowest"
     candidates = [
-        StoredCheckpoint(str(path), layout.step_of(path.name) or 0, _logged(found).get(name))
-        for path, found in facts.items()
+        StoredCheckpoint(str(path), step_of(path.name) or 0, _logged(found).get(name)) for path, found in facts.items()
     ]
     chosen = best_of(candidates, judged)
     if chosen is None or chosen.value is None:
@@ -242,7 +250,7 @@ def _entry(path: Path) -> Entry:
             facts = reader.values(layout.TRAIN)
     except (CheckpointError, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
-        return Entry(str(path), size, layout.step_of(path.name), error=str(error))
+        return Entry(str(path), size, step_of(path.name), error=str(error))
     by = str(facts[KEEP_BEST]) if facts.get(KEEP_BEST) else None
     value = facts.get(LOGGED, {}).get(by) if isinstance(facts.get(LOGGED), dict) else None
     return Entry(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format.layout import step_of
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.retention import step_of
 from hpctrain.errors import CheckpointError, NonFiniteError
 from hpctrain.util.atomic import private_name
 

@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import from_array, pack, to_array, unpack
+from hpctrain.checkpoint.retention import step_file, step_of
 from hpctrain.errors import CheckpointError, UsageError
 
 
@@ -36,11 +37,11 @@ def test_unknown_dtype_error_lists_the_known_dtypes() -> None:
 
 
 def test_step_file_names_contain_the_step() -> None:
-    assert layout.step_file(1200) == "step_00001200.h5"
-    assert layout.step_of("step_00001200.h5") == 1200
-    assert layout.step_of(layout.step_file(123456789)) == 123456789
+    assert step_file(1200) == "step_00001200.h5"
+    assert step_of("step_00001200.h5") == 1200
+    assert step_of(step_file(123456789)) == 123456789
     for name in (".step_00001200.h5.tmp-host-1", "step_1.h5.bak", "step_.h5", "xstep_1.h5"):
-        assert layout.step_of(name) is None
+        assert step_of(name) is None
 
 
 # Conversion between Python values and HDF5 attributes, in both directions without change ------------------------------

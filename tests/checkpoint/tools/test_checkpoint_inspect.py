@@ -15,6 +15,7 @@ from hpctrain import checkpoint
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.checkpoint.retention import step_file
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.errors import CheckpointError, UsageError
 
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Path:
     optimizer.step()
     for step in (5, 15):
         train = {"step": step, "curves": {"step": [1, 2], "loss": [2.0, 1.0 / step]}}
-        path = tmp_path / "checkpoints" / layout.step_file(step)
+        path = tmp_path / "checkpoints" / step_file(step)
         checkpoint.save(path, model=model, optimizer=optimizer, train=train, config="a = 1\n")
     return tmp_path
 

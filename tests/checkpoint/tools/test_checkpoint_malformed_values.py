@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint import rng
+from hpctrain.checkpoint import content
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli.main import main
@@ -105,8 +105,8 @@ def test_unusual_curves_are_plotted_or_one_line_of_error(
     ],
 )
 def test_rng_states_are_checked_before_they_are_set(state: dict[str, Any]) -> None:
-    before = rng.capture_rng()
+    before = content.capture_rng()
     with pytest.raises(CheckpointError, match="generators does not fit"):
-        rng.restore_rng(state)
+        content.restore_rng(state)
     assert torch.equal(torch.get_rng_state(), torch.from_numpy(before["torch"]))
-    rng.restore_rng(before)
+    content.restore_rng(before)

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import pytest
 
-from hpctrain.checkpoint.tools.output import put_in_place
+from hpctrain.checkpoint.tools.convert import put_in_place
 from hpctrain.errors import CheckpointError
 
 

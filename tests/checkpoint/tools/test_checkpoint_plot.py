@@ -13,7 +13,7 @@ from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools.curves import plot, running_mean
 from hpctrain.errors import UsageError
-from hpctrain.parallel.asynchronous.metrics import MAX_BARS
+from hpctrain.parallel.asynchronous.staleness import MAX_BARS
 
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("matplotlib.figure")
