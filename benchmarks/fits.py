@@ -12,29 +12,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from comm.sizes import parse_sizes
-from harness import RESULTS, provenance, table, write
-from sharding.limit import LARGE, MEDIUM, train
-from sharding.task import Task
+import torch
+from fsdp_step_memory import MB, Task
+from fsdp_step_samples import resident
+from harness.report import table
+from harness.run import announce, finish, main, make_parser, mpiexec, run_child, start, until_stopped
+from torch.nn.functional import cross_entropy
 
-import hpctrain
-from hpctrain.cli.main import Parser
-from hpctrain.cli.main import report as report_error
 from hpctrain.errors import UsageError
+from hpctrain.models.settings import ModelSettings
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.util.format import parse_bytes
 
 STEPS = 5
 BUDGET = 5.0  # multiple of the parameters; on four ranks FSDP needed 2.7 to 3.7 times, DDP 8.3 to 8.7 times
 WORDS = 400  # maximum characters of an error that are shown
-MB = 10**6
+LEARNING_RATE = 1e-4
+# 51 million parameters, and 19 million for tests.
+LARGE = ModelSettings(name="gpt-mini", context=64, layers=16, width=512, heads=8)
+MEDIUM = ModelSettings(name="gpt-mini", context=64, layers=6, width=512, heads=8)
 LONGEST = 900.0  # seconds that a run may take
-MARK = "trained "  # prefix of a run's result
+RESULT = "trained "  # prefix of a run's result
 
 
 @dataclass(frozen=True)
@@ -46,60 +51,100 @@ class Outcome:
     error: str
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or one rank of one of its runs; return the exit code, 1 if a run did not end as expected."""
-    try:
-        args = parse(argv)
-        return rank(args) if args.train else compare(args)
-    except UsageError as error:
-        return report_error(error)
+@dataclass(frozen=True)
+class Trained:
+    """Mean loss of each step, and the peak memory: address space of a rank, resident memory of all ranks together.
+
+    Both are in bytes, beyond the memory of the ranks after they had joined the job.
+    """
+
+    losses: list[float]
+    address_space: int
+    resident: int
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="fits.py", description=__doc__, formatter_class=raw)
+    parser = make_parser("fits", __doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--budget", help=f"bytes that a rank may add; default: {BUDGET:g} times the parameters")
-    parser.add_argument("--quick", action="store_true", help="a smaller model: for tests")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--train", choices=("ddp", "fsdp"), help="run one rank (used by the benchmark itself)")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps that FSDP trains")
     args = parser.parse_args(argv)
     if args.ranks < 2 or args.steps < 2:
-        raise UsageError(f"{args.ranks} ranks and {args.steps} steps: at least 2 of each are needed", everywhere=True)
-    args.budget = parse_sizes(args.budget)[0] if args.budget else None
+        raise UsageError(f"{args.ranks} ranks and {args.steps} steps: at least 2 of each are needed")
+    args.budget = parse_bytes(args.budget) if args.budget else None
     args.task = Task(MEDIUM if args.quick else LARGE)
     return args
 
 
-def rank(args: argparse.Namespace) -> int:
-    """Train as one rank of a run; rank 0 prints the result."""
-    job = hpctrain.init(device="cpu")
-    found = train(job, args.task, args.train, args.steps, args.budget)
+def run(args: argparse.Namespace) -> int:
+    """Make the three runs, or run one rank of one of them; return 1 if a run did not end as expected."""
+    if args.train:
+        train(args)
+        return 0
+    return compare(args, play)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on one batch per rank, within the budget if there is one; rank 0 prints the result."""
+    job = start("fits")
+    start_size, before = _status("VmSize"), resident().total
+    if args.budget is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (start_size + args.budget, start_size + args.budget))
+    with torch.device("meta"):
+        model = args.task.model()
+    model = job.wrap(model, ParallelSettings(data=args.train))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    inputs, targets = next(args.task.batches(job.rank))
+    losses, most = [], 0
+    for _ in range(args.steps):
+        loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        most = max(most, resident().total - before)
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    found = together(job.comm.all_gather_object((losses, _status("VmPeak") - start_size, most)))
     if job.rank == 0:
-        print(f"{MARK}{json.dumps(found)}", flush=True)
-    return 0
+        print(f"{RESULT}{json.dumps(asdict(found))}", flush=True)
 
 
-def compare(args: argparse.Namespace) -> int:
+def together(ranks: Sequence[tuple[list[float], int, int]]) -> Trained:
+    """Return the result of all ranks."""
+    losses, peaks, pages = zip(*ranks)
+    means = [sum(step) / len(step) for step in zip(*losses)]
+    return Trained(means, max(peaks), sum(pages))
+
+
+def _status(name: str) -> int:
+    """Return a field of proc(5)'s status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def compare(args: argparse.Namespace, play: Callable[[argparse.Namespace, str, int | None], Outcome]) -> int:
     """Make the three runs; print and write their results."""
     budget = args.budget or int(BUDGET * args.task.parameter_bytes)
-    free, ddp, fsdp = play(args, "ddp", None), play(args, "ddp", budget), play(args, "fsdp", budget)
-    shown = ddp.trained is None and ddp.code != 0 and fell(fsdp)
-    report(args, budget, {"DDP, no limit": free, "DDP": ddp, "FSDP": fsdp}, shown)
+    runs: dict[str, Outcome] = {}
+    with until_stopped:
+        for name, data, limit in (("DDP, no limit", "ddp", None), ("DDP", "ddp", budget), ("FSDP", "fsdp", budget)):
+            runs[name] = play(args, data, limit)
+    shown = len(runs) == 3 and runs["DDP"].trained is None and runs["DDP"].code != 0 and fell(runs["FSDP"])
+    report(args, budget, runs, shown)
     return 0 if shown else 1
 
 
 def play(args: argparse.Namespace, data: str, budget: int | None) -> Outcome:
     """Start the ranks of one run and return how it ended."""
-    print(f"{data}, {'no limit' if budget is None else 'inside the limit'} ...", file=sys.stderr, flush=True)
-    launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(args.ranks), sys.executable, __file__]
+    announce(f"{data}, {'no limit' if budget is None else 'inside the limit'}")
     options = ["--train", data, "--steps", str(args.steps if budget else 2)]
     options += ["--quick"] * args.quick + (["--budget", str(budget)] if budget else [])
-    done = subprocess.run([*launcher, *options], capture_output=True, text=True, timeout=LONGEST)
-    told = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
-    trained = json.loads(told[0].removeprefix(MARK)) if told else None
+    done = run_child([*mpiexec(args.ranks), sys.executable, __file__, *options], timeout=LONGEST)
+    told = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    trained = json.loads(told[0].removeprefix(RESULT)) if told else None
     return Outcome(trained, done.returncode, reason_of(done.stderr) if done.returncode else "")
 
 
@@ -119,17 +164,15 @@ def reason_of(error: str) -> str:
 def report(args: argparse.Namespace, budget: int, runs: dict[str, Outcome], shown: bool) -> None:
     """Print and write the results of the runs."""
     millions = args.task.parameter_bytes / 4e6
-    print(f"{millions:.1f} million parameters, {args.ranks} ranks, {args.task.context} tokens each")
-    print(f"limit: {budget / MB:.0f} MB of address space per rank, beyond its size after joining the job\n")
+    lines = [f"{millions:.1f} million parameters, {args.ranks} ranks, {args.task.context} tokens each"]
+    lines += [f"limit: {budget / MB:.0f} MB of address space per rank, beyond its size after joining the job\n"]
     rows = [["", "steps", "first loss", "last loss", "MB per rank (address space)", "MB of all ranks (pages)"]]
-    for name, one in runs.items():
-        rows.append([name, *_cells(one.trained, budget)])
-    print(table(rows))
+    lines.append(table([*rows, *([name, *_cells(one.trained, budget)] for name, one in runs.items())]))
     for name, one in runs.items():
         if one.trained is None:
-            print(f"\n{name} ended with exit code {one.code}: {one.error}")
+            lines.append(f"\n{name} ended with exit code {one.code}: {one.error}")
     verdict = "yes" if shown else "no"
-    print(f"\nDDP does not fit, FSDP trains and its loss falls in every step: {verdict}")
+    lines.append(f"\nDDP does not fit, FSDP trains and its loss falls in every step: {verdict}")
     content = {
         "benchmark": "fits",
         "ranks": args.ranks,
@@ -138,9 +181,10 @@ def report(args: argparse.Namespace, budget: int, runs: dict[str, Outcome], show
         "budget_bytes": budget,
         "shown": shown,
         "runs": {name: asdict(one) for name, one in runs.items()},
-        "provenance": {**provenance(args.ranks, "see command"), "command": " ".join(["python", *sys.argv])},
     }
-    print(f"written to {write(f'fits-np{args.ranks}', content, args.results)}")
+    peaks = {name: one.trained["address_space"] for name, one in runs.items() if one.trained}
+    spread = [("address space, bytes", name, "", peak, peak, peak, 1) for name, peak in peaks.items()]
+    finish(args, f"fits-np{args.ranks}", content, "\n".join(lines), ranks=args.ranks, rows=spread)
 
 
 def _cells(trained: dict[str, Any] | None, budget: int) -> list[str]:
@@ -152,4 +196,4 @@ def _cells(trained: dict[str, Any] | None, budget: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import fits
 import pytest
+from benchmark_helpers import FOLDER, check_refused
 from fits import Outcome, fell, reason_of
 from support.jobs import JobStarter
 
-from hpctrain.errors import UsageError
-
-PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "fits.py"
+PROGRAM = FOLDER / "fits.py"
 
 
 @pytest.mark.benchmark
 @pytest.mark.limit(400)
 def test_ddp_does_not_fit_and_fsdp_does(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(0, PROGRAM, "--quick", "--results", tmp_path, timeout=300)
+    done = launch(0, PROGRAM, "--quick", "--out", tmp_path, timeout=300)
     assert done.returncode == 0, done
     found = json.loads((tmp_path / "fits-np4.json").read_text())
     free, ddp, fsdp = (found["runs"][name] for name in ("DDP, no limit", "DDP", "FSDP"))
@@ -33,20 +31,15 @@ def test_ddp_does_not_fit_and_fsdp_does(launch: JobStarter, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fitting, code, verdict", [((), 1, "no"), (("ddp", "fsdp"), 1, "no"), (("fsdp",), 0, "yes")])
 def test_a_limit_is_a_proof_only_if_ddp_fails_and_fsdp_trains(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    fitting: tuple[str, ...],
-    code: int,
-    verdict: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fitting: tuple[str, ...], code: int, verdict: str
 ) -> None:
     trained = Outcome({"losses": [3.0, 2.0], "address_space": 10**7, "resident": 10**7}, 0, "")
 
     def play(args: Any, data: str, budget: int | None) -> Outcome:
         return trained if budget is None or data in fitting else Outcome(None, 1, "cannot allocate memory")
 
-    monkeypatch.setattr(fits, "play", play)
-    assert fits.main(["--quick", "--ranks", "2", "--budget", "40MiB", "--results", str(tmp_path)]) == code
+    args = fits.parse(["--quick", "--ranks", "2", "--budget", "40MiB", "--out", str(tmp_path)])
+    assert fits.compare(args, play) == code
     said = capsys.readouterr().out
     assert f"its loss falls in every step: {verdict}" in said
     assert said.count("ended with exit code 1: cannot allocate memory") == 2 - len(fitting)
@@ -70,13 +63,11 @@ def test_the_reason_of_an_end_is_hpctrains_last_message() -> None:
     assert reason_of("") == "no output"
 
 
-@pytest.mark.parametrize("arguments", [("--ranks", "1"), ("--steps", "1")])
-def test_too_few_ranks_or_steps_are_refused(arguments: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match="at least 2 of each are needed"):
-        fits.parse(arguments)
+@pytest.mark.parametrize("words", ["--ranks 1", "--steps 1"])
+def test_too_few_ranks_or_steps_are_refused(words: str) -> None:
+    check_refused(fits.parse, words, "at least 2 of each are needed")
 
 
 def test_a_budget_is_parsed_with_its_unit() -> None:
     assert fits.parse(["--budget", "64MiB"]).budget == 64 * 2**20 and fits.parse([]).budget is None
-    with pytest.raises(UsageError, match=re.escape("'x' is not a size")):
-        fits.parse(["--budget", "x"])
+    check_refused(fits.parse, "--budget x", "'x' is not a number of bytes")

@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import fsdp_step
 import pytest
-from sharding import memory
-from sharding.names import (
-    ACTIVATIONS,
+from benchmark_helpers import FOLDER, PROVENANCE, TIME, check_refused, jobs_of_make, texts_of
+from fsdp_step import draw, targets
+from fsdp_step_memory import (
     ALONE,
     CANDIDATES,
     DDP,
     FSDP,
-    GRADIENTS,
-    KINDS,
-    PARAMETERS,
+    FULL,
     PASSING,
-    REST,
-    STATES,
+    SMALL,
     TORCH_DDP,
     TORCH_FSDP,
     ZERO1,
     ZERO2,
+    Task,
+    account,
+    largest_unit,
+    load,
+    moments_of_rank,
+    parameters_of_rank,
+    save,
 )
-from sharding.task import SMALL, Task
+from fsdp_step_samples import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    PARAMETERS,
+    REST,
+    STATES,
+    Extent,
+    Resident,
+    Sample,
+    TensorMemory,
+)
+from harness.targets import Target
 from support.jobs import JobStarter
 from support.programs import be_alone, in_one_job
 
 from hpctrain.errors import UsageError
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAM = FOLDER / "fsdp_step.py"
 BYTES = Task(SMALL).parameter_bytes
 WITHOUT = ",".join(word for word, name in CANDIDATES.items() if name not in (DDP, FSDP))
-JSON = ("--quick", "--rounds", "2", "--json", "--without", WITHOUT, "--results")
+JSON = ("--quick", "--rounds", "2", "--json", "--without", WITHOUT, "--out")
 WHOLE = pytest.mark.benchmark
 
 
@@ -55,13 +68,13 @@ def test_all_candidates_are_timed_in_one_run_and_weighed_in_separate_ones(launch
     done = launch(2, in_one_job(PROGRAM, *calls, (*JSON, tmp_path / "json")), timeout=300)
     assert done.returncode == 0, done
     check_json(json.loads(done.stdout), tmp_path / "json")
-    done = launch(2, PROGRAM, "--quick", "--rounds", "2", "--folder", kept, "--results", tmp_path / "r", timeout=120)
+    done = launch(2, PROGRAM, "--quick", "--rounds", "2", "--folder", kept, "--out", tmp_path / "r", timeout=120)
     assert done.returncode == 0, done
     (path,) = (tmp_path / "r").glob("fsdp-step-np2-*.json")
     found = json.loads(path.read_text())
     check_times(found)
     check_memory(found["memory"])
-    assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
+    assert PROVENANCE <= found["provenance"].keys()
     assert done.stdout.index("target") < done.stdout.index("median ms") < done.stdout.index("MB of the node")
     assert "each treats the others as ranks of other nodes" in done.stdout
     assert path.with_suffix(".png").stat().st_size > 1000 and path.with_suffix(".svg").exists()
@@ -111,55 +124,188 @@ def check_json(printed: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (("--rounds", "1"), "1 rounds: at least 2 are needed"),
-        (("--batch", "0"), "--batch 0: at least 1 sequence is needed"),
-        (("--memory", "fsdp"), "--memory needs --folder"),
-        (("--memory", "fsdp2", "--folder", "x"), "no candidate is called 'fsdp2': known are alone, ddp, zero1"),
-        (("--without", "gloo"), "no candidate is called 'gloo'"),
-        (("--without", ",".join(CANDIDATES)), "--without excludes every candidate"),
+        ("--rounds 1", "1 rounds: at least 2 are needed"),
+        ("--batch 0", "--batch 0: at least 1 sequence is needed"),
+        ("--memory fsdp", "--memory needs --folder"),
+        ("--memory fsdp2 --folder x", "no candidate is called 'fsdp2': known are alone, ddp, zero1"),
+        ("--without gloo", "no candidate is called 'gloo'"),
+        (f"--without {','.join(CANDIDATES)}", "every candidate is left out"),
     ],
 )
-def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        fsdp_step.parse(arguments)
+def test_wrong_options_are_refused(words: str, message: str) -> None:
+    check_refused(fsdp_step.parse, words, message)
 
 
-def test_one_rank_is_refused(
-    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     be_alone(monkeypatch, comm)
-    assert fsdp_step.main(["--quick"]) == 2
-    assert "one rank shares nothing" in capsys.readouterr().err
+    assert fsdp_step.main(fsdp_step.parse, fsdp_step.run, ["--quick"]) == 2
+    assert "fsdp-step needs 2 ranks or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key, value", [("ranks", 4), ("parameters", 8), ("batch", 2)])
 def test_memory_of_another_model_or_job_is_not_reported(tmp_path: Path, key: str, value: int) -> None:
     facts = {"ranks": 2, "parameters": BYTES, "batch": 1}
-    memory.save(tmp_path, {"candidate": FSDP, "facts": facts})
-    assert list(memory.load(tmp_path, 2, Task(SMALL))) == [FSDP] and memory.load(None, 2, Task(SMALL)) == {}
-    memory.save(tmp_path, {"candidate": FSDP, "facts": {**facts, key: value}})
+    save(tmp_path, {"candidate": FSDP, "facts": facts})
+    assert list(load(tmp_path, 2, Task(SMALL))) == [FSDP] and load(None, 2, Task(SMALL)) == {}
+    save(tmp_path, {"candidate": FSDP, "facts": {**facts, key: value}})
     with pytest.raises(UsageError, match=f"fsdp.json was measured with {key} = {value}, not"):
-        memory.load(tmp_path, 2, Task(SMALL))
+        load(tmp_path, 2, Task(SMALL))
 
 
 def test_make_measures_memory_in_one_job_per_candidate_and_then_times_all() -> None:
-    command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", "fsdp-step"]
-    variables = ["NP=3", "BATCH=4", "ROUNDS=5", "WITHOUT=alone,torch-fsdp"]
-    script = subprocess.run([*command, *variables], capture_output=True, text=True, check=True).stdout
-    script = re.sub(r"\bmake --no-print-directory -C \.\. _ranks", "show", script)
-    show = """show() { for word; do export "$word"; done; eval "printf '%s|' $NP $PROGRAM"; echo; }\n"""
-    done = subprocess.run(["sh", "-c", show + script], capture_output=True, text=True, cwd=FOLDER)
-    *weighed, timed = [line.rstrip("|").split("|") for line in done.stdout.splitlines()]
-    assert all(line[:2] == ["3", "benchmarks/fsdp_step.py"] for line in (*weighed, timed)), done
+    *weighed, timed = jobs_of_make("fsdp-step", "NP=3", "BATCH=4", "ROUNDS=5", "WITHOUT=alone,torch-fsdp")
+    assert all(line[:2] == ["3", "benchmarks/fsdp_step.py"] for line in (*weighed, timed))
     options = [fsdp_step.parse(line[2:]) for line in weighed]
     assert [one.names[0] for one in options] == [DDP, ZERO1, ZERO2, FSDP, PASSING, TORCH_DDP]
     args = fsdp_step.parse(timed[2:])
     assert (args.rounds, args.batch, args.without, args.memory) == (5, 4, [ALONE, TORCH_FSDP], None)
     assert {one.folder for one in (*options, args)} == {args.folder} and not args.folder.exists()  # deleted again
+    without = ",".join(CANDIDATES)
+    (alone,) = jobs_of_make("fsdp-step", f"WITHOUT={without}")  # make knows all candidates
+    assert alone[2:5:2] == ["--folder", "--without"]
 
 
-def test_make_knows_all_candidates() -> None:
-    (line,) = re.findall(r"^SHARERS := (.*)$", (FOLDER / "Makefile").read_text(), re.M)
-    assert line.split() == list(CANDIDATES)
+# Targets --------------------------------------------------------------------------------------------------------------
+
+
+FACTS = {"ranks": 4, "batch": 1, "parameters": 1000, "largest_unit": 100, "padding": 5.0}
+
+
+def memory(name: str, **changes: Any) -> dict[str, Any]:
+    most = {PARAMETERS: {"node": 1000.0, "rank": 350.0}}
+    return {name: {"facts": FACTS, "most": most, "moments": [500] * 4, **changes}}
+
+
+def only(times: dict[str, float], figures: dict[str, Any], start: str) -> Target:
+    made = targets({name: {"median": seconds} for name, seconds in times.items()}, figures)
+    (one,) = [one for one in made if one.what.startswith(start)]
+    return one
+
+
+def test_a_step_is_compared_with_our_ddp_and_with_torch() -> None:
+    times = {DDP: 1.0, FSDP: 1.05, TORCH_FSDP: 1.05 * 1.8}
+    assert only(times, {}, f"step: {FSDP}").met and only(times, {}, f"step: {TORCH_FSDP}").met
+    times[FSDP] = 1.06
+    assert not only(times, {}, f"step: {FSDP}").met and not only(times, {}, f"step: {TORCH_FSDP}").met
+    assert only(times, {}, f"step: {FSDP}").value == pytest.approx(1.06)
+
+
+@pytest.mark.parametrize("name, where, fits", [(FSDP, "node", 1050.0), (PASSING, "rank", 367.5)])
+def test_parameters_are_compared_with_their_formula(name: str, where: str, fits: float) -> None:
+    for value, met in ((fits, True), (fits + 1, False)):
+        most = {PARAMETERS: {"node": 0.0, "rank": 0.0, where: value}}
+        assert only({}, memory(name, most=most), "memory: parameters").met is met
+
+
+def test_moments_are_one_copy_and_exceed_a_ranks_share_only_by_padding() -> None:
+    ranks = [510, 510, 510, 470]
+    assert only({}, memory(ZERO1, moments=ranks), "memory: moments of a rank").met
+    assert only({}, memory(ZERO1, moments=ranks), "memory: moments of all").met
+    assert not only({}, memory(ZERO1, moments=[511, 510, 510, 469]), "memory: moments of a rank").met
+    assert not only({}, memory(ZERO1, moments=[510] * 4), "memory: moments of all").met
+
+
+def test_without_figures_there_are_no_targets() -> None:
+    assert not list(targets({}, {})) and not list(targets({FSDP: {"median": 1.0}}, memory(DDP)))
+
+
+@pytest.mark.parametrize(
+    "names, parameters, moments",
+    [((ALONE, DDP, TORCH_DDP), 1000, 2000), ((ZERO1, ZERO2, FSDP), 250, 500), ((PASSING, TORCH_FSDP), 350, 500)],
+)
+def test_formulas_give_the_bytes_per_rank(names: tuple[str, ...], parameters: int, moments: int) -> None:
+    for name in names:
+        assert (parameters_of_rank(name, FACTS), moments_of_rank(name, FACTS)) == (parameters, moments)
+
+
+@pytest.mark.parametrize("shape, width", [(FULL, 512), (SMALL, 64)])
+def test_the_largest_unit_is_a_block(shape: Any, width: int) -> None:
+    assert largest_unit(Task(shape)) == 4 * (12 * width**2 + 13 * width)  # as in the paper on GPT-2
+
+
+def test_the_model_has_the_requested_size() -> None:
+    assert Task().parameter_bytes / 4 == pytest.approx(25.5e6, rel=0.01)
+
+
+# Sums over ranks ----------------------------------------------------------------------------------------------------
+
+
+NODE_MEMORY = ("0:1 7", 0, 100)
+
+
+def sample(moment: str, total: int, **held: tuple[int, list[Extent]]) -> Sample:
+    kinds: dict[str, Any] = dict.fromkeys(KINDS, TensorMemory())
+    kinds.update({kind: TensorMemory(own, tuple(shared)) for kind, (own, shared) in held.items()})
+    return Sample(moment, Resident(total, 0), kinds)
+
+
+def test_node_memory_counts_once_and_each_rank_has_its_part() -> None:
+    found = account(
+        [[sample("a", 90, parameters=(5, [NODE_MEMORY]))], [sample("a", 70, parameters=(7, [NODE_MEMORY]))]], [10, 10]
+    )
+    assert found["node"] == {PARAMETERS: 112, GRADIENTS: 0, STATES: 0, ACTIVATIONS: 0, REST: 28, "total": 140}
+    assert found["rank"] == {PARAMETERS: 55, GRADIENTS: 0, STATES: 0, ACTIVATIONS: 0, REST: 25, "total": 80}
+
+
+def test_separate_memory_adds_up() -> None:
+    ranks = [[sample("a", 200, gradients=(0, [("0:1 7", begin, begin + 50)]))] for begin in (0, 50)]
+    assert account(ranks, [0, 0])["node"][GRADIENTS] == 100
+
+
+def test_memory_of_parameters_does_not_count_for_gradients() -> None:
+    one = sample("a", 200, parameters=(0, [NODE_MEMORY]), gradients=(1, [("0:1 7", 80, 120)]))
+    assert account([[one]], [0])["node"][GRADIENTS] == 21
+
+
+def test_the_peak_is_at_one_moment_and_the_maximum_of_each_kind_at_its_own() -> None:
+    ranks = [
+        [sample("forward", 100, activations=(60, [])), sample("backward", 150, gradients=(80, []))],
+        [sample("forward", 170, activations=(70, [])), sample("backward", 130, gradients=(90, []))],
+    ]
+    found = account(ranks, [0, 0])
+    assert (found["moment"], found["samples"]) == ("backward", 2)
+    assert found["node"]["total"] == 280 and found["node"][GRADIENTS] == 170 and found["node"][ACTIVATIONS] == 0
+    assert found["rank"]["total"] == 170 and found["rank"][ACTIVATIONS] == 70  # the other rank, at another moment
+    assert found["most"][ACTIVATIONS] == {"node": 130, "rank": 70}
+    assert found["most"][GRADIENTS] == {"node": 170, "rank": 90}
+
+
+def test_samples_of_different_moments_are_not_added_up() -> None:
+    with pytest.raises(AssertionError):
+        account([[sample("forward", 1)], [sample("backward", 1)]], [0, 0])
+    with pytest.raises(ValueError):
+        account([[sample("forward", 1)], []], [0, 0])
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    node = {**dict.fromkeys((*KINDS, REST), 100e6), "total": 500e6}
+    return {
+        "ranks": 2,
+        "parameters": 25_547_776,
+        "batch_per_rank": 1,
+        "context": 128,
+        "seconds": {name: TIME for name in (ALONE, FSDP, TORCH_FSDP)},
+        "memory": {name: {"node": node} for name in (ALONE, FSDP)},
+        **changes,
+    }
+
+
+def test_plots_name_all_candidates_with_times_and_memory(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png, svg = draw(result(), tmp_path / "fsdp-step-np2")
+    assert [png.name, svg.name] == ["fsdp-step-np2.png", "fsdp-step-np2.svg"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+    texts = texts_of(svg)
+    for text in ("25.5 million parameters, 2 ranks", ALONE, FSDP, TORCH_FSDP, "ms (", "MB (", *KINDS, REST, "500"):
+        assert text in texts
+
+
+def test_times_alone_are_drawn_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    texts = texts_of(draw(result(memory={}), tmp_path / "some")[1])
+    assert "A step" in texts and "Memory" not in texts

@@ -1,1 +1,0 @@
-"""Data-parallel strategies of a training step: candidates, time, and memory."""
