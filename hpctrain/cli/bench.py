@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hpctrain.cli.main import add_action, add_verb
 from hpctrain.errors import UsageError
@@ -90,7 +90,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from hpctrain.train.init import init
 
     with init(device=args.device, oversubscribe=True) as job:
-        progress = _BenchProgress(args.seconds, shown=job.rank == 0)
+        progress = BenchProgress(args.seconds, shown=job.rank == 0)
         report = calibrate(
             job,
             args.sizes or SIZES,
@@ -106,24 +106,23 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
-class _BenchProgress:
+class BenchProgress:
     """Progress display: a bar on a terminal, otherwise a line every few seconds."""
 
-    def __init__(self, seconds: float, *, shown: bool) -> None:
-        self._seconds = seconds
-        self._shown = shown
+    def __init__(self, seconds: float, *, shown: bool, stream: TextIO | None = None) -> None:
+        self._seconds, self._shown, self._stream = seconds, shown, stream or sys.stderr
         self._bar: Any = None
         self._last_line = 0.0
 
     def __call__(self, seconds: float, what: str) -> None:
         if not self._shown:
             return
-        if sys.stderr.isatty():
+        if self._stream.isatty():
             self._draw(seconds, what)
         elif seconds - self._last_line >= _LINE_EVERY:
             self._last_line = seconds
             text = f"measured for {seconds:.0f} of {self._seconds:g} s: {what}"
-            print(printable_lines(text), file=sys.stderr, flush=True)
+            print(printable_lines(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Remove the bar."""
@@ -135,7 +134,8 @@ class _BenchProgress:
             from tqdm import tqdm
 
             form = "{desc} {bar} {n:.0f} of {total:g} s {postfix}"
-            self._bar = tqdm(total=self._seconds, desc="measuring", bar_format=form, dynamic_ncols=True, leave=False)
+            shown = {"desc": "measuring", "bar_format": form, "dynamic_ncols": True, "leave": False}
+            self._bar = tqdm(total=self._seconds, file=self._stream, **shown)
         self._bar.set_postfix_str(what, refresh=False)
         self._bar.update(min(seconds, self._seconds) - self._bar.n)
 

@@ -96,7 +96,12 @@ def _login(args: argparse.Namespace) -> int:
     if rank_from_environment():
         return 0  # rank 0 prints for all ranks
     facts, findings = examine(args.script)
-    report = {"kind": "login", **facts.to_json(), **_as_json(findings)}
+    return print_login(args, facts.to_json(), findings)
+
+
+def print_login(args: argparse.Namespace, facts: dict[str, Any], findings: list[Finding]) -> int:
+    """Print and write the findings on a login node; return the exit code."""
+    report = {"kind": "login", **facts, **_as_json(findings)}
     _print(args, report, [*table(findings, _width()), "", summary(findings)])
     return exit_code(findings, strict=args.strict)
 
@@ -131,11 +136,11 @@ def _preflight(args: argparse.Namespace) -> int:
     # This measurement looks for nodes that do not answer: a wait for one must not take ten minutes.
     os.environ.setdefault("HPCTRAIN_TIMEOUT", f"{max(_PATIENCE, 4 * (args.seconds or _SECONDS)):g}")
     with init(device=args.device or "auto", oversubscribe=True) as job:
-        progress = _StageProgress(shown=job.rank == 0)
+        progress = StageProgress(shown=job.rank == 0)
         plan = SurveyPlan(seconds=args.seconds or _SECONDS, folder=args.folder or Path("."))
         report = survey(job.comm, job.device, plan, progress)
         findings = findings_of(report, detect().scheduler)
-        on_first_rank(job.comm, lambda: _print_preflight(args, report, findings))
+        on_first_rank(job.comm, lambda: print_preflight(args, report, findings))
     return exit_code(findings, strict=args.strict)
 
 
@@ -144,7 +149,7 @@ _PATIENCE = 120.0  # minimum seconds that a rank waits for another
 _LINE_EVERY = 5.0  # seconds between two lines about one stage
 
 
-class _StageProgress:
+class StageProgress:
     """Progress display: one line per stage, and further lines during a long stage."""
 
     def __init__(self, *, shown: bool) -> None:
@@ -158,7 +163,7 @@ class _StageProgress:
             print(printable_lines(f"preflight: {what}"), file=sys.stderr, flush=True)
 
 
-def _print_preflight(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
+def print_preflight(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
     """Print, write and draw a preflight report."""
     from hpctrain.doctor.preflight.report import excluded, figure
     from hpctrain.doctor.preflight.report import lines as lines_of

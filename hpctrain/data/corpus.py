@@ -84,16 +84,16 @@ class DocumentSize:
     crc32: int
 
 
-def survey(documents: Iterable[Document]) -> tuple[list[DocumentSize], int]:
+def survey(documents: Iterable[Document], block: int = BLOCK) -> tuple[list[DocumentSize], int]:
     """Return the documents that are text, in the given order, and the number of the other ones.
 
     Text is UTF-8 without NUL bytes (which separate the documents). Empty files are skipped and not
-    counted.
+    counted. ``block`` is the number of bytes in memory at a time.
     """
     measured: list[DocumentSize] = []
     skipped = 0
     for document in documents:
-        found = _measure(document)
+        found = _measure(document, block)
         if found is None:
             skipped += 1
         elif found.length:
@@ -109,22 +109,22 @@ def fingerprint(measured: Sequence[DocumentSize]) -> str:
     return digest.hexdigest()
 
 
-def read_blocks(path: Path) -> Iterator[bytes]:
+def read_blocks(path: Path, size: int = BLOCK) -> Iterator[bytes]:
     """Yield a file's bytes in blocks. Raises ``DataError`` if it cannot be read."""
     try:
         with open(open_regular(path), "rb", buffering=0) as file:
-            while block := file.read(BLOCK):
+            while block := file.read(size):
                 yield block
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _measure(document: Document) -> DocumentSize | None:
+def _measure(document: Document, size: int) -> DocumentSize | None:
     """Return length and checksum; ``None`` for a file that is not text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     length = crc32 = 0
     try:
-        for block in read_blocks(document.path):
+        for block in read_blocks(document.path, size):
             if b"\0" in block:
                 return None
             decoder.decode(block)

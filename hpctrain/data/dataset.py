@@ -93,10 +93,6 @@ def check_indices(indices: Indices, length: int, path: str) -> None:
 # Dataset of token windows from a packed corpus ------------------------------------------------------------------------
 
 
-_SCAN_BLOCK = 1 << 20  # tokens
-_SCAN_BLOCKS = 64
-
-
 class TokenDataset:
     """Windows of ``context + 1`` tokens, each starting where the inputs of the previous one end.
 
@@ -104,6 +100,9 @@ class TokenDataset:
     token of the split except the first is a target exactly once (up to a tail shorter than the
     context).
     """
+
+    scan_block = 1 << 20  # tokens
+    scan_blocks = 64
 
     def __init__(self, path: str | Path, split: str, context: int) -> None:
         """Open and check a split of a token file. Raises ``DataError`` with the fault and the allowed values."""
@@ -167,10 +166,10 @@ class TokenDataset:
         """
         if np.iinfo(self._tokens.dtype).max < self.vocab_size and np.iinfo(self._tokens.dtype).min == 0:
             return
-        last = max(len(self._tokens) - _SCAN_BLOCK, 0)
-        blocks = min(-(-len(self._tokens) // _SCAN_BLOCK), _SCAN_BLOCKS)
+        last = max(len(self._tokens) - self.scan_block, 0)
+        blocks = min(-(-len(self._tokens) // self.scan_block), self.scan_blocks)
         for start in np.linspace(0, last, blocks, dtype=np.int64):
-            self._check_range(self._tokens[start : start + _SCAN_BLOCK])
+            self._check_range(self._tokens[start : start + self.scan_block])
 
     def _check_range(self, tokens: Any) -> None:
         if tokens.size and not (0 <= tokens.min() and tokens.max() < self.vocab_size):

@@ -150,9 +150,9 @@ def check_whole(array: Any, path: str) -> None:
         raise DataError(f"{path} was truncated while it was read: it has {file.size()} bytes; pack it again")
 
 
-def checksum(dataset: h5py.Dataset) -> int:
-    """Return the CRC-32 of a dataset's bytes in C order, read in blocks along its first dimension."""
-    rows = max(1, BLOCK // max(1, int(np.prod(dataset.shape[1:]))))
+def checksum(dataset: h5py.Dataset, block: int = BLOCK) -> int:
+    """Return the CRC-32 of a dataset's bytes in C order, read in blocks of elements along its first dimension."""
+    rows = max(1, block // max(1, int(np.prod(dataset.shape[1:]))))
     crc32 = 0
     for start in range(0, len(dataset), rows):
         crc32 = zlib.crc32(np.ascontiguousarray(dataset[start : start + rows]).data, crc32)

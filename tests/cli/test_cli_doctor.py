@@ -13,9 +13,8 @@ import pytest
 from support.doctoring import report
 
 from hpctrain.cli import doctor
-from hpctrain.cli.main import main
+from hpctrain.cli.main import main, make_parser
 from hpctrain.doctor.findings import Finding, error, ok, warning
-from hpctrain.doctor.login import examine as login
 from hpctrain.doctor.preflight.report import findings
 
 WELL = [ok("torch", "2.13")]
@@ -23,14 +22,10 @@ WARNED = [*WELL, warning("MPI", "odd", "why", "do")]
 BROKEN = [*WARNED, error("HDF5", "gone", "why", "do")]
 
 
-def looking(monkeypatch: pytest.MonkeyPatch, findings: list[Finding]) -> None:
-    """Make the login-node checks return these findings."""
-
-    class Facts:
-        def to_json(self) -> dict[str, str]:
-            return {"host": "here"}
-
-    monkeypatch.setattr(login, "examine", lambda path: (Facts(), findings))
+def looked(findings: list[Finding], *options: str) -> int:
+    """Print these findings with the options of a command line; return the exit code."""
+    args = make_parser(["doctor"]).parse_args(["doctor", *options])
+    return doctor.print_login(args, {"host": "here"}, findings)
 
 
 @pytest.mark.parametrize(
@@ -43,20 +38,16 @@ def looking(monkeypatch: pytest.MonkeyPatch, findings: list[Finding]) -> None:
     ],
 )
 def test_exit_code_depends_on_findings_and_strictness(
-    findings: list[Finding], options: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    findings: list[Finding], options: list[str], code: int, capsys: Any
 ) -> None:
-    looking(monkeypatch, findings)
-    assert main(["doctor", *options]) == code
+    assert looked(findings, *options) == code
     said = capsys.readouterr().out
     lines = 2 + sum(1 if finding.level == "ok" else 3 for finding in findings)
     assert said.startswith("ok      torch") and said.count("\n") == lines
 
 
-def test_json_is_the_same_on_the_screen_and_in_a_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    looking(monkeypatch, BROKEN)
-    assert main(["doctor", "--json", "-o", str(tmp_path / "found.json")]) == 1
+def test_json_is_the_same_on_the_screen_and_in_a_file(capsys: Any, tmp_path: Path) -> None:
+    assert looked(BROKEN, "--json", "-o", str(tmp_path / "found.json")) == 1
     said = json.loads(capsys.readouterr().out)
     assert said == json.loads((tmp_path / "found.json").read_text())
     assert said["kind"] == "login" and said["host"] == "here" and said["counts"]["error"] == 1
@@ -66,8 +57,6 @@ def test_json_is_the_same_on_the_screen_and_in_a_file(
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     for name, value in {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delattr(login, "examine")
-    monkeypatch.setattr(login, "examine", None, raising=False)
     assert main(["doctor"]) == 0 and capsys.readouterr().out == ""
 
 
@@ -131,7 +120,7 @@ def telling(tmp_path: Path, **options: Any) -> argparse.Namespace:
 def test_a_preflight_is_printed_and_written(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     found = report(4, 1, products=[1e11, 1e11, 4e10, 1e11])
-    doctor._print_preflight(telling(tmp_path), found, findings(found))
+    doctor.print_preflight(telling(tmp_path), found, findings(found))
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "--exclude=n3" and "2 warnings, 0 errors; measured in 12.0 s" in lines[-2]
     written = json.loads((tmp_path / "found.json").read_text())
@@ -140,10 +129,10 @@ def test_a_preflight_is_printed_and_written(tmp_path: Path, capsys: Any) -> None
 
 
 def test_progress_is_one_line_per_stage(capsys: Any) -> None:
-    progress = doctor._StageProgress(shown=True)
+    progress = doctor.StageProgress(shown=True)
     for what in ("clocks", "messages, round 1 of 3", "messages, round 2 of 3", "all_reduce"):
         progress(what)
-    doctor._StageProgress(shown=False)("silence")
+    doctor.StageProgress(shown=False)("silence")
     assert capsys.readouterr().err.splitlines() == [
         "preflight: clocks", "preflight: messages, round 1 of 3", "preflight: all_reduce"
     ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
@@ -14,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  (its import would count as time of the first verb)
+from support.commands import arguments_of, has_actions, parsers
 
-from hpctrain.cli.main import VERBS, main, parser_with
+from hpctrain.cli.main import main
 from hpctrain.errors import HpctrainError
 from hpctrain.train.config import Settings, load
 from hpctrain.util.text import LINE, fit_message
@@ -74,29 +74,17 @@ BEFORE = {
 TAKEN = {0, 1, 2}
 
 
-def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    for one in parser._actions:
-        if isinstance(one, argparse._SubParsersAction):
-            for inner in one.choices.values():
-                yield inner
-                yield from commands(inner)
-
-
-PARSERS = {one.prog.removeprefix("hpctrain "): one for one in commands(parser_with(VERBS))}
-LEAVES = [
-    name
-    for name, one in PARSERS.items()
-    if not any(isinstance(action, argparse._SubParsersAction) for action in one._actions)
-]
+PARSERS = {one.prog.removeprefix("hpctrain "): one for one in parsers()}
+LEAVES = [name for name, one in PARSERS.items() if not has_actions(one)]
 
 
 def tried(name: str, word: str) -> Iterator[list[str]]:
     """Yield command lines of a verb with the word at each place that accepts one."""
     verb, needed = name.split(), NEEDED[name]
-    for one in PARSERS[name]._actions:
+    for one in arguments_of(PARSERS[name]):
         if name in BEFORE and not set(one.option_strings) & BEFORE[name]:
             continue
-        if isinstance(one, argparse._HelpAction) or one.nargs == 0:
+        if one.nargs == 0:
             continue
         if one.option_strings:
             option = one.option_strings[-1]

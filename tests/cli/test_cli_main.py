@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
+from support.commands import parsers
 
 from hpctrain import __version__
-from hpctrain.cli.main import VERBS, main, make_parser, parser_with, with_reports
+from hpctrain.cli.main import VERBS, main, make_parser, with_reports
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import DataError
 
@@ -25,16 +25,7 @@ def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(verb in said and text in said for verb, text in VERBS.items())
 
 
-def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Return the parsers of all verbs, and of their actions."""
-    for one in parser._actions:
-        if isinstance(one, argparse._SubParsersAction):
-            for inner in one.choices.values():
-                yield inner
-                yield from commands(inner)
-
-
-COMMANDS = {each.prog: each for each in commands(parser_with(VERBS))}
+COMMANDS = {each.prog: each for each in parsers()}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

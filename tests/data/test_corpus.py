@@ -8,8 +8,8 @@ import zlib
 from pathlib import Path
 
 import pytest
+from support.users import without_rights
 
-from hpctrain.data import corpus as survey_module
 from hpctrain.data.corpus import (
     Document,
     DocumentSize,
@@ -85,19 +85,13 @@ def test_missing_and_empty_sources_are_refused(tmp_path: Path) -> None:
         find_documents([tmp_path / "pipe"])
 
 
-def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    locked = tmp_path / "locked"
-    locked.mkdir()
-    scandir = os.scandir
-
-    def refuse(path: str) -> object:
-        if os.fspath(path) == str(locked):  # chmod would not stop root
-            raise PermissionError(13, "Permission denied", str(locked))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match=f"cannot read corpus folder {locked}: Permission denied"):
-        find_documents([tmp_path])
+def test_an_unreadable_folder_is_refused() -> None:
+    with without_rights() as folder:
+        locked = folder / "locked"
+        locked.mkdir(0)
+        with pytest.raises(DataError, match=f"cannot read corpus folder {locked}: Permission denied"):
+            find_documents([folder])
+        locked.rmdir()
 
 
 def test_sources_are_described_in_words(tmp_path: Path) -> None:
@@ -110,8 +104,7 @@ def _document(folder: Path, name: str, content: bytes) -> Document:
     return Document(name, folder / name)
 
 
-def test_text_is_measured_and_other_files_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey_module, "BLOCK", 3)  # so that characters extend across blocks
+def test_text_is_measured_and_other_files_are_skipped(tmp_path: Path) -> None:
     text = "grüße, 世界\n".encode()
     documents = [
         _document(tmp_path, "good", text),
@@ -120,7 +113,7 @@ def test_text_is_measured_and_other_files_are_skipped(tmp_path: Path, monkeypatc
         _document(tmp_path, "latin1", "grüße".encode("latin-1")),
         _document(tmp_path, "torn", text[:-2]),
     ]
-    measured, skipped = survey(documents)
+    measured, skipped = survey(documents, block=3)  # characters extend across blocks
     assert [(found.document.name, found.length, found.crc32) for found in measured] == [
         ("good", len(text), zlib.crc32(text))
     ]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.dataset import ArrayDataset, write_arrays
-from hpctrain.data.dataset import JoinedDataset
+from hpctrain.data.dataset import ArrayDataset, JoinedDataset, write_arrays
 from hpctrain.errors import DataError
 
 

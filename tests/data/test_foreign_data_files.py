@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.data.dataset import ArrayDataset, write_arrays
+from hpctrain.data.dataset import ArrayDataset, TokenDataset, write_arrays
 from hpctrain.data.hdf5 import dataset_of, open_file
 from hpctrain.data.pack import pack
-from hpctrain.data.dataset import TokenDataset
 from hpctrain.errors import DataError
 
 SECRET = b"a text of somebody else, which must not become tokens"

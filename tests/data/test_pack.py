@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpctrain.data import corpus as survey_module
 from hpctrain.data import pack as pack_module
+from hpctrain.data.corpus import BLOCK
 from hpctrain.data.pack import _Sink, new_file, pack
 from hpctrain.errors import DataError, SettingsError
 
@@ -39,10 +39,7 @@ def _documents(path: Path, split: str) -> dict[str, bytes]:
     return {name: tokens[begin : end - 1] for name, begin, end in zip(names, offsets, offsets[1:])}
 
 
-def test_every_document_is_in_one_split_byte_for_byte(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(survey_module, "BLOCK", 100)
+def test_every_document_is_in_one_split_byte_for_byte(corpus: Path, tmp_path: Path) -> None:
     report = pack([corpus], tmp_path / "out.h5", validation_fraction=0.2)
     train, validation = (_documents(report.path, split) for split in ("train", "validation"))
     assert not set(train) & set(validation)
@@ -65,13 +62,13 @@ def test_packing_twice_gives_the_same_tokens(corpus: Path, tmp_path: Path) -> No
         assert list(_documents(tmp_path / "a.h5", split).items()) == list(_documents(tmp_path / "b.h5", split).items())
 
 
-def test_a_single_file_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey_module, "BLOCK", 7)
+def test_a_single_file_of_several_blocks_is_split(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
-    book.write_bytes(bytes(range(32, 127)) * 4)
+    book.write_bytes(bytes(range(32, 127)) * 100_000)
+    assert book.stat().st_size > 2 * BLOCK
     pack([book], tmp_path / "out.h5", validation_fraction=0.25)
-    assert _documents(tmp_path / "out.h5", "train") == {"book.txt": book.read_bytes()[:285]}
-    assert _documents(tmp_path / "out.h5", "validation") == {"book.txt": book.read_bytes()[285:]}
+    assert _documents(tmp_path / "out.h5", "train") == {"book.txt": book.read_bytes()[:7_125_000]}
+    assert _documents(tmp_path / "out.h5", "validation") == {"book.txt": book.read_bytes()[7_125_000:]}
 
 
 def test_an_unchanged_corpus_is_not_packed_again(corpus: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data import dataset as tokens_module
 from hpctrain.data.dataset import TokenDataset
 from hpctrain.errors import DataError, SettingsError
 
@@ -80,14 +79,14 @@ def test_wrong_tokens_are_refused(tmp_path: Path, values: Any, message: str) -> 
         TokenDataset(_file(tmp_path / "x.h5", values, vocab_size=100), "train", 10)
 
 
-def test_an_id_that_the_scan_missed_is_refused_when_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokens_module, "_SCAN_BLOCK", 10)
-    monkeypatch.setattr(tokens_module, "_SCAN_BLOCKS", 2)
+class BrieflyScanned(TokenDataset):
+    scan_block, scan_blocks = 10, 2
+
+
+def test_an_id_that_the_scan_missed_is_refused_when_it_is_read(tmp_path: Path) -> None:
     values = np.zeros(1001, "u2")
     values[505] = 300
-    dataset = TokenDataset(_file(tmp_path / "x.h5", values), "train", 10)
+    dataset = BrieflyScanned(_file(tmp_path / "x.h5", values), "train", 10)
     dataset.batch(np.array([49, 51]))
     with pytest.raises(DataError, match="holds the id 300, allowed are 0 to 255"):
         dataset.batch(np.array([49, 50]))

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.build import build
-from hpctrain.models.build import ConvNet
+from hpctrain.models.build import ConvNet, MultiLayerPerceptron, build
 from hpctrain.models.gpt import GPT
-from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.settings import ModelSettings
 from hpctrain.settings import UserCodeError
 

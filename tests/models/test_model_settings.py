@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.settings import ModelSettings
-from hpctrain.models.settings import SHAPES
+from hpctrain.models.settings import SHAPES, ModelSettings
 from hpctrain.settings import build, to_tree
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.models.gpt import GPT
-from hpctrain.models.gpt import generate
+from hpctrain.models.gpt import GPT, generate
 from hpctrain.models.settings import GPTConfig
 
 

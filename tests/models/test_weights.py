@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.errors import UsageError
-from hpctrain.models.build import ConvNet
+from hpctrain.models.build import ConvNet, MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
-from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.settings import GPTConfig
 from hpctrain.models.weights import draw_weights, fill, generator_for, initialise_as_torch
 
@@ -76,17 +76,27 @@ def test_no_two_modules_have_the_same_weights(make: Callable[[], Any]) -> None:
 # A single module ------------------------------------------------------------------------------------------------------
 
 
+class OnlyMeta(TorchDispatchMode):
+    """Mode in which an operation fails that has a result in memory: values are drawn on the host."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        found = func(*args, **(kwargs or {}))
+        results = found if isinstance(found, (tuple, list)) else [found]
+        assert all(one.is_meta for one in results if isinstance(one, torch.Tensor)), func
+        return found
+
+
 @models
-def test_on_meta_no_memory_is_allocated_and_no_number_is_drawn(
-    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hpctrain.models.weights.fill", None)
-    monkeypatch.setattr("hpctrain.models.gpt.fill", None)
-    model = made(make, device="meta")
-    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    for name, module in model.named_modules():
-        model.initialise(name, module)
-    monkeypatch.undo()
+def test_on_meta_no_memory_is_allocated_and_no_number_is_drawn(make: Callable[[], Any]) -> None:
+    with OnlyMeta() as mode:
+        model = made(make, device="meta")
+        assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+        for name, module in model.named_modules():
+            model.initialise(name, module)
+    assert mode.calls
     assert all(parameter.is_meta for parameter in model.parameters())
     assert [parameter.shape for parameter in model.parameters()] == [p.shape for p in made(make).parameters()]
 

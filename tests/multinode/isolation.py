@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MACHINE = [
     *("setpriv", "--pdeathsig", "KILL"),
@@ -30,14 +30,14 @@ unshare --net --uts --ipc --mount sh -ec '
 """
 
 
-def obstacle() -> str | None:
+def obstacle(user: int | None = None, tools: Mapping[str, str] = TOOLS, machine: Sequence[str] = MACHINE) -> str | None:
     """Return why this machine cannot simulate several nodes, None if it can."""
-    if os.geteuid() != 0:
+    if (os.geteuid() if user is None else user) != 0:
         return "network namespaces need root"
-    missing = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    missing = [f"{tool} ({package})" for tool, package in tools.items() if shutil.which(tool) is None]
     if missing:
         return f"missing programs: {', '.join(missing)}"
-    trial = subprocess.run([*MACHINE, "sh", "-c", _TRIAL], capture_output=True, text=True)
+    trial = subprocess.run([*machine, "sh", "-c", _TRIAL], capture_output=True, text=True)
     if trial.returncode:
         said = trial.stderr.strip().splitlines() or [f"exit code {trial.returncode}"]
         return f"the system refuses namespaces, a veth pair or a tbf queue: {said[0]}"

@@ -93,7 +93,7 @@ def launch(nodes: Nodes, ranks: int, program: list[str]) -> int:
 
 def check_wire(nodes: Nodes, ranks: int) -> int:
     """Print the throughput of plain TCP over the cable, both ways at once."""
-    python = [sys.executable, str(ROOT / "benchmarks" / "wire.py")]
+    python = [sys.executable, str(ROOT / "benchmarks" / "bandwidth.py")]
     common = [address(0), str(_PORT), str(_WIRE_SECONDS)]
     ends = [
         subprocess.Popen(nodes.on(node, [*python, role, *common]), stdout=subprocess.PIPE, text=True)

@@ -20,7 +20,7 @@ from support.jobs import JobStarter
 from hpctrain.cluster.launcher import without_launcher
 
 RUN = Path(__file__).with_name("run.py")
-WIRE_PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "wire.py"
+WIRE_PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "bandwidth.py"
 SPEAK = "sh", "-c", 'echo "$(uname -n) $(getent hosts h1 h2 | tr -s " " | paste -s -d ,)"'
 nodes = pytest.mark.usefixtures("can_play_nodes")
 

@@ -38,20 +38,22 @@ def _printed(command: list[str]) -> str:
         return ""
 
 
-def obstacle() -> str | None:
-    """Return why no OpenPBS can run the tests' jobs here, None if one can."""
+def obstacle(user: int | None = None) -> str | None:
+    """Return why no OpenPBS can run the tests' jobs here, None if one can; ``user`` is the id of the user."""
     missing = [mpi for mpi, venv in VENVS.items() if not (venv / "bin" / "hpctrain").exists()]
-    return _no_pbs() or (f"make env MPI={missing[0]} comes first" if missing else None)
+    return _no_pbs(os.geteuid() if user is None else user) or (
+        f"make env MPI={missing[0]} comes first" if missing else None
+    )
 
 
-def _no_pbs() -> str | None:
+def _no_pbs(user: int) -> str | None:
     found = script()
     if found is None:
         told = f"OPENPBS is not set and this machine has no PBS: it names a folder with OpenPBS and its {SCRIPT}"
         return None if has_pbs() else f"{told} (CONTRIBUTING.md)"
     if not os.access(found, os.X_OK):
         return f"there is no program {found}: OPENPBS names the folder that holds {SCRIPT}"
-    if os.geteuid() != 0:
+    if user != 0:
         return "a cluster of namespaces needs root"
     packages = dict.fromkeys(package for program, package in _PROGRAMS.items() if shutil.which(program) is None)
     if packages:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -21,16 +22,16 @@ _PROGRAMS = {
     "setpriv": "util-linux",
     "unshare": "util-linux",
 }
-_PMIX = "libpmix.so", "libpmix-dev"  # srun --mpi=pmix opens it by this name, which only the -dev package has
-_FOLDERS = ("/usr/sbin", "/sbin")
+PMIX = "libpmix.so"  # srun --mpi=pmix opens it by this name, which only the package libpmix-dev has
+FOLDERS = ("/usr/sbin", "/sbin")
 _TRIAL = "mount -t tmpfs none /dev/shm; printf trial >/proc/sys/kernel/hostname"
 
 
-def obstacle() -> str | None:
-    """Return why this machine cannot run a private Slurm, None if it can."""
-    if os.geteuid() != 0:
+def obstacle(user: int | None = None, folders: Sequence[str] = FOLDERS, pmix: str = PMIX) -> str | None:
+    """Return why this machine cannot run a private Slurm, None if it can; ``user`` is the id of the user."""
+    if (os.geteuid() if user is None else user) != 0:
         return "a private Slurm needs root"
-    if packages := missing_packages():
+    if packages := missing_packages(folders, pmix):
         return f"a private Slurm needs Debian's {' '.join(packages)}: apt-get install {' '.join(packages)}"
     command = ["unshare", "--pid", "--mount", "--uts", "--ipc", "--fork", "--mount-proc", "sh", "-ec", _TRIAL]
     trial = subprocess.run(command, capture_output=True, text=True)
@@ -40,16 +41,16 @@ def obstacle() -> str | None:
     return None
 
 
-def missing_packages() -> list[str]:
-    """Return the Debian packages that are not installed."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_FOLDERS])
+def missing_packages(folders: Sequence[str] = FOLDERS, pmix: str = PMIX) -> list[str]:
+    """Return the Debian packages that are not installed, with the folders of programs besides PATH, and a library."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *folders])
     missing = [package for program, package in _PROGRAMS.items() if shutil.which(program, path=path) is None]
-    return list(dict.fromkeys([*missing, *([] if _has_pmix() else [_PMIX[1]])]))
+    return list(dict.fromkeys([*missing, *([] if _loads(pmix) else ["libpmix-dev"])]))
 
 
-def _has_pmix() -> bool:
+def _loads(library: str) -> bool:
     try:
-        ctypes.CDLL(_PMIX[0], mode=os.RTLD_LAZY)
+        ctypes.CDLL(library, mode=os.RTLD_LAZY)
     except OSError:
         return False
     return True

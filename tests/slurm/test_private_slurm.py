@@ -81,15 +81,11 @@ def test_slurm_conf_names_hosts_ports_and_nodes() -> None:
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_needs, "_FOLDERS", ())
-    monkeypatch.setattr(slurm_needs, "_has_pmix", lambda: False)
     monkeypatch.setenv("PATH", "/nowhere")
-    missing = slurm_needs.missing_packages()
+    missing = slurm_needs.missing_packages((), "libnowhere.so")
     assert missing == [*"munge slurmctld slurmd slurm-client slurm-wlm-torque util-linux libpmix-dev".split()]
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert f"apt-get install {' '.join(missing)}" in str(slurm_needs.obstacle())
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert slurm_needs.obstacle() == "a private Slurm needs root"
+    assert f"apt-get install {' '.join(missing)}" in str(slurm_needs.obstacle(0, (), "libnowhere.so"))
+    assert slurm_needs.obstacle(user=1000) == "a private Slurm needs root"
 
 
 @pytest.mark.parametrize("option, word, code", [(["--or-skip"], "skipped", 0), ([], "error", 1)])

@@ -196,4 +196,9 @@ def _prepare(folder: Path, ranks: int) -> tuple[Path, int]:
         status = os.statvfs(test_folder)
     except OSError as failure:
         raise UsageError(f"cannot write into {folder}: {failure.strerror}: give another --folder") from failure
-    return test_folder, min(MOST, status.f_bavail * status.f_frsize // (_PART * ranks))
+    return test_folder, share_of(status.f_bavail * status.f_frsize, ranks)
+
+
+def share_of(free: int, ranks: int) -> int:
+    """Return the bytes that each of some ranks may write if this many are free."""
+    return min(MOST, free // (_PART * ranks))

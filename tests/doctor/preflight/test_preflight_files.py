@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.doctoring import only, rank_placement, told
 
-from hpctrain.doctor.preflight import rates
-from hpctrain.doctor.preflight.rates import FLUSH, Written, check_writes, measure_writes, write
+from hpctrain.doctor.preflight.rates import FLUSH, MOST, Written, check_writes, measure_writes, share_of, write
 from hpctrain.errors import UsageError
 
 SEATS = [rank_placement(0, 0, 0), rank_placement(1, 0, 1), rank_placement(2, 1, 0)]
@@ -25,13 +23,14 @@ def test_writing_respects_its_limits(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failed_writes_are_reported_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert write(tmp_path / "x", 1.0) == Written(trouble="No space left on device")
-    assert list(tmp_path.iterdir()) == []
+def test_failed_writes_are_reported_and_removed(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        found = write(tmp_path / "x", 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found == Written(trouble="File too large") and list(tmp_path.iterdir()) == []
 
 
 def test_write_failures_and_rates_are_findings() -> None:
@@ -56,13 +55,8 @@ def test_all_ranks_write(comm: Any, shared_tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_folder_that_is_not_shared_is_detected(comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same name is another folder on every rank, as on nodes with separate /tmp."""
-    here = Path(comm.broadcast_object(str(tmp_path)))
-    seen = Path.is_dir
-
-    def is_dir(self: Path) -> bool:
-        return seen(self) and (comm.rank == 0 or ".hpctrain-doctor" not in self.name)
-
-    monkeypatch.setattr(Path, "is_dir", is_dir)
+    here = Path("/proc/self/cwd")
+    monkeypatch.chdir(tmp_path)
     found = measure_writes(comm, here, 0.1)
     assert [one.seen for one in found] == [rank == 0 for rank in range(comm.size)]
     assert told(check_writes(found, [rank_placement(rank, rank, 0) for rank in range(comm.size)], here)) == [
@@ -76,11 +70,5 @@ def test_a_missing_folder_is_a_user_error(comm: Any, tmp_path: Path) -> None:
         measure_writes(comm, tmp_path / "lost", 0.1)
 
 
-def test_a_small_filesystem_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Room:
-        f_bavail, f_frsize = 1000, 4096
-
-    monkeypatch.setattr(os, "statvfs", lambda path: Room)
-    place, most = rates._prepare(tmp_path, 4)
-    place.rmdir()
-    assert most == 1000 * 4096 // (8 * 4)
+def test_a_small_filesystem_is_not_filled() -> None:
+    assert share_of(1000 * 4096, 4) == 1000 * 4096 // (8 * 4) and share_of(2**50, 4) == MOST
