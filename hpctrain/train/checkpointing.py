@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain import trace
-from hpctrain.checkpoint.folder import list_checkpoints
+from hpctrain.checkpoint.retention import list_checkpoints
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError, CheckpointFaultError
 from hpctrain.log import logger
@@ -42,6 +42,7 @@ class RunCheckpoints:
         self.check: Callable[[str], None] = lambda when: None  # raises if replicated parameters differ between ranks
         self.committed = 0
         self._retries, self._retry_later = 0, False
+        self._is_first = True
 
     def open(self) -> None:
         """Create the saver; with ``background``, start the writer process."""
@@ -114,6 +115,9 @@ class RunCheckpoints:
 
     def _begin(self) -> Path:
         assert self._saver is not None
+        if self._is_first:  # some schedulers are created after the run has started
+            self._is_first = False
+            self._state.find_schedulers()
         step, started = self._state.step, time.monotonic()
         self.check(f"at the checkpoint of step {step}")
         with self._waiting(step=step), self._state.consensus_view():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from hpctrain.errors import UsageError
 NUMBERS = 40  # elements of the message: some flags plus the logged values
 _FLAGS = 9
 LOGGED = NUMBERS - _FLAGS
+PATIENCE = 10.0  # seconds that a rank which has left the loop within a step waits for the other ranks
 EVERY_RANK = "every rank must make the call, after the same step; do not write it under `if job.rank == 0`"
 
 
@@ -208,3 +210,23 @@ def _entry(what: str, value: Any) -> Any:
 
 def _logged_names(names: Sequence[str]) -> str:
     return f"logs {', '.join(names)}" if names else "logs nothing"
+
+
+def await_others(comm: Communicator, step: int, seconds: float = PATIENCE) -> None:
+    """Return when all ranks have left the loop within a step; raise ``UsageError`` if some have not.
+
+    Point-to-point messages are used instead of a collective: a rank that is still in its loop waits
+    for this rank in another operation.
+    """
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    word = torch.zeros(1)
+    works = [comm.isend(word, rank) for rank in others]
+    works += [comm.irecv(torch.zeros(1), rank) for rank in others]
+    deadline = time.monotonic() + seconds
+    while not all(work.done() for work in works):
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"rank {comm.rank} left the loop by break in step {step}, before its update, and other ranks did not; "
+                'leave it on all ranks, or call run.stop("reason"), which the ranks agree on'
+            )
+        time.sleep(0.001)

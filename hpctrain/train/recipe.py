@@ -124,7 +124,7 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
         )
 
         with open_run(settings, job, model, optimizer, loader) as run:
-            resumed_at = run.step
+            done_before = run.step >= settings.train.steps
             announce(job, run, parameters, corpus)
             for number, batch in run:
                 run.health.replay = partial(step, batch)
@@ -145,8 +145,7 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
         with consensus_view(strategy):
             text = sample_text(model, settings.train.prompt, job.device, multiple)
         if job.rank == 0:
-            done_before = resumed_at >= settings.train.steps
-            summarise(run, corpus.train.facts, text, resumed=done_before, loss=settings.train.loss)
+            summarise(run, corpus.train.facts, text, done_before=done_before, loss=settings.train.loss)
 
 
 def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> Run:
@@ -343,11 +342,11 @@ def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
     return f"{value:.4f} nats{unit} = {value / math.log(2):.4f} bits{unit}"
 
 
-def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool, loss: str) -> None:
+def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, done_before: bool, loss: str) -> None:
     """Print the last losses, the sample, and where to find more; ``loss`` names the loss function."""
-    lines = (
-        [f"{run.folder} is finished: {run.step} steps are done; increase train.steps to continue"] if resumed else []
-    )
+    lines = []
+    if done_before:
+        lines.append(f"{run.folder} is finished: {run.step} steps are done; increase train.steps to continue")
     losses = run.state.curves.columns
     if losses.get("loss"):
         nats = " nats" if loss == "cross_entropy" else ""

@@ -1,14 +1,14 @@
 """The run around a program's training loop: resume, metrics, checkpoints, signals and a clean end.
 
-    with job.run(model, optimizer, loader, checkpoints="runs/a") as run:
-        for epoch in run.epochs(10):
-            for step, batch in run:
-                loss = ...
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                run.log(loss=loss)
-            scheduler.step()
+with job.run(model, optimizer, loader, checkpoints="runs/a") as run:
+    for epoch in run.epochs(10):
+        for step, batch in run:
+            loss = ...
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+        scheduler.step()
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.local_state import by_key
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import RandomStreams
-from hpctrain.errors import NonFiniteError, UsageError
+from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.hooks import plain_module
-from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy, metrics_of
+from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.accumulate import Compute
-from hpctrain.train.async_control import check_call, exchange_for, synchronize
+from hpctrain.train.async_control import check_call, exchange_for
 from hpctrain.train.backward import Backward
 from hpctrain.train.checkpointing import RunCheckpoints
 from hpctrain.train.control import StopSaveFlags, install, starting
@@ -38,16 +38,16 @@ from hpctrain.train.evaluation import Evaluation, Measure
 from hpctrain.train.feed import FeedPosition, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
 from hpctrain.train.handshake import versions
-from hpctrain.train.iteration import LoopCallbacks
 from hpctrain.train.loader_feed import feed_for
 from hpctrain.train.loop import Loop
-from hpctrain.train.metrics import Progress, shown
+from hpctrain.train.metrics import Progress
 from hpctrain.train.options import RunOptions, adoptable, check_owned, joined
 from hpctrain.train.profile.record import Tracing
 from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.train.resume import Opening
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import FEED, LOADER, SAVED_FOR, Stateful, TrainState
+from hpctrain.train.steps import Steps
 from hpctrain.train.updates import Health, UpdateHooks
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Run:
         named = by_key(model, "model")
         given = {key: plain_module(one) for key, one in named.items()}
         self.optimizers = by_key(optimizer, "optimizer")
-        wrapped = [strategy.model for strategy in job.strategies.values()]
+        wrapped = (strategy.model for strategy in job.strategies.values())
         self.models = joined(given, adoptable(self.optimizers, given, wrapped))
         self.folder, self.config = Path(folder), config
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
@@ -89,32 +89,21 @@ class Run:
         self._updates = UpdateHooks(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
         check_owned(self.optimizers, self.models)
         strategy = next(iter(self.strategies.values()))
-        self.asynchronous = any(each.asynchronous for each in self.strategies.values())
         self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
         self.feed = feed_for(loader, self.streams, job.comm, strategy.data, options.split)
         self._feed_position = FeedPosition(self.feed)
-        parts: dict[str, Stateful] = {**(states or {}), FEED: self._feed_position}
-        if isinstance(self.feed, StatefulFeed):
-            parts[LOADER] = self.feed
-        folder = self.folder / "checkpoints"
-        self.state = TrainState(
-            self.models, self.optimizers, parts, job.comm, folder, options.retention, self.strategies
-        )
-        self.state.capture = lambda: self.feed.generators
-        if self.asynchronous and options.background:
-            raise UsageError("checkpoint.background: not possible with asynchronous workers", everywhere=True)
+        self.state = self._make_state(states or {})
         self.stop_request = install()
         self._stops = StopSaveFlags(
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
         )
-        self._progress: Progress | None = None
         self._run_folder = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._run_folder)
         self._checkpoints = RunCheckpoints(
             self.state, options, self._run_folder, lambda seconds: self._stops.walltime_guard.save(seconds)
         )
-        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, self._synchronize)
-        self._has_saved = False
+        synchronize = lambda point: self._steps.synchronize(point)
+        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, synchronize)
         self.checks = self._updates.checks = FirstStepChecks(
             job.comm,
             self.models,
@@ -125,40 +114,24 @@ class Run:
         )
         self.checks.compiled = any(given[key] is not one for key, one in named.items())
         self._checkpoints.check = self._updates.replicas.compare
-        self._loop = self._make_loop()
+        self._steps = Steps(
+            job, self.state, self._updates, options, self._checkpoints, self._stops, self._run_folder, self._tracing
+        )
+        if self._steps.asynchronous and options.background:
+            raise UsageError("checkpoint.background: not possible with asynchronous workers", everywhere=True)
+        exchange = exchange_for(job.comm, strategy)
+        self._loop = Loop(job.comm, self.feed, self.streams, self.state, exchange, self._steps, options.steps)
         self._backward = Backward(self)
         self._evaluation = Evaluation(job.comm, self.strategies, self.streams)
 
-    def _make_loop(self) -> Loop:
-        strategy = next(iter(self.strategies.values()))
-        callbacks = LoopCallbacks(
-            record=self._record,
-            metrics=self._strategy_metrics,
-            save=self._save,
-            save_due=self._save_due,
-            advance=self._checkpoints.advance,
-            saved=self._stops.saved,
-            poll=self._stops.poll,
-            reason=lambda: self._stops.reason,
-            busy=lambda: self._checkpoints.busy,
-            timed=lambda seconds: self._stops.walltime_guard.step(seconds),
-            roll_back=self._roll_back,
-            synchronize=self._synchronize,
-            begin_step=self._begin_step,
-            end_step=self._tracing.end_step,
-        )
-        return Loop(
-            self.job.comm,
-            self.feed,
-            self.streams,
-            self.state,
-            self.strategies,
-            self._updates.healths,
-            exchange_for(self.job.comm, strategy),
-            callbacks,
-            steps=self.options.steps,
-            every=self.options.every,
-        )
+    def _make_state(self, states: Mapping[str, Stateful]) -> TrainState:
+        parts: dict[str, Stateful] = {**states, FEED: self._feed_position}
+        if isinstance(self.feed, StatefulFeed):
+            parts[LOADER] = self.feed
+        folder, keep = self.folder / "checkpoints", self.options.retention
+        state = TrainState(self.models, self.optimizers, parts, self.job.comm, folder, keep, self.strategies)
+        state.capture = lambda: self.feed.generators
+        return state
 
     # Properties and methods for the loop ------------------------------------------------------------------------------
 
@@ -185,12 +158,12 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether all steps are done, or ``stop`` has ended the run."""
-        return self._loop.finished
+        return self._steps.finished
 
     @property
     def stopped_by(self) -> str | None:
         """Why the run stops before its end and must be started again; None otherwise."""
-        return self._loop.stopped_by
+        return self._steps.stopped_by
 
     @property
     def sample_weight(self) -> float:
@@ -210,7 +183,7 @@ class Run:
         return optimizer
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        if self._progress is None:
+        if self._steps.progress is None:
             raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
         return self._loop.iterate()
 
@@ -221,13 +194,13 @@ class Run:
         middle of the interrupted epoch. The code after that loop runs once per epoch, also over
         resumes. A checkpoint that is due or requested there is written after this code has run.
         """
-        if self._progress is None:
+        if self._steps.progress is None:
             raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise UsageError(f"run.epochs({count!r}): must be a whole number of at least 1", everywhere=True)
         length = self.feed.length
         if self.options.steps is None and length is not None:
-            self._progress.expect(self.step + (count - self.feed.epoch) * length - self.feed.batches)
+            self._steps.progress.expect(self.step + (count - self.feed.epoch) * length - self.feed.batches)
         return self._loop.epochs(count)
 
     def log(
@@ -241,10 +214,10 @@ class Run:
         all ranks. Every rank must log the same names. Values logged after the loop belong to its
         last step.
         """
-        self._loop.log.note(values, same or {})
+        self._steps.log.note(values, same or {})
         self.state.tokens += tokens
         if tokens:
-            self._loop.log.note({}, {"tokens": self.state.tokens})
+            self._steps.log.note({}, {"tokens": self.state.tokens})
 
     @on_shards
     def clip(self, max_norm: float, model: str = "") -> Tensor:
@@ -275,7 +248,7 @@ class Run:
         """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
         self._check_call("run.evaluate")
         result = self._evaluation(what, compute)
-        self._loop.log.note({}, self._strategy_metrics())
+        self._steps.log.note({}, self._steps.metrics())
         return result
 
     def save(self, best: float | Tensor | None = None) -> Path:
@@ -288,13 +261,13 @@ class Run:
         consistent.
         """
         if best is not None:
-            self._loop.log.note({}, {SAVED_FOR: float(best)})
+            self._steps.log.note({}, {SAVED_FOR: float(best)})
             self.state.keep_best()
         if not self._loop.inside and not self._loop.in_epochs and self._loop.may_save:
             self._check_call("run.save")
             self._loop.close()
-            return self._save()
-        self._loop.request_save()
+            return self._checkpoints.save()
+        self._steps.save_requested = True
         return self.state.path(self.step + self._loop.inside)
 
     def stop(self, reason: str) -> None:
@@ -346,73 +319,18 @@ class Run:
         self._updates.attach(self._loop.begin_update, self._loop.note_update)
         self.job.guard.failure_record = FailureRecord(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
-        self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
-
-    # Steps ------------------------------------------------------------------------------------------------------------
-
-    def _begin_step(self, step: int) -> None:
-        self._tracing.begin_step(step)
-        self.job.guard.step = step
-
-    def _record(self, row: dict[str, Any]) -> None:
-        self._run_folder.record(row)
-        if self._progress is not None:
-            self._progress.update(row["step"], self.state.tokens, shown(row))
-
-    def _synchronize(self, point: str) -> None:
-        """Wait at a named point until all asynchronous ranks have reached it. Collective."""
-        if self.asynchronous:
-            synchronize(self.job.comm, self.strategies.values(), point)
+        self._steps.progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
 
     def _check_call(self, call: str) -> None:
         at = f"in step {self.step + 1}" if self._loop.inside else f"after step {self.step}"
         check_call(self.job.comm, self.strategies.values(), f"{call} {at}")
-
-    def _strategy_metrics(self) -> dict[str, Any]:
-        """Return the strategies' metrics since the last call, such as the staleness of updates. Collective."""
-        found: dict[str, Any] = {}
-        for key, strategy in self.strategies.items():
-            values = dict(metrics_of(strategy))
-            if values.get("staleness_histogram") == []:  # no update since the last call
-                values = {name: value for name, value in values.items() if not name.startswith("staleness")}
-            if values.get("communication") == 0.0:  # no step since the last call
-                del values["communication"]
-            found |= {f"{name}.{key}" if key else name: value for name, value in values.items()}
-        return found
-
-    def _save(self) -> Path:
-        self._find_late_schedulers()
-        return self._checkpoints.save()
-
-    def _save_due(self) -> None:
-        self._find_late_schedulers()
-        self._checkpoints.save_due()
-
-    def _find_late_schedulers(self) -> None:
-        """Search again for schedulers before the first save: some are created after the run has started."""
-        if not self._has_saved:
-            self._has_saved = True
-            self.state.find_schedulers()
-
-    @on_shards
-    def _roll_back(self) -> None:
-        """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
-        for health in self._updates.healths.values():
-            health.wants_rollback = False
-        self._checkpoints.wait()
-        found = self.state.find(strict=self.options.strict)
-        if found is None:
-            raise NonFiniteError("there is no checkpoint to roll back to yet", everywhere=True)
-        self.state.restore(found, rewind_data=False)
-        self._checkpoints.committed = self.step
-        self._run_folder.rewind(self.step)
 
     # Leaving ----------------------------------------------------------------------------------------------------------
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and error is self._loop.leaving:
+        if error is not None and error is self._steps.leaving:
             error = None
         try:
             # The other ranks may not know of an error on this rank, so after an error no collective may follow.
@@ -421,7 +339,6 @@ class Run:
                 for strategy in self.strategies.values():
                     strategy.drain()
                 moved = self._loop.in_epochs and self._feed_position.has_moved
-                self._find_late_schedulers()
                 self._checkpoints.finish(moved=moved)
                 for strategy in self.strategies.values():
                     if isinstance(strategy, AsyncStrategy):
@@ -443,21 +360,17 @@ class Run:
                 self._loop.abandon()
             self._checkpoints.close()
         finally:
-            self._release(error)
-
-    def _release(self, error: BaseException | None) -> None:
-        self.feed.close()
-        self._tracing.abandon()
-        self.checks.close()
-        self._updates.detach()
-        if self._progress is not None:
-            self._progress.close()
-        if error is None or self.job.rank == 0:
-            self.job.guard.failure_record = None  # the receipt has the reason, or another failed rank will report it
-        if error is not None:
-            alone = None if getattr(error, "everywhere", False) else self.job.rank
-            self._run_folder.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
-        else:
-            self._run_folder.close(
-                "stopped" if self.stopped_by else "finished", self.step, self.stopped_by or self.state.stopped
-            )
+            self.feed.close()
+            self._tracing.abandon()
+            self.checks.close()
+            self._updates.detach()
+            if self._steps.progress is not None:
+                self._steps.progress.close()
+            if error is None or self.job.rank == 0:
+                self.job.guard.failure_record = None  # the receipt has the reason, or another failed rank reports it
+            if error is not None:
+                alone = None if getattr(error, "everywhere", False) else self.job.rank
+                self._run_folder.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
+            else:
+                status = "stopped" if self.stopped_by else "finished"
+                self._run_folder.close(status, self.step, self.stopped_by or self.state.stopped)

@@ -263,7 +263,7 @@ class UpdateHooks:
         strategies: Mapping[str, Strategy],
         policy: Policy,
     ) -> None:
-        self._optimizers, self._strategies = optimizers, strategies
+        self._optimizers, self.strategies = optimizers, strategies
         self._models_of_optimizer = {key: _models_of(one, models) for key, one in optimizers.items()}
         for key, one in optimizers.items():
             for held in self._models_of_optimizer[key] or list(models):
@@ -300,7 +300,7 @@ class UpdateHooks:
     @property
     def _is_rank_local(self) -> bool:
         """Whether a strategy makes the current update by itself, without the other ranks."""
-        return any(strategy.updates_itself for strategy in self._strategies.values())
+        return any(strategy.updates_itself for strategy in self.strategies.values())
 
     @on_shards
     def _before(self, healths: Sequence[Health], begin: Callable[[], int]) -> None:

@@ -1,0 +1,233 @@
+"""Steps of a run: their rows of metrics, the checkpoints after them, and the reasons for which the run ends.
+
+The row of the last step of a pass is held back until the code after the loop has run, so that it
+includes what is logged there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.comm.transport.waiting import waiting
+from hpctrain.errors import EXIT_REQUEUE, NonFiniteError
+from hpctrain.parallel.strategy import metrics_of
+from hpctrain.plain_tensors import on_shards
+from hpctrain.train.async_control import synchronize
+from hpctrain.train.checkpointing import RunCheckpoints
+from hpctrain.train.control import StopSaveFlags
+from hpctrain.train.exchange import StepLog, StepRequests
+from hpctrain.train.exit import LeavingTogether
+from hpctrain.train.feed import Item
+from hpctrain.train.metrics import Progress, shown
+from hpctrain.train.options import RunOptions
+from hpctrain.train.profile.record import Tracing
+from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.state import TrainState
+from hpctrain.train.updates import UpdateHooks
+
+if TYPE_CHECKING:
+    from hpctrain.train.job import Job
+
+
+@dataclass
+class Iteration:
+    """Iteration in progress."""
+
+    item: Item
+    started: float
+    waited: float  # seconds in communication before this iteration
+    updated: bool = False
+
+
+class Steps:
+    """Begin and end of every step of a run."""
+
+    def __init__(
+        self,
+        job: Job,
+        state: TrainState,
+        updates: UpdateHooks,
+        options: RunOptions,
+        checkpoints: RunCheckpoints,
+        stops: StopSaveFlags,
+        run_folder: RunFolder,
+        tracing: Tracing,
+    ) -> None:
+        self._job, self._state, self._healths, self.strategies = job, state, updates.healths, updates.strategies
+        self._options, self._checkpoints, self._stops = options, checkpoints, stops
+        self._run_folder, self._tracing = run_folder, tracing
+        self.asynchronous = any(strategy.asynchronous for strategy in self.strategies.values())
+        self.log = StepLog()
+        self.progress: Progress | None = None  # once the run has been entered
+        self.stopped_by: str | None = None  # why the run stops before its end
+        self.leaving: LeavingTogether | None = None
+        self.pending = 0  # iterations since the last update
+        self.save_requested = False  # whether a checkpoint is requested at the end of the step
+        self._partial: dict[str, list[float]] = {}  # values logged in these iterations
+        self._held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or the program has ended the run."""
+        steps = self._options.steps
+        return self._state.stopped is not None or steps is not None and self._state.step >= steps
+
+    @property
+    def over(self) -> bool:
+        """Whether no further iteration follows."""
+        return self.finished or self.stopped_by is not None
+
+    @property
+    def holds_row(self) -> bool:
+        """Whether the row of the last step has not been written yet."""
+        return self._held_row is not None
+
+    def requests(self, *, final: bool, inside: bool = True) -> StepRequests:
+        """Return the requests of this rank; ``final`` if the program has called run.stop, ``inside`` if in the loop."""
+        return StepRequests(*self._stops.poll(), inside and self._checkpoints.busy, final)
+
+    def synchronize(self, point: str) -> None:
+        """Wait at a named point until all asynchronous ranks have reached it. Collective."""
+        if self.asynchronous:
+            synchronize(self._job.comm, self.strategies.values(), point)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the strategies' metrics since the last call, such as the staleness of updates. Collective."""
+        found: dict[str, Any] = {}
+        for key, strategy in self.strategies.items():
+            values = dict(metrics_of(strategy))
+            if values.get("staleness_histogram") == []:  # no update since the last call
+                values = {name: value for name, value in values.items() if not name.startswith("staleness")}
+            if values.get("communication") == 0.0:  # no step since the last call
+                del values["communication"]
+            found |= {f"{name}.{key}" if key else name: value for name, value in values.items()}
+        return found
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def begin_iteration(self, item: Item) -> Iteration:
+        """Write the row of the step before, and begin an iteration."""
+        self.flush()
+        self._tracing.begin_step(self._state.step + 1)
+        self._job.guard.step = self._state.step + 1
+        iteration = Iteration(item, time.monotonic(), waiting.total)
+        if not self.pending:
+            for health in self._healths.values():
+                health.begin_step()
+        return iteration
+
+    def end_iteration(
+        self, iteration: Iteration, averages: Mapping[str, float], requests: StepRequests, *, held: bool
+    ) -> None:
+        """Count an iteration; if it had an update, end the step. ``held``: more may be logged into its row."""
+        for name, value in averages.items():
+            self._partial.setdefault(name, []).append(value)
+        self.pending += 1
+        if iteration.updated:
+            self._end_step(iteration, requests, held=held)
+        self.log.clear(all_of_it=iteration.updated)
+        self._tracing.end_step()
+
+    def _end_step(self, iteration: Iteration, requests: StepRequests, *, held: bool) -> None:
+        self.pending, partial, self._partial = 0, self._partial, {}
+        if any(health.wants_rollback for health in self._healths.values()):
+            self._roll_back()
+            return
+        self._state.step += 1
+        row: dict[str, Any] = {"step": self._state.step}
+        row |= {name: sum(values) / len(values) for name, values in partial.items()}
+        row |= self.log.same
+        for key, health in self._healths.items():
+            if health.norm is not None:
+                row["grad_norm" + (f".{key}" if key else "")] = float(health.norm)
+        seconds = time.monotonic() - iteration.started
+        self._stops.walltime_guard.step(seconds)
+        row["step_seconds"] = round(seconds, 6)
+        row["communication_seconds"] = round(waiting.total - iteration.waited, 6)
+        if any(health.skipped for health in self._healths.values()):
+            row["skipped"] = True
+        self._held_row = row
+        self.save_requested |= requests.save
+        if not (held or self.over or requests.stop):
+            self.flush(busy=requests.busy)
+
+    @on_shards
+    def _roll_back(self) -> None:
+        """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
+        for health in self._healths.values():
+            health.wants_rollback = False
+        self._checkpoints.wait()
+        found = self._state.find(strict=self._options.strict)
+        if found is None:
+            raise NonFiniteError("there is no checkpoint to roll back to yet", everywhere=True)
+        self._state.restore(found, rewind_data=False)
+        self._checkpoints.committed = self._state.step
+        self._run_folder.rewind(self._state.step)
+
+    # Rows and checkpoints ---------------------------------------------------------------------------------------------
+
+    def flush(self, *, busy: bool = False, last: bool = False) -> None:
+        """Write the row of the last step, and its checkpoint if one is due or requested.
+
+        A row with a checkpoint, and the ``last`` row of the run, contain the metrics of the
+        strategies.
+        """
+        row, self._held_row = self._held_row, None
+        save_now = self.save_requested and not self.pending
+        due = row is not None and not self.pending and self._state.step % self._options.every == 0 and not self.over
+        if save_now or due or last:
+            end = "the end of the run, after" if last else "the checkpoint of"
+            self.synchronize(f"{end} step {self._state.step}")
+            metrics = self.metrics()
+            if row is not None:
+                row |= {name: value for name, value in metrics.items() if name not in row}
+        if row is not None:
+            self._record(row)
+        if self.pending or row is None and not save_now:
+            return  # a requested checkpoint is written when the step has ended
+        self.save_requested = False
+        if save_now:
+            self._checkpoints.save()
+            self._stops.saved()
+        elif due:
+            self._checkpoints.save_due()
+        elif not busy:
+            self._checkpoints.advance()
+
+    def _record(self, row: dict[str, Any]) -> None:
+        self._state.note(row)
+        self._run_folder.record(row)
+        if self.progress is not None:
+            self.progress.update(row["step"], self._state.tokens, shown(row))
+
+    def add_to_row(self, averages: Mapping[str, float]) -> None:
+        """Add what was logged after the loop to the row of the last step."""
+        if self._held_row is not None:
+            self._held_row |= {**averages, **self.log.same}
+        self.log.clear()
+
+    def abandon(self) -> None:
+        """Write the row of the last step if it is held back: this rank ends by an error, possibly alone."""
+        row, self._held_row = self._held_row, None
+        if row is not None:
+            self._record(row)
+
+    # Leaving ----------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leave the program's loops with the exit code that requests a restart; the run saves on its way out."""
+        self.stopped_by = self._stops.reason
+        self.flush(last=True)
+        self.leaving = LeavingTogether(EXIT_REQUEUE)
+        raise self.leaving
+
+    def agree_on_stop(self, reason: str | None) -> None:
+        """Share with all ranks the reason why the run ends for good; ``reason`` is that of this rank."""
+        self.synchronize(f"the end by run.stop after step {self._state.step + 1}")
+        reasons = self._job.comm.all_gather_object(reason)
+        self._state.stopped = next(each for each in reasons if each is not None)
