@@ -108,7 +108,7 @@ def _attach(
         return Hogwild(model, comm, asynchronous)
     if settings.data == "easgd":
         if is_asynchronous(asynchronous, settings):
-            from hpctrain.parallel.asynchronous.async_easgd import AsyncElasticAveraging
+            from hpctrain.parallel.asynchronous.easgd import AsyncElasticAveraging
 
             return AsyncElasticAveraging(model, comm, asynchronous)
         from hpctrain.parallel.asynchronous.easgd import ElasticAveraging

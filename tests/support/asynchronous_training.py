@@ -10,6 +10,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
+from hpctrain.parallel.asynchronous.easgd import AsyncElasticAveraging
+from hpctrain.parallel.asynchronous.hogwild import Hogwild
+from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach
 
@@ -27,13 +30,22 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 TOGETHER = ("server_synchronous", "easgd", "easgd_period", "local_sgd", "easgd_round_robin")
 
 
-def train(comm: Any, mode: str, device: torch.device, *, tables: bool = False, steps: int = 4) -> torch.Tensor:
-    """Return the final values of all workers; if their order is free, they update in the order of ranks."""
+def train(
+    comm: Any, mode: str, device: torch.device, *, tables: bool = False, steps: int = 4, staged: bool = False
+) -> torch.Tensor:
+    """Return the final values of all workers; if their order is free, they update in the order of ranks.
+
+    ``staged``: parameters are staged in host memory, as those of a GPU.
+    """
     model: nn.Module = Lookups() if tables else _dense()
     data, options = MODES[mode]
-    strategy: Any = attach(
-        model, comm, ParallelSettings(data=data), device, asynchronous=AsynchronousSettings(**options)
-    )
+    settings = AsynchronousSettings(**options)
+    strategy: Any
+    if staged:
+        kinds = {"server": ParameterServer, "hogwild": Hogwild, "easgd": AsyncElasticAveraging}
+        strategy = kinds[data](model, comm, settings, staged=True)
+    else:
+        strategy = attach(model, comm, ParallelSettings(data=data), device, asynchronous=settings)
     kind: Any = torch.optim.Adagrad if tables else torch.optim.Adam
     optimizer = kind(model.parameters(), lr=0.05)
     strategy.check_optimizer(optimizer)

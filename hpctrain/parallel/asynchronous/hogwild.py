@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.select import expose
-from hpctrain.parallel.asynchronous import replica
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import WorkerHooks, worker_state
-from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram
+from hpctrain.parallel.asynchronous.replica import FlatParameters
 from hpctrain.parallel.asynchronous.sparse import RowReader, TableUpdates, find_tables
+from hpctrain.parallel.asynchronous.staleness import CommunicationTime, StalenessHistogram
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
 from hpctrain.parallel.strategy import AsyncStrategy, Metrics, broadcast_buffers
 
@@ -37,7 +37,12 @@ class Hogwild(AsyncStrategy):
     asynchronous = has_local_state = True
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        settings: AsynchronousSettings = AsynchronousSettings(),
+        *,
+        staged: bool = False,
     ) -> None:
         super().__init__(model, comm)
         self.settings = settings
@@ -47,25 +52,26 @@ class Hogwild(AsyncStrategy):
         self._copy_owner = self._copy_owners[comm.node]
         named = trainable(model)
         # In place if nothing else is needed. Otherwise updates are made separately, to determine the change.
-        self._in_place = len(self._copy_owners) == 1 and all(replica.on_host(parameter) for _, parameter in named)
+        on_host = not staged and all(parameter.device.type == "cpu" for _, parameter in named)
+        self._in_place = len(self._copy_owners) == 1 and on_host
         tables = [] if self._in_place else find_tables(model)
         order = {table.parameter for table in tables}
-        self._flat = replica.FlatParameters(model, [*order, *(one for _, one in named if one not in order)])
+        self._flat = FlatParameters(model, [*order, *(one for _, one in named if one not in order)], staged=staged)
         self._tables = TableUpdates(tables)
         self._row_reader = RowReader(tables, lambda number, rows: self._tables.read(self._copy, number, rows))
         self._began = False
         total = self._flat.values.numel()
         owns_copy = comm.rank in self._copy_owners
-        self._memory = expose(comm.transport, total + 1 if owns_copy else 0, self._flat.values.dtype, 1)
-        memory = self._memory.view(self._copy_owner)
+        self.memory = expose(comm.transport, total + 1 if owns_copy else 0, self._flat.values.dtype, 1)
+        memory = self.memory.view(self._copy_owner)
         assert memory is not None, "the ranks of a node share memory"
         self._copy, self._remote_updates = memory[:-1], memory[-1:]
         self._version = 0  # number of updates when this worker read the copy
         self._has_update = False  # whether this worker updates in the present step
-        self._staleness, self._exchanging = StalenessHistogram(), CommunicationTime()
+        self._staleness, self.exchanging = StalenessHistogram(), CommunicationTime()
         if owns_copy:
             self._copy.copy_(self._flat.values)
-        self._memory.barrier()
+        self.memory.barrier()
         if self._in_place:
             self._flat.rebind(self._copy)
         self._trainable = trainable(model)
@@ -85,16 +91,16 @@ class Hogwild(AsyncStrategy):
         if self._began or not (self.model.training and torch.is_grad_enabled()):
             return
         self._began = True
-        self._exchanging.begin_step()
-        with self._exchanging:
+        self.exchanging.begin_step()
+        with self.exchanging:
             self._version = self._count_updates()
             if not self._in_place:
                 self._row_reader.invalidate()
                 self._flat.values[self._tables.numel :].copy_(self._copy[self._tables.numel :])
 
     def _on_gradient(self) -> None:
-        with self._exchanging:
-            self._memory.progress()
+        with self.exchanging:
+            self.memory.progress()
 
     def _on_step_begin(self) -> None:
         self._has_update = any(parameter.grad is not None for _, parameter in self._trainable)
@@ -105,7 +111,7 @@ class Hogwild(AsyncStrategy):
     def _on_step_end(self) -> None:
         """Share the update, and count it with its staleness; without a gradient there was no update."""
         if self._has_update:
-            with self._exchanging:
+            with self.exchanging:
                 if not self._in_place:
                     self._share_update()
                 updates = self._count_updates(1)
@@ -117,37 +123,37 @@ class Hogwild(AsyncStrategy):
         first = self._tables.numel
         change = torch.ones(self._copy.numel() - first + 1, dtype=self._copy.dtype)
         change[:-1] = self._flat.values[first:] - self._before
-        self._tables.add_changes(self._memory, self._copy_owners)
-        self._memory.add(self._copy_owner, change[:-1], first)
+        self._tables.add_changes(self.memory, self._copy_owners)
+        self.memory.add(self._copy_owner, change[:-1], first)
         for owner in self._copy_owners:
             if owner != self._copy_owner:
-                self._memory.add(owner, change, first)
+                self.memory.add(owner, change, first)
 
     def _count_updates(self, increment: int = 0) -> int:
         """Return the number of updates that this node's copy has received, before this worker's ``increment``."""
-        return self._memory.fetch_add(self._copy_owner, 0, increment) + int(self._remote_updates)
+        return self.memory.fetch_add(self._copy_owner, 0, increment) + int(self._remote_updates)
 
     # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
     def consensus_view(self) -> Iterator[None]:
         """Put the first node's copy into every model and copy, for the ``with`` block and after it. Collective."""
-        self._exchanging.pause()
+        self.exchanging.pause()
         self.sync_count += 1
-        self._memory.barrier()
+        self.memory.barrier()
         self._version -= int(self._remote_updates)
         first = torch.empty(self._copy.shape, dtype=self._copy.dtype)
-        self._memory.get(self._copy_owners[0], first)
-        self._memory.barrier()
+        self.memory.get(self._copy_owners[0], first)
+        self.memory.barrier()
         if self.comm.rank in self._copy_owners:
             self._copy.copy_(first)
             self._remote_updates.zero_()  # in single precision it counts exactly up to 16 million
         if not self._in_place:
             self._flat.values.copy_(first)
             self._row_reader.mark_all_valid()
-        self._memory.barrier()
+        self.memory.barrier()
         yield
-        self._memory.barrier()  # no rank continues while another still reads
+        self.memory.barrier()  # no rank continues while another still reads
 
     @contextmanager
     def unshard(self, *, write: bool = False) -> Iterator[None]:
@@ -162,8 +168,8 @@ class Hogwild(AsyncStrategy):
 
     def drain(self) -> None:
         """Wait for all ranks, and serve their accesses meanwhile. Collective."""
-        self._exchanging.pause()
-        self._memory.barrier()
+        self.exchanging.pause()
+        self.memory.barrier()
 
     def conclude(self) -> None:
         """Leave the copy of the first node, and rank 0's buffers, in the model of every rank. Collective."""
@@ -172,16 +178,16 @@ class Hogwild(AsyncStrategy):
 
     def refresh(self) -> None:
         """Make the model's current parameters those of all ranks. Collective."""
-        self._memory.barrier()
+        self.memory.barrier()
         if self.comm.rank in self._copy_owners:
             self._copy.copy_(self._flat.values)
-        self._memory.barrier()
+        self.memory.barrier()
 
     def metrics(self) -> Metrics:
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
-        self._exchanging.pause()
-        self._memory.barrier()  # ranks that still update may need this rank's progress
-        return {**self._staleness.metrics(self.comm), **self._exchanging.metrics(self.comm)}
+        self.exchanging.pause()
+        self.memory.barrier()  # ranks that still update may need this rank's progress
+        return {**self._staleness.metrics(self.comm), **self.exchanging.metrics(self.comm)}
 
     def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this worker's buffers and optimizer states, to be saved and filled in place."""
@@ -194,9 +200,9 @@ class Hogwild(AsyncStrategy):
             self.conclude()
         self._row_reader.detach()
         if attached:
-            self._memory.barrier()
+            self.memory.barrier()
             self._flat.rebind(self._copy.to(self._flat.values.device).clone())
-            self._memory.free()
+            self.memory.free()
 
 
 def _copy_owners_of(comm: Communicator) -> list[int]:

@@ -21,15 +21,103 @@ from hpctrain.comm.rma.select import expose
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import WorkerHooks, WriteGuard
-from hpctrain.parallel.asynchronous.metrics import CommunicationTime, StalenessHistogram
-from hpctrain.parallel.asynchronous.partition import ServedVector
 from hpctrain.parallel.asynchronous.remote_store import Store
-from hpctrain.parallel.asynchronous.sparse import RowReader, average_rows
-from hpctrain.parallel.asynchronous.staleness import Bound, check_bound
+from hpctrain.parallel.asynchronous.replica import FlatParameters
+from hpctrain.parallel.asynchronous.sparse import RowReader, average_rows, find_tables
+from hpctrain.parallel.asynchronous.staleness import Bound, CommunicationTime, StalenessHistogram, check_bound
 from hpctrain.parallel.inputs import CallArguments
-from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
+from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.strategy import AsyncStrategy, Metrics, ModelGradients, broadcast_buffers
+
+
+class ServedVector:
+    """Dense parameters as one vector on the model's device, and their gradients as one in host memory.
+
+    Note: staging. On a GPU (or if ``staged``), both have an additional staging vector, so that a step makes one copy
+    in each direction. Remote memory is read into ``host``. Gradients are first flattened on the
+    device.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, staged: bool = False) -> None:
+        known = {parameter: name for name, parameter in trainable(model)}
+        ordered = [[one for one in group["params"] if one in known] for group in optimizer.param_groups]
+        self.parameters = [parameter for group in ordered for parameter in group]
+        if len(set(self.parameters)) != len(known):
+            missing = next((name for one, name in known.items() if one not in set(self.parameters)), "")
+            raise UsageError(
+                f"the optimizer does not have the parameter {missing}: a server updates all", everywhere=True
+            )
+        self.tables = find_tables(model)
+        table_parameters = {table.parameter for table in self.tables}
+        self.table_groups = [table.group_in(optimizer) for table in self.tables]
+        self.parameters = [parameter for parameter in self.parameters if parameter not in table_parameters]
+        self._names = known
+        self._flat = FlatParameters(model, self.parameters, table_parameters, staged=staged)
+        self.values, self.slices = self._flat.values, self._flat.slices
+        self.groups = [sum(one.numel() for one in group if one not in table_parameters) for group in ordered]
+        self.rows: list[Tensor | None] = [None for _ in self.tables]
+        self._staged = self._flat.staged
+        self.gradient = self._on_host()
+        self.host = self._on_host().copy_(self.values) if self._staged else self.values
+        self.device_gradient = torch.empty_like(self.values) if self._staged else self.gradient
+
+    def _on_host(self) -> Tensor:
+        return torch.zeros(self.values.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
+
+    # Parameters -------------------------------------------------------------------------------------------------------
+
+    def load_host(self) -> None:
+        """Set the parameters to the contents of ``host``."""
+        if self._staged:
+            self.values.copy_(self.host)
+
+    def copy_to_host(self) -> Tensor:
+        """Return the parameters in host memory."""
+        return self.host.copy_(self.values) if self._staged else self.values
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def collect(self) -> bool:
+        """Move the gradients out of the parameters; return whether there were any."""
+        found = any(parameter.grad is not None for parameter in self.parameters)
+        self.copy_gradients(self.gradient)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.rows = [table.gradient() for table in self.tables]
+        return found or any(rows is not None for rows in self.rows)
+
+    def norm(self) -> Tensor:
+        """Return the norm of the collected gradients."""
+        gradients = [self.gradient, *(rows.values() for rows in self.rows if rows is not None)]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
+        return norm
+
+    def copy_gradients(self, out: Tensor) -> None:
+        """Copy the dense gradients to host memory, with zeros for missing ones."""
+        target = self.device_gradient if self._staged else out
+        for parameter, view in zip(self.parameters, self.views(target)):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad.layout is not torch.strided:
+                raise UsageError(
+                    f"the parameter {self._names[parameter]} got a sparse gradient: only those of nn.Embedding and "
+                    "nn.EmbeddingBag can be served"
+                )
+            else:
+                view.copy_(parameter.grad)
+        if self._staged:
+            out.copy_(target)
+
+    def set_gradients(self, gradients: Tensor) -> None:
+        """Set the parameters' gradients to dense gradients from host memory."""
+        target = self.device_gradient.copy_(gradients) if self._staged else gradients
+        for parameter, view in zip(self.parameters, self.views(target)):
+            parameter.grad = view
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Return the views of a vector that belong to each parameter, in their shapes."""
+        return [vector[index].view(parameter.shape) for parameter, index in zip(self.parameters, self.slices)]
 
 
 class ServedGradients(ModelGradients):
@@ -53,10 +141,15 @@ class ParameterServer(AsyncStrategy):
     gradients: ServedGradients
 
     def __init__(
-        self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings = AsynchronousSettings()
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        settings: AsynchronousSettings = AsynchronousSettings(),
+        *,
+        staged: bool = False,
     ) -> None:
         super().__init__(model, comm)
-        self.settings, self.gradients = settings, ServedGradients(model)
+        self.settings, self.gradients, self._staged = settings, ServedGradients(model), staged
         self.asynchronous = settings.mode != "synchronous"
         self.workers = comm.size - settings.ranks
         self.computes = comm.rank < self.workers
@@ -66,7 +159,7 @@ class ParameterServer(AsyncStrategy):
         self._data = comm.split(int(not self.computes)) if settings.ranks else comm
         self._counters = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
         self._bound = Bound(self._counters, 0, self.workers, settings.max_staleness)
-        self._staleness, self._exchanging = StalenessHistogram(), CommunicationTime()
+        self._staleness, self.exchanging = StalenessHistogram(), CommunicationTime()
         self._began = self._average_queued = False
         self._hooks = WorkerHooks(model, self._begin, self._on_gradient, _refuse_unknown)
         self._writes = WriteGuard(model, "the parameter server")
@@ -83,15 +176,15 @@ class ParameterServer(AsyncStrategy):
         """Register the optimizer whose updates are served. Raises ``UsageError`` for one that cannot be served."""
         if not self._hooks.is_new(optimizer):
             return
-        self._vector = ServedVector(self.model, optimizer)
+        self._vector = ServedVector(self.model, optimizer, staged=self._staged)
         self._sum = self.comm.empty(self._vector.gradient.numel(), self._vector.gradient.dtype)
         size, first = self.comm.size, self.workers if self.settings.ranks else 0
         owners = range(first, size)
-        self._store = Store(self.comm.transport, optimizer, self._vector, owners)
+        self.store = Store(self.comm.transport, optimizer, self._vector, owners)
         self._row_reader = RowReader(self._vector.tables, self._read_rows)
         # Each rank begins with another part, so that they do not all access the same one.
         self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
-        self._store.write_own(self._vector.copy_to_host())
+        self.store.write_own(self._vector.copy_to_host())
         self._counters.barrier()
         self._writes.allowed = False
         self._writes.record()
@@ -111,29 +204,29 @@ class ParameterServer(AsyncStrategy):
             return  # no run has begun: all ranks hold the initial values
         self._began = True
         self._writes.check()
-        self._exchanging.begin_step()
-        with self._exchanging:
+        self.exchanging.begin_step()
+        with self.exchanging:
             self._bound.read()
             self._read()
 
     def _read(self, *, tables: bool = False) -> None:
         """Read the dense parameters, and whole tables with ``tables``; otherwise passes read the rows they look up."""
-        self._store.read(self._vector.host)
+        self.store.read(self._vector.host)
         self._vector.load_host()
         self._writes.record()
         self._row_reader.invalidate()
         if tables:
             for number, table in enumerate(self._vector.tables):
-                table.parameter.data.copy_(self._store.read_table(number))
+                table.parameter.data.copy_(self.store.read_table(number))
             self._row_reader.mark_all_valid()
 
     def _read_rows(self, table: int, rows: Tensor) -> Tensor:
-        with self._exchanging:
-            return self._store.read_rows(table, rows)
+        with self.exchanging:
+            return self.store.read_rows(table, rows)
 
     def _on_gradient(self) -> None:
         if self.asynchronous:
-            with self._exchanging:
+            with self.exchanging:
                 self._counters.progress()
         elif self._syncing and not self._average_queued:
             self._average_queued = True
@@ -142,7 +235,7 @@ class ParameterServer(AsyncStrategy):
     def _average(self) -> None:
         """Replace all workers' gradients by their mean, in place."""
         self._average_queued = False
-        with self._exchanging:
+        with self.exchanging:
             self._average_gradients()
 
     def _average_gradients(self) -> None:
@@ -159,18 +252,18 @@ class ParameterServer(AsyncStrategy):
         self.gradients.collected = self._vector.collect()
 
     def _on_step_end(self) -> None:
-        with self._exchanging:
+        with self.exchanging:
             self._push()
 
     def _push(self) -> None:
         """Make the update of the served parameters, unless the gradients were dropped."""
         if self.gradients.collected and not self.asynchronous:
             self._bound.cancel()
-            self._store.update_own()
+            self.store.update_own()
             self._counters.barrier()
         elif self.gradients.collected and self.computes:
             self._bound.admit()
-            self._store.update(self._order, locked=self.settings.lock)
+            self.store.update(self._order, locked=self.settings.lock)
             self._staleness.record(self._bound.count())
         elif self._began:
             self._bound.cancel()
@@ -194,12 +287,12 @@ class ParameterServer(AsyncStrategy):
     def consensus_view(self) -> Iterator[None]:
         """Put served parameters into the model, and their states into the optimizer, for the block. Collective."""
         assert self._hooks.optimizer is not None
-        self._exchanging.pause()
+        self.exchanging.pause()
         self.sync_count += 1
         self._writes.check()
         self._counters.barrier()
         self._read(tables=True)
-        self._store.export_states(self._hooks.optimizer)
+        self.store.export_states(self._hooks.optimizer)
         self._counters.barrier()
         try:
             yield
@@ -219,7 +312,7 @@ class ParameterServer(AsyncStrategy):
 
     def drain(self) -> None:
         """Wait for all ranks, and serve their accesses meanwhile. Collective."""
-        self._exchanging.pause()
+        self.exchanging.pause()
         self._counters.barrier()
 
     def conclude(self) -> None:
@@ -233,8 +326,8 @@ class ParameterServer(AsyncStrategy):
         if self._hooks.optimizer is None:
             return
         self._counters.barrier()
-        self._store.write_own(self._vector.copy_to_host())
-        self._store.import_states(self._hooks.optimizer)
+        self.store.write_own(self._vector.copy_to_host())
+        self.store.import_states(self._hooks.optimizer)
         self._hooks.optimizer.state.clear()
         self._row_reader.mark_all_valid()
         self._writes.record()
@@ -242,9 +335,9 @@ class ParameterServer(AsyncStrategy):
 
     def metrics(self) -> Metrics:
         """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
-        self._exchanging.pause()
+        self.exchanging.pause()
         self._counters.barrier()  # ranks that still update may need this rank's progress
-        return {**self._staleness.metrics(self.comm), **self._exchanging.metrics(self.comm, computes=self.computes)}
+        return {**self._staleness.metrics(self.comm), **self.exchanging.metrics(self.comm, computes=self.computes)}
 
     def detach(self) -> None:
         """Remove all hooks, leave the served parameters in the model, and free the memory. Collective."""
@@ -254,7 +347,7 @@ class ParameterServer(AsyncStrategy):
             if self._hooks.optimizer is not None:
                 self.conclude()
                 self._row_reader.detach()
-                self._store.free()
+                self.store.free()
             self._counters.free()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,9 +12,21 @@ from hpctrain.comm.rma.remote_memory import WORDS as LOCK_WORDS
 from hpctrain.comm.rma.remote_memory import Lock, RemoteMemory
 from hpctrain.comm.rma.select import expose
 from hpctrain.comm.transport.base import Transport
-from hpctrain.parallel.asynchronous.part_update import OptimizerPart, PartGroup, StateSpec, states_of, union_of
-from hpctrain.parallel.asynchronous.partition import OwnerPart, ServedVector, TableRows, part_of, table_part
+from hpctrain.parallel.asynchronous.partition import (
+    OptimizerPart,
+    OwnerPart,
+    PartGroup,
+    StateSpec,
+    TableRows,
+    part_of,
+    states_of,
+    table_part,
+    union_of,
+)
 from hpctrain.parallel.asynchronous.sparse import rows_of, sparse_rows
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.asynchronous.parameter_server import ServedVector
 
 
 class RemoteUpdate:

@@ -23,7 +23,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.hooks import WorkerHooks, WriteGuard, buffers_of, worker_state
-from hpctrain.parallel.asynchronous.metrics import CommunicationTime
+from hpctrain.parallel.asynchronous.staleness import CommunicationTime
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
 from hpctrain.parallel.strategy import AsyncStrategy, Metrics, broadcast_buffers
 
@@ -48,18 +48,21 @@ def pull_centre(centre: Tensor, mean: Tensor, workers: int, alpha: float) -> Non
 # Flat vector of a model's parameters, so that they are communicated as one tensor -------------------------------------
 
 
-def on_host(values: Tensor) -> bool:
-    """Return whether parameters are in host memory, where other ranks can access them."""
-    return values.device.type == "cpu"
-
-
 class FlatParameters:
     """Trained parameters of a model as one vector, ``values``; the model's parameters become views of it."""
 
     def __init__(
-        self, model: nn.Module, order: Sequence[nn.Parameter] = (), exclude: Collection[nn.Parameter] = ()
+        self,
+        model: nn.Module,
+        order: Sequence[nn.Parameter] = (),
+        exclude: Collection[nn.Parameter] = (),
+        *,
+        staged: bool = False,
     ) -> None:
-        """Flatten in an ``order``, or in the model's order; parameters in ``exclude`` stay unchanged."""
+        """Flatten in an ``order``, or in the model's order; parameters in ``exclude`` stay unchanged.
+
+        ``staged`` means that other ranks cannot access the values, as those of a GPU.
+        """
         rank = {parameter: number for number, parameter in enumerate(order)}
         named = sorted(trainable(model), key=lambda item: rank.get(item[1], 0))
         if not named:
@@ -76,6 +79,7 @@ class FlatParameters:
         named = [(name, parameter) for name, parameter in named if parameter not in excluded]
         total = sum(parameter.numel() for _, parameter in named)
         self.values = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.staged = staged or first.device.type != "cpu"
         self.slices: list[slice] = []
         self._parameters = [parameter for _, parameter in named]
         offset = 0
@@ -94,7 +98,7 @@ class FlatParameters:
 
     def host(self) -> Tensor:
         """Return the values in host memory: the vector itself if it is there, else a copy."""
-        if on_host(self.values):
+        if not self.staged:
             return self.values
         return torch.empty(self.values.shape, dtype=self.values.dtype).copy_(self.values)
 
@@ -107,16 +111,18 @@ class Replica(AsyncStrategy):
 
     has_local_state = True
 
-    def __init__(self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, settings: AsynchronousSettings, *, staged: bool = False
+    ) -> None:
         super().__init__(model, comm)
         self.settings = settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
-        self._flat = FlatParameters(model)
+        self._flat = FlatParameters(model, staged=staged)
         self._distance = comm.empty(1, torch.float64)
         self._steps = torch.zeros((), dtype=torch.int64)  # a tensor, so that a checkpoint restores it
         self._began = False  # whether the present step has begun
-        self._exchanging = CommunicationTime()
+        self.exchanging = CommunicationTime()
         self._saved_parameters: Tensor | None = None  # this worker's parameters, while the model holds the centre
         self._hooks = WorkerHooks(model, self._on_forward, self._on_gradient, self.check_optimizer)
         self._writes = WriteGuard(model, "the centre of the workers")
@@ -160,24 +166,24 @@ class Replica(AsyncStrategy):
 
     def _begin_step(self) -> None:
         self._began = True
-        self._exchanging.begin_step()
-        with self._exchanging:
+        self.exchanging.begin_step()
+        with self.exchanging:
             self._begin()
 
     def _on_gradient(self) -> None:
-        with self._exchanging:
+        with self.exchanging:
             self._progress()
 
     def _on_step_begin(self) -> None:
         if not self._began:  # without samples there was no pass
             self._begin_step()
-        with self._exchanging:
+        with self.exchanging:
             self._before_update()
 
     def _on_step_end(self) -> None:
         self._began = False
         self._steps += 1
-        with self._exchanging:
+        with self.exchanging:
             self._after_update()
 
     @property
@@ -204,7 +210,7 @@ class Replica(AsyncStrategy):
         if self._saved_parameters is not None:
             yield  # the model already holds the centre
             return
-        self._exchanging.pause()
+        self.exchanging.pause()
         self.sync_count += 1
         values, centre = self._flat.values, self.centre()
         self._saved_parameters = values.clone()
@@ -238,7 +244,7 @@ class Replica(AsyncStrategy):
 
     def drain(self) -> None:
         """Exclude the time until the next step from the measured time."""
-        self._exchanging.pause()
+        self.exchanging.pause()
 
     def conclude(self) -> None:
         """Leave the centre, and rank 0's buffers, in the model of every rank. Collective.
@@ -256,10 +262,10 @@ class Replica(AsyncStrategy):
 
     def metrics(self) -> Metrics:
         """Return the mean distance from the centre, and the mean fraction of time for exchanges. Collective."""
-        self._exchanging.pause()
+        self.exchanging.pause()
         self._distance[0] = torch.dist(self._flat.host(), self.centre())
         self.comm.all_reduce(self._distance, "average")
-        return {"centre_distance": float(self._distance[0]), **self._exchanging.metrics(self.comm)}
+        return {"centre_distance": float(self._distance[0]), **self.exchanging.metrics(self.comm)}
 
     def rank_local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return the tensors in which this worker differs from the others, to be saved and filled in place."""

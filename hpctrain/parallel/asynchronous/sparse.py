@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.remote_memory import RemoteMemory
 from hpctrain.errors import UsageError
-from hpctrain.parallel.asynchronous.part_update import states_of
+from hpctrain.parallel.asynchronous.partition import states_of
 from hpctrain.parallel.model_agreement import trainable
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

@@ -1,4 +1,7 @@
-"""Bounded staleness: limit on the updates of other workers between a worker's read of the parameters and its update.
+"""Staleness of updates: its limit and histogram, and the fraction of time that workers spend on exchanges.
+
+The staleness of an update is the number of updates of other workers between a worker's read of the
+parameters and its update.
 
 Note: why no worker waits forever. Let u be the number of updates made. For each worker j that has
 read and not updated yet, let v_j be the value of u when it read. The sum of worker j is u - v_j,
@@ -13,12 +16,17 @@ therefore never blocked, and the others follow.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Mapping
+from types import TracebackType
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.remote_memory import WORDS as LOCK_WORDS
 from hpctrain.comm.rma.remote_memory import Lock, RemoteMemory
 from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
 from hpctrain.errors import SettingsError
+from hpctrain.parallel.strategy import Metrics
 
 
 def may_update(updates: int, read: Mapping[int, int], worker: int, bound: int) -> bool:
@@ -129,3 +137,93 @@ class Bound:
             f"{operation} ({self._limit} updates): rank {oldest} has read and made no update within "
             f"{timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
         )
+
+
+# Metrics: histogram of staleness, and fraction of time spent on exchanges ---------------------------------------------
+
+
+MAX_BARS = 100  # maximum number of bars; the last one counts all updates of at least its staleness
+
+
+class StalenessHistogram:
+    """Staleness of this worker's updates since the last query: ``counts`` has the number of updates per staleness."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+
+    def record(self, staleness: int) -> None:
+        """Count an update."""
+        self.counts[staleness] += 1
+
+    def metrics(self, comm: Communicator) -> Metrics:
+        """Return mean, maximum and histogram of all workers' updates, and reset them. Collective."""
+        total: Counter[int] = Counter()
+        for one in comm.all_gather_object(dict(self.counts)):
+            total.update(one)
+        self.counts.clear()
+        updates = sum(total.values())
+        mean = sum(staleness * count for staleness, count in total.items()) / max(updates, 1)
+        return {
+            "staleness": mean,
+            "staleness_most": float(max(total, default=0)),
+            "staleness_histogram": bars(total),
+        }
+
+
+def bars(counts: Counter[int], most: int = MAX_BARS) -> list[int]:
+    """Return the numbers of updates with staleness 0, 1, 2, ... up to the maximum, in at most ``most`` bars."""
+    found = [0] * min(max(counts, default=-1) + 1, most)
+    for staleness, count in counts.items():
+        found[min(staleness, most - 1)] += count
+    return found
+
+
+# Fraction of a worker's time that it spends on exchanges with other workers -------------------------------------------
+#
+#     with exchanging:
+#         ...
+#
+# Note: which time is measured. It runs from the first pass of a step to the first pass of the next
+# step, so it includes waits for samples. A synchronization of all workers pauses it until the next
+# pass. Waits for the slowest worker in a synchronization, evaluations and checkpoint writes are therefore excluded.
+
+
+class CommunicationTime:
+    """Seconds of ``clock`` inside ``with`` blocks, which enclose every exchange, and total seconds of steps."""
+
+    __slots__ = ("clock", "_entered", "_since", "_spent", "_elapsed")
+
+    def __init__(self) -> None:
+        self.clock = time.monotonic
+        self._entered = 0.0
+        self._since: float | None = None  # start of the current step; None outside a step
+        self._spent = self._elapsed = 0.0
+
+    def begin_step(self) -> None:
+        """Record that the first pass of a step begins."""
+        now = self.clock()
+        if self._since is not None:
+            self._elapsed += now - self._since
+        self._since = now
+
+    def pause(self) -> None:
+        """Stop the measurement until the next step begins."""
+        if self._since is not None:
+            self._elapsed += self.clock() - self._since
+        self._since = None
+
+    def __enter__(self) -> None:
+        self._entered = self.clock()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._spent += self.clock() - self._entered
+
+    def metrics(self, comm: Communicator, *, computes: bool = True) -> Metrics:
+        """Return the fraction, from 0 to 1, as the mean of all workers, and reset it. Collective."""
+        self.pause()
+        own = self._spent / self._elapsed if computes and self._elapsed else None
+        self._spent = self._elapsed = 0.0
+        shares = [share for share in comm.all_gather_object(own) if share is not None]
+        return {"communication": min(sum(shares) / len(shares), 1.0) if shares else 0.0}

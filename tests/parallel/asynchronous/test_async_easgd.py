@@ -83,8 +83,9 @@ def test_no_pull_is_lost_in_any_order(own: Any) -> None:
     """Without gradients, the centre gains what the workers lose: the total sum is constant."""
     strategy, optimizer = make(own, mode="asynchronous", rho=2.0)
     with torch.no_grad():
-        strategy._flat.values.fill_(float(own.rank + 1))
-    strategy._centre.barrier()
+        for parameter in strategy.model.parameters():
+            parameter.fill_(float(own.rank + 1))
+    strategy.drain()
     for _ in range(50):
         for parameter in strategy.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

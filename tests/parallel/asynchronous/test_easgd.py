@@ -89,8 +89,10 @@ def test_local_sgd_averages_every_period_of_steps(own: Any) -> None:
 @pytest.mark.ranks
 def test_a_step_is_one_all_reduce_of_all_parameters(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no other communication: no gradient is reduced, whatever the layers are."""
-    strategy, _ = train(own, AsynchronousSettings(), 2)
-    model, inputs = strategy.model, batch(own.rank, 9)[0]
+    model, inputs = make_model(), batch(own.rank, 9)[0]
+    strategy = attach(model, own, EASGD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    strategy.check_optimizer(optimizer)
     reduce, sums = own.all_reduce, []
 
     def counted(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
@@ -99,7 +101,7 @@ def test_a_step_is_one_all_reduce_of_all_parameters(own: Any, monkeypatch: pytes
 
     monkeypatch.setattr(own, "all_reduce", counted)
     model(inputs).sum().backward()
-    strategy._hooks.optimizer.step()
+    optimizer.step()
     assert sums == [40]
     strategy.detach()
 

@@ -13,8 +13,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.parameter_server import ParameterServer
-from hpctrain.parallel.asynchronous.part_update import StateSpec, states_of
-from hpctrain.parallel.asynchronous.partition import part_of
+from hpctrain.parallel.asynchronous.partition import StateSpec, part_of, states_of
 from hpctrain.parallel.asynchronous.sparse import find_tables
 
 ADAM = StateSpec((("m", 0.0), ("v", 0.5)), "number")
