@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,17 +26,25 @@ from hpctrain.comm.communicator import Communicator
 MAX_STATES = 256  # states: needed only for regions that are recomputed from their middle
 
 
-class RngRegion:
-    """Region of a model in which tensor rank ``rank`` draws its own random numbers."""
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator that dropout on a device uses."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+
+class RngRegion:
+    """Region of a model in which tensor rank ``rank`` draws its own random numbers; ``generators`` are by device."""
+
+    def __init__(self, rank: int, generators: Callable[[torch.device], torch.Generator] = generator_of) -> None:
+        self.rank, self._generator_of = rank, generators
         self._states: OrderedDict[int, Tensor] = OrderedDict()  # states before entry, by the seeds since then
         self._devices: set[torch.device] = set()
 
     def enter(self, device: torch.device) -> bool:
         """Make the generator of a device draw for this rank only; return whether it did not already."""
-        generator = generator_of(device)
+        generator = self._generator_of(device)
         if generator.initial_seed() in self._states:
             return False
         number = _draw(generator)
@@ -50,7 +58,7 @@ class RngRegion:
 
     def leave(self, device: torch.device) -> None:
         """Restore the generator of a device to its state before entry."""
-        generator = generator_of(device)
+        generator = self._generator_of(device)
         state = self._states.get(generator.initial_seed())
         if state is not None:
             generator.set_state(state)
@@ -69,14 +77,6 @@ class RngRegion:
         finally:
             if entered:
                 self.leave(device)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the generator that dropout on a device uses."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
 
 
 @contextmanager

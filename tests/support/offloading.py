@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.parallel.offload.host_optimizer import HostOptimizer
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.wrap import attach
 
@@ -155,7 +158,12 @@ def outcome(
     return Outcome(losses, norms, weights, states)
 
 
-def attached(comm: Any, offload: OffloadSettings = OffloadSettings(), **parallel: Any) -> Strategy:
-    """Attach a strategy to a new model, and return it."""
+def attached(
+    comm: Any, offload: OffloadSettings = OffloadSettings(), streams: Any = None, **parallel: Any
+) -> Strategy:
+    """Attach a strategy to a new model, and return it; a sharded one may copy by the ``streams`` of a fake device."""
     parallel.setdefault("units", ("Block",))
-    return attach(Model(), comm, ParallelSettings(**parallel), CPU, offload=offload)
+    settings = ParallelSettings(**parallel)
+    if streams is not None:
+        return ShardedDataParallel(Model(), comm, settings, CPU, offload, partial(HostOptimizer, streams=streams))
+    return attach(Model(), comm, settings, CPU, offload=offload)

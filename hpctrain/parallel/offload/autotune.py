@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -79,11 +79,24 @@ MEMORY_SHARE = 0.8  # usable share of the free device memory: passes of other si
 FLOATS = 4  # per parameter: master, gradient, two moments
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes of device memory that may be used."""
+    free, total = torch.cuda.mem_get_info(device)
+    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    reserved, most = torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device)
+    return int(MEMORY_SHARE * max(min(free + reserved, cap) - most, 0))
+
+
 class ShareFinder:
     """Measurement of the passes and updates of the first steps."""
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._device, self._streams = device, streams
+    def __init__(
+        self,
+        streams: Streams,
+        clock: Callable[[], float] = time.perf_counter,
+        free_bytes: Callable[[torch.device], int] = free_bytes,
+    ) -> None:
+        self._streams, self._clock, self._free_bytes = streams, clock, free_bytes
         self._steps, self._backward, self._began = 0, 0.0, 0.0
         self._at_warmup = 0, 0.0  # elements and seconds of the updates before the measurement
         self.decided = False
@@ -92,13 +105,13 @@ class ShareFinder:
         """Record the beginning of a backward pass."""
         if not self.decided:
             self._synchronise()
-            self._began = time.perf_counter()
+            self._began = self._clock()
 
     def end(self) -> None:
         """Record the end of a backward pass."""
         if not self.decided:
             self._synchronise()
-            self._backward += time.perf_counter() - self._began
+            self._backward += self._clock() - self._began
 
     def _synchronise(self) -> None:
         self._streams.synchronize(self._streams.record(self._streams.current()))
@@ -120,14 +133,7 @@ class ShareFinder:
             return []  # the optimizer does not update in slices: nothing was measured
         backward = self._backward / (MEASURED_STEPS - WARMUP_STEPS)
         share = share_on_device(elements, backward, elements / seconds, host_bytes=1, link_bytes=0)
-        return limit_to_memory(last_groups(nbytes, share), nbytes, self.free_bytes())
-
-    def free_bytes(self) -> int:
-        """Return the bytes of device memory that may be used."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
-        reserved, most = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
-        return int(MEMORY_SHARE * max(min(free + reserved, cap) - most, 0))
+        return limit_to_memory(last_groups(nbytes, share), nbytes, self._free_bytes(self._streams.device))
 
 
 def limit_to_memory(numbers: Sequence[int], nbytes: Sequence[int], free_bytes: int) -> list[int]:

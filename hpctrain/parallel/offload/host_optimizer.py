@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device.streams import streams_of
+from hpctrain.comm.device.streams import Streams, streams_of
 from hpctrain.errors import UsageError
 from hpctrain.parallel.clip import clip_factor, global_norm
 from hpctrain.parallel.fsdp.param_group import ParamGroup, held_in
@@ -39,13 +39,15 @@ LINE = 64  # bytes of padding per parameter slice, because slices start at cache
 class HostOptimizer:
     """Masters, gradients and optimizer states of this rank in host memory, and their updates by the host."""
 
-    def __init__(self, settings: OffloadSettings, device: torch.device, comm: Communicator) -> None:
+    def __init__(
+        self, settings: OffloadSettings, device: torch.device, comm: Communicator, streams: Streams | None = None
+    ) -> None:
         self.settings, self.device = settings, device
         self._master_memory = HostMemory(settings, device, comm.rank)
         self._host_memory = (
             HostMemory(replace(settings, disk=""), device, comm.rank) if settings.disk else self._master_memory
         )
-        self._transfer = Transfer(streams_of(device))
+        self._transfer = Transfer(streams or streams_of(device))
         self._chunk_bytes = int(settings.piece_mib * MIB)
         self.grad_offload = GradOffload(
             self._transfer, self._host_memory.empty, device, self._chunk_bytes, double_buffered=settings.delayed
@@ -61,7 +63,7 @@ class HostOptimizer:
         disk = self._master_memory.empty if settings.disk else None
         self._updates = HostUpdates(self.host_groups, self.gradients, self._chunk_bytes, disk)
         chooses = settings.device_fraction == CHOOSE and device.type != "cpu" and not settings.delayed
-        self.share_finder = ShareFinder(device, self._transfer.streams) if chooses else None
+        self.share_finder = ShareFinder(self._transfer.streams) if chooses else None
 
     # Location of the data ---------------------------------------------------------------------------------------------
 

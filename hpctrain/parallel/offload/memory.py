@@ -15,7 +15,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -116,11 +116,18 @@ _LINE = 64  # bytes; tensors begin at cache lines
 class HostMemory:
     """Allocator of host memory for data of a device; settings and device determine the kind of memory.
 
-    Raises ``UsageError`` if the folder ``offload.disk`` cannot hold the files.
+    ``pin`` allocates pinned bytes. Raises ``UsageError`` if the folder ``offload.disk`` cannot hold the files.
     """
 
-    def __init__(self, settings: OffloadSettings, device: torch.device, rank: int, chunk: int = CHUNK) -> None:
-        self._allocate: Callable[[int], Tensor] = _pinned if device.type == "cuda" else _pageable
+    def __init__(
+        self,
+        settings: OffloadSettings,
+        device: torch.device,
+        rank: int,
+        chunk: int = CHUNK,
+        pin: Callable[[int], Tensor] = partial(torch.empty, dtype=torch.uint8, pin_memory=True),
+    ) -> None:
+        self._allocate: Callable[[int], Tensor] = partial(_pinned, pin=pin) if device.type == "cuda" else _pageable
         if settings.disk:
             self._allocate = Disk(settings.disk, rank)
         self._chunk = 0 if self._allocate is _pageable else chunk
@@ -153,11 +160,11 @@ def _pageable(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8).zero_()
 
 
-def _pinned(nbytes: int) -> Tensor:
+def _pinned(nbytes: int, pin: Callable[[int], Tensor]) -> Tensor:
     """Return pinned memory, of the size that torch rounds up to; pageable memory if pinning fails."""
     rounded = 1 << (nbytes - 1).bit_length()
     try:
-        return torch.empty(rounded, dtype=torch.uint8, pin_memory=True).zero_()
+        return pin(rounded).zero_()
     except RuntimeError as error:
         _warn(str(error).splitlines()[0])
         return _pageable(nbytes)

@@ -38,6 +38,7 @@ from hpctrain.parallel.pipeline.split_backward import backward_from
 LayerCall = Callable[[Any], Any]
 MEASURES = ("compute", "time", "parameters")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+REPEATS = 5  # timed passes per layer
 _MATRIX_DIMS = 2  # a parameter with at least this many dims is multiplied with the input
 
 
@@ -177,9 +178,13 @@ def _error(chosen: Sequence[int | str], reason: str) -> UsageError:
 
 
 def costs(
-    layers: Sequence[Layer], how: str, example: Any = None, device: torch.device = torch.device("cpu")
+    layers: Sequence[Layer],
+    how: str,
+    example: Any = None,
+    device: torch.device = torch.device("cpu"),
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Return the cost of each layer by ``how``: compute, time (in seconds) or parameters.
+    """Return the cost of each layer by ``how``: compute, time (in seconds of ``clock``) or parameters.
 
     ``example`` is a ``MicrobatchCall`` with a microbatch, or the input of the first layer. Only time requires
     it.
@@ -198,7 +203,7 @@ def costs(
             "DataLoader's first batch, or choose 'compute' or 'parameters'",
             everywhere=True,
         )
-    return measured(layers, example, device)
+    return measured(layers, example, device, clock)
 
 
 def estimated(module: nn.Module) -> float:
@@ -227,8 +232,10 @@ def counted(layers: Sequence[Layer], example: Any) -> list[float]:
     return found
 
 
-def measured(layers: Sequence[Layer], example: Any, device: torch.device, repeats: int = 5) -> list[float]:
-    """Return the seconds of each layer's forward and backward pass on an example, as a median of ``repeats`` passes.
+def measured(
+    layers: Sequence[Layer], example: Any, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the seconds of each layer's forward and backward pass on an example, as a median of 5 passes.
 
     The layers are copied to the device one after the other, so a model on the meta device never
     needs all its memory. The model and torch's generators are left unchanged.
@@ -236,8 +243,8 @@ def measured(layers: Sequence[Layer], example: Any, device: torch.device, repeat
     found = []
 
     def run(call: LayerCall, x: Any) -> Any:
-        result, _ = _timed(call, x, device)  # warm-up
-        found.append(statistics.median(_timed(call, x, device)[1] for _ in range(repeats)))
+        result, _ = _timed(call, x, device, clock)  # warm-up
+        found.append(statistics.median(_timed(call, x, device, clock)[1] for _ in range(REPEATS)))
         return result
 
     devices = [device] if device.type != "cpu" else []
@@ -275,17 +282,17 @@ def _callable(layer: Layer, given: MicrobatchCall, stored: dict[str, Tensor]) ->
     return call
 
 
-def _timed(call: LayerCall, x: Any, device: torch.device) -> tuple[Any, float]:
+def _timed(call: LayerCall, x: Any, device: torch.device, clock: Callable[[], float]) -> tuple[Any, float]:
     x = map_leaves(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
     _synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     with torch.enable_grad():
         result = call(x)
     outputs = [one for one in tensors_of(result) if one.requires_grad]
     if outputs:
         backward_from(outputs, [torch.ones_like(one) for one in outputs])
     _synchronize(device)
-    return result, time.perf_counter() - start
+    return result, clock() - start
 
 
 def _synchronize(device: torch.device) -> None:

@@ -17,7 +17,6 @@ import torch
 from support.faults import SmallDisk
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.offload import memory as memory_module
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.offload.memory import HostMemory
 
@@ -25,8 +24,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KIB = 1024
 
 
-def host(folder: Path | None = None, chunk: int = 64 * KIB, rank: int = 0, device: torch.device = CPU) -> HostMemory:
-    return HostMemory(OffloadSettings(optimizer=True, disk=str(folder or "")), device, rank, chunk)
+def host(
+    folder: Path | None = None, chunk: int = 64 * KIB, rank: int = 0, device: torch.device = CPU, **pin: Any
+) -> HostMemory:
+    return HostMemory(OffloadSettings(optimizer=True, disk=str(folder or "")), device, rank, chunk, **pin)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -115,18 +116,11 @@ def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
         host(file)
 
 
-def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        if pin_memory:
-            raise RuntimeError("no room\nand a trace")
-        return plain(*args, **kwargs)
+def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def full(nbytes: int) -> torch.Tensor:
+        raise RuntimeError("no room\nand a trace")
 
-    plain = torch.empty
-    memory_module._warn.cache_clear()
-    monkeypatch.setattr(torch, "empty", full)
-    memory = host(device=CUDA)
+    memory = host(device=CUDA, pin=full)
     with caplog.at_level(logging.WARNING, logger="hpctrain"):
         tensors = [memory.empty(60 * KIB, torch.float32).fill_(1) for _ in range(3)]
     assert [record.getMessage() for record in caplog.records] == [
@@ -135,16 +129,14 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
 
 
-def test_pinned_memory_is_requested_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_requested_in_powers_of_two() -> None:
     asked: list[int] = []
 
-    def note(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
-        asked.extend([size] * pin_memory)
-        return plain(size, dtype=dtype)
+    def pin(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
-    plain = torch.empty
-    monkeypatch.setattr(torch, "empty", note)
-    memory = host(device=CUDA)
+    memory = host(device=CUDA, pin=pin)
     for _ in range(4):
         memory.empty(25 * KIB, torch.float32)
     assert asked == [128 * KIB] * 4 and memory.nbytes == 512 * KIB

@@ -24,34 +24,25 @@ PARAMETERS = replace(HOST, parameters=True)
 DELAYED = replace(HOST, delayed=True)
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    """Make the next attached strategy copy to and from a fake device with late copies."""
-    device = LateDevice()
-    monkeypatch.setattr(host_optimizer, "streams_of", lambda _: device)
-    return device
-
-
 # A device that is late ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("offload", [HOST, PARAMETERS, DELAYED], ids=["optimizer", "parameters", "delayed"])
 def test_no_copy_is_read_before_it_is_complete(
-    comm: Any, monkeypatch: pytest.MonkeyPatch, offload: OffloadSettings, precision: str
+    comm: Any, offload: OffloadSettings, precision: str
 ) -> None:
     loop = Loop(clip=0.05, accumulate=2, synced=True, steps=5)
     how: dict[str, Any] = {"data": "fsdp", "mixed_precision": precision}
     plain = loop.run(attached(comm, offload, **how))
     device = LateDevice()
-    monkeypatch.setattr(host_optimizer, "streams_of", lambda _: device)
-    offload = replace(offload, piece_mib=0.002)
-    loop.run(attached(comm, offload, **how)).check_same(plain)
+    loop.run(attached(comm, replace(offload, piece_mib=0.002), device, **how)).check_same(plain)
     assert 0 < device.most["down"] <= 2 and device.nbytes <= 2 * 2**20
 
 
-def test_gradients_of_the_last_layers_are_copied_first(comm: Any, late: LateDevice) -> None:
-    strategy = attached(comm, HOST, data="fsdp")
+def test_gradients_of_the_last_layers_are_copied_first(comm: Any) -> None:
+    late = LateDevice()
+    strategy = attached(comm, HOST, late, data="fsdp")
     parts = (*strategy.model.blocks, strategy.model.head)  # type: ignore[misc]
     sizes = [sum(each.numel() for each in part.parameters()) for part in parts]
     Loop(steps=1).passes(strategy, 0)
@@ -94,9 +85,9 @@ def test_early_updates_give_the_same_bits(comm: Any, precision: str, synced: boo
     assert (loop.early > 0) is not synced  # an accumulated gradient is applied when it is complete
 
 
-def test_early_updates_wait_for_late_gradients(comm: Any, late: LateDevice) -> None:
+def test_early_updates_wait_for_late_gradients(comm: Any) -> None:
     loop = Early(steps=8)
-    loop.run(attached(comm, HOST, data="fsdp")).check_same(Loop(steps=8).run(attached(comm)))
+    loop.run(attached(comm, HOST, LateDevice(), data="fsdp")).check_same(Loop(steps=8).run(attached(comm)))
     assert loop.early > 0
 
 

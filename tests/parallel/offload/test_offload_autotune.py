@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from hpctrain.comm.device.streams import HostStreams
-from hpctrain.parallel.offload import autotune
 from hpctrain.parallel.offload.autotune import ShareFinder, last_groups, limit_to_memory, move_states, share_on_device
 
 N = 10**9
@@ -64,15 +63,13 @@ def test_without_groups_none_stays_on_the_device() -> None:
 NBYTES = [100, 100, 100, 100]
 
 
-def found(monkeypatch: pytest.MonkeyPatch, update: float, free_bytes: int) -> list[list[int]]:
+def found(update: float, free_bytes: int) -> list[list[int]]:
     """Return the groups to move after each step, if backward passes take 1 s and the update ``update`` seconds.
 
     The first two steps take longer, which must not matter.
     """
     clock = [0.0]
-    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    finder = ShareFinder(torch.device("cpu"), HostStreams())
-    monkeypatch.setattr(finder, "free_bytes", lambda: free_bytes)
+    finder = ShareFinder(HostStreams(), lambda: clock[0], lambda device: free_bytes)
     one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)
     moves = []
     for step in range(5):
@@ -87,20 +84,20 @@ def found(monkeypatch: pytest.MonkeyPatch, update: float, free_bytes: int) -> li
     return moves
 
 
-def test_updates_too_slow_for_the_host_move_after_the_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch, update=2.0, free_bytes=10**6) == [[], [], [2, 3]]
-    assert found(monkeypatch, update=4.0, free_bytes=10**6) == [[], [], [1, 2, 3]]
-    assert found(monkeypatch, update=0.9, free_bytes=10**6) == [[], [], []]
+def test_updates_too_slow_for_the_host_move_after_the_third_step() -> None:
+    assert found(update=2.0, free_bytes=10**6) == [[], [], [2, 3]]
+    assert found(update=4.0, free_bytes=10**6) == [[], [], [1, 2, 3]]
+    assert found(update=0.9, free_bytes=10**6) == [[], [], []]
 
 
-def test_groups_move_only_while_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch, update=2.0, free_bytes=7 * 100) == [[], [], [3]]
+def test_groups_move_only_while_there_is_memory() -> None:
+    assert found(update=2.0, free_bytes=7 * 100) == [[], [], [3]]
     assert limit_to_memory([1, 2, 3], [10, 30, 20, 10], 4 * 30) == [2, 3]
     assert limit_to_memory([3], NBYTES, 0) == []
 
 
 def test_without_measurements_no_group_moves() -> None:
-    finder = ShareFinder(torch.device("cpu"), HostStreams())
+    finder = ShareFinder(HostStreams())
     one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)
     assert [finder.groups_to_move(one_pass, NBYTES) for _ in range(3)] == [[], [], []] and finder.decided
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from hpctrain.errors import UsageError
 from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
 from hpctrain.models.settings import GPTConfig
-from hpctrain.parallel.pipeline import partition as costs_module
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.pipeline.partition import balance, costs
+from hpctrain.parallel.pipeline.partition import balance, costs, partition
 from hpctrain.parallel.pipeline.skip import Join, Keep
 
 CONFIG = GPTConfig(layers=2, heads=2, width=16, context=8, vocab_size=31, tied=True)
@@ -68,12 +66,12 @@ def test_attention_is_counted_on_an_example() -> None:
 
 
 class Clock:
-    """Fake of the module ``time``, whose time passes as layers run."""
+    """Fake clock, whose time passes as layers run."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def __call__(self) -> float:
         """Return the time."""
         return self.now
 
@@ -104,18 +102,13 @@ class Slow(nn.Module):
         self.clock[0].now += self.seconds[1]
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def test_time_is_the_sum_of_forward_and_backward() -> None:
     clock = Clock()
-    monkeypatch.setattr(costs_module, "time", clock)
-    yield clock
-
-
-def test_time_is_the_sum_of_forward_and_backward(clock: Clock) -> None:
     row = layers(nn.Sequential(Slow(clock, 1, 2), nn.ReLU(), Slow(clock, 3, 5)))
     example = torch.randn(2, 4)
-    assert costs(row, "time", example) == [3, 0, 8]
-    assert balance(row, 2, "time", example) == [range(0, 2), range(2, 3)]
+    found = costs(row, "time", example, clock=clock)
+    assert found == [3, 0, 8]
+    assert partition(found, 2) == [range(0, 2), range(2, 3)]
 
 
 def test_measuring_leaves_the_model_unchanged() -> None:
@@ -134,24 +127,23 @@ def test_measuring_leaves_the_model_unchanged() -> None:
     assert all(parameter.grad is not None and bool((parameter.grad == 1).all()) for parameter in model.parameters())
 
 
-def test_a_model_without_memory_is_measured_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_memory_is_measured_one_layer_at_a_time() -> None:
     with torch.device("meta"):
-        model = GPT(CONFIG)
-    copies: list[weakref.ref[Tensor]] = []
-    copied = costs_module._copy
+        row = layers(GPT(CONFIG))
+    measured: list[list[weakref.ref[Tensor]]] = []
 
-    def watched(module: nn.Module, device: torch.device) -> nn.Module:
-        assert not [one for one in copies if one() is not None], "the layer before still has its memory"
-        twin = copied(module, device)
-        copies.extend(weakref.ref(one) for one in twin.parameters())
-        assert not any(one.is_meta for one in twin.parameters())
-        return twin
+    def watch(copied: nn.Module, args: Any) -> None:
+        parameters = list(copied.parameters())
+        if not measured or measured[-1][0]() is not parameters[0]:
+            assert not any(one() is not None for refs in measured for one in refs), "an earlier layer has its memory"
+            assert not any(one.is_meta for one in parameters)
+            measured.append([weakref.ref(one) for one in parameters])
 
-    monkeypatch.setattr(costs_module, "_copy", watched)
-    found = costs(layers(model), "time", torch.zeros(2, 8, dtype=torch.int64))
-    assert len(found) == 5 and all(cost > 0 for cost in found)
-    assert len(copies) == len(list(model.named_parameters(remove_duplicate=False)))
-    assert all(one.is_meta for one in model.parameters())
+    for layer in row:
+        layer.module.register_forward_pre_hook(watch)
+    found = costs(row, "time", torch.zeros(2, 8, dtype=torch.int64))
+    assert len(found) == len(measured) == 5 and all(cost > 0 for cost in found)
+    assert all(one.is_meta for layer in row for one in layer.module.parameters())
 
 
 def test_a_layer_that_fails_is_named() -> None:

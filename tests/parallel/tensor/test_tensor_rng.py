@@ -234,12 +234,11 @@ class OfGpu:
         self.seed, self.offset = state.tolist()
 
 
-def test_the_generator_of_a_gpu_is_never_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_of_a_gpu_is_never_synchronised() -> None:
     seeds: list[list[int]] = []
     for rank in range(2):
-        generator = OfGpu()
-        monkeypatch.setattr("hpctrain.parallel.rng.generator_of", lambda device, one=generator: one)
-        region, own = RngRegion(rank), []
+        generator: Any = OfGpu()
+        region, own = RngRegion(rank, lambda device, one=generator: one), []
         for turn in range(3):
             assert (generator.seed, generator.offset) == (17, 8 + 4 * turn)
             with region.inside(torch.device("cuda")):
@@ -252,10 +251,15 @@ def test_the_generator_of_a_gpu_is_never_synchronised(monkeypatch: pytest.Monkey
 def test_the_number_of_kept_states_is_limited() -> None:
     kept = torch.get_rng_state()
     try:
-        region = RngRegion(0)
+        region, seeds = RngRegion(0), []
         for _ in range(600):
             region.enter(CPU)
+            seeds.append(torch.initial_seed())
             region.leave(CPU)
-        assert len(region._states) == 256
+        inside = []
+        for seed in reversed(seeds):  # the newest first: entering anew forgets an old one
+            torch.manual_seed(seed)
+            inside.append(not region.enter(CPU))
+        assert inside == [True] * 256 + [False] * (600 - 256)
     finally:
         torch.set_rng_state(kept)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.counting_comm import CountingComm
 from support.tensor_fixtures import (
     BLOCKS,
     CLOSE,
@@ -61,20 +62,16 @@ def test_sequences_are_split_between_two_modules(comm: Any, apart: bool) -> None
 
 
 @RANKS
-def test_one_message_sums_the_gradients_of_a_module(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
-    split(model, own, PLAN, sequence=True)
+def test_one_message_sums_the_gradients_of_a_module(comm: Any) -> None:
+    counting, model = CountingComm.of(comm), Net()
+    split(model, counting, PLAN, sequence=True)
     result = model(vectors())
-    sizes: list[int] = []
-    reduce = own.all_reduce
-    monkeypatch.setattr(
-        own,
-        "all_reduce",
-        lambda tensor, *args, **kwargs: (sizes.append(tensor.numel()), reduce(tensor, *args, **kwargs))[1],
-    )
+    counting.take()
     result.sum().backward()
+    sizes = [nbytes // 4 for name, nbytes in counting.take() if name == "all_reduce"]
     norm, row_bias, between = 2 * WIDTH, WIDTH, WIDTH * WIDTH + WIDTH
     assert sizes == [between, row_bias, norm, row_bias, norm]
+    counting.free()
 
 
 @RANKS
@@ -83,12 +80,12 @@ def test_frozen_parameters_are_not_summed_and_evaluation_has_no_effect(comm: Any
     split(model, comm, PLAN, sequence=True)
     for parameter in model.blocks[0].norm.parameters():
         parameter.requires_grad_(False)
-    before = dict(model.blocks[1].norm._parameters)
+    before = dict(model.blocks[1].norm.named_parameters())
     with torch.no_grad():
         model(vectors())
     model(vectors()).sum().backward()
     assert model.blocks[0].norm.weight.grad is None and model.blocks[1].norm.weight.grad is not None
-    after = model.blocks[1].norm._parameters
+    after = dict(model.blocks[1].norm.named_parameters())
     assert after.keys() == before.keys() and all(after[name] is one for name, one in before.items())
 
 
