@@ -22,6 +22,8 @@ ROWS = {
     "tensor": Row({"tensor": 2}, ranks=2),
     "pipeline of fsdp": Row({"pipe": 2, "microbatches": 2, "data": "fsdp"}, ranks=2),
     "tensor and zero1": Row({"tensor": 2, "data": "zero1"}, ranks=2),
+    "sequences": Row({"tensor": 2, "sequence": True}, ranks=2),
+    "sequences and fsdp": Row({"tensor": 2, "sequence": True, "data": "fsdp", "units": ["Block"]}, ranks=2),
 }
 pytestmark = [pytest.mark.ranks(1, 2, 4), pytest.mark.few(4)]
 

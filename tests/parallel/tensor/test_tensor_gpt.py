@@ -78,15 +78,6 @@ def test_evaluation_gives_whole_logits_without_a_graph(comm: Any) -> None:
     assert model(tokens()[0]).shape[-1] == 31  # gathers again
 
 
-def test_gradients_accumulate(comm: Any) -> None:
-    model, alone = make_gpt(), make_gpt()
-    found = split(model, comm)
-    for step in range(3):
-        split_loss(found, model, *tokens(step)).backward()
-        whole_loss(alone, *tokens(step)).backward()
-    assert_slices(model, alone, found, lambda parameter: parameter.grad, **CLOSE)
-
-
 @SEQUENCE
 def test_meta_weights_become_slices_of_those_of_the_unsplit_model(comm: Any, sequence: bool) -> None:
     alone = make_gpt()

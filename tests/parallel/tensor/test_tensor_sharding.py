@@ -1,4 +1,4 @@
-"""Slices as boxes of the whole tensors, also if the data axis splits them once more."""
+"""Slices as boxes of the whole tensors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tensor_fixtures import VOCABULARY, WIDTH, learn, make_blocks, make_gpt, piece, split, token_loss
-from torch import Tensor, nn
+from support.tensor_fixtures import VOCABULARY, WIDTH, make_blocks, make_gpt, split
+from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.tensor.functional import bounds, lengths
 from hpctrain.shard import Shard
 
@@ -69,57 +66,6 @@ def test_boxes_of_slices_are_shifted(comm: Any) -> None:
     assert (shard.shape, shard.start, shard.extent) == ((4 * WIDTH, WIDTH), (begin + 1, 0), (end - begin - 1, WIDTH))
     (shard,) = found.compose(HalfRows()).shards("norm.weight", model.norm.weight)
     assert (shard.shape, shard.start) == ((WIDTH,), (1,))
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-@pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
-def test_fsdp_splits_slices_once_more(comm: Any, data: Any, sequence: bool) -> None:
-    tensor, other = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
-    model, alone = make_gpt(), make_gpt()
-    found = split(model, tensor, sequence=sequence)
-    strategy = ShardedDataParallel(model, other, ParallelSettings(data=data, units=("Block",)), torch.device("cpu"))
-
-    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        own = slice(other.rank, None, other.size)
-        with found.split_outputs():
-            return found.cross_entropy(model(inputs[own]), targets[own])
-
-    ours = learn(model, range(6), loss)
-    theirs = learn(alone, range(6), lambda model, inputs, targets: token_loss(model(inputs), targets))
-    mean = [sum(each) / comm.size for each in zip(*comm.all_gather_object(ours))]
-    assert mean == pytest.approx(theirs, rel=1e-5)
-    assert strategy.split is not None
-    composed = found.compose(strategy.split)
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    whole = assemble(comm, {name: composed.shards(name, tensor) for name, tensor in state.items()})
-    for name, expected in alone.state_dict().items():
-        torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-5)
-    strategy.detach()
-    other.free()
-    tensor.free()
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-def test_ddp_averages_slices(comm: Any, sequence: bool) -> None:
-    tensor, other = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
-    model, alone = make_gpt(), make_gpt()
-    found = split(model, tensor, sequence=sequence)
-    strategy = DataParallel(model, other, ParallelSettings())
-
-    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        own = slice(other.rank, None, other.size)
-        with found.split_outputs():
-            return found.cross_entropy(model(inputs[own]), targets[own])
-
-    learn(model, range(6), loss)
-    learn(alone, range(6), lambda model, inputs, targets: token_loss(model(inputs), targets))
-    for name, expected in alone.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], piece(expected, name, found), rtol=1e-4, atol=1e-5)
-    strategy.detach()
-    other.free()
-    tensor.free()
 
 
 @pytest.mark.ranks(2)
