@@ -1,115 +1,77 @@
 """Initialization of a job: signal handlers first, then MPI, then the values on which the ranks must agree.
 
-glibc serves large allocations by mmap. By default it raises this threshold to up to 32 MiB as such
-memory is freed. From then on, tensors that live for the whole run and tensors of a single layer
-share one heap. Free memory between them is neither used nor returned to the system. If all large
-tensors used mmap, every allocation would have to zero its pages: a ResNet step takes 1.8 times as
-long at a threshold of 1 MiB, and 1.4 times at 4 MiB (benchmarks/README.md).
-
-The threshold is therefore low while a run allocates what is permanent: parameters, buckets and
-optimizer states. After the second update it is high: short-lived tensors share a heap that contains
-little else, and the heap keeps its pages.
+The ranks compare versions and settings. Each selects its device; shared GPUs are refused.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-import weakref
-from collections.abc import Callable, Mapping
-from types import ModuleType
+import hashlib
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import SettingsError
+from hpctrain.cluster.binding import Binding, cpu_affinity
+from hpctrain.cluster.binding import table as binding_table
+from hpctrain.cluster.binding import threads_for
+from hpctrain.errors import DeviceError, MismatchError, SettingsError
 from hpctrain.train import control
 
 if TYPE_CHECKING:
     import torch
 
     from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.device.cuda_aware_probe import ProbeResult
+    from hpctrain.comm.transport.base import Transport
     from hpctrain.parallel.asynchronous.config import AsynchronousSettings
     from hpctrain.parallel.config import ParallelSettings
     from hpctrain.parallel.offload.config import OffloadSettings
     from hpctrain.train.job import Job
+    from hpctrain.train.watchdog import Watchdog
 
 
-# Deferred import of torch's compiler: it is loaded when a program first uses it ---------------------------------------
-#
-# torch's optimizers import the compiler on first use (1.2 s on every rank, more if ranks outnumber
-# cores), only to exclude themselves from tracing: they call ``disable`` and ``graph_break``. While
-# the compiler is not loaded, no tracing can be active. Until then, a stub replaces ``torch._dynamo``:
-# ``disable`` returns the function unchanged, and ``graph_break`` does nothing, like the real function
-# outside of a trace. Access to any other attribute loads the real module, which replaces the stub.
-# Functions that the stub did not disable are then disabled at their next call. Activation checkpoints
-# read a flag of ``torch._dynamo.config`` that only a trace needs, so the stub defines it. Loading the
-# compiler for this flag would cost 70 MB on every rank that recomputes activations.
+class Machine:
+    """What a job takes from the machine and the process: visible GPUs, versions, and the watchdog of this rank."""
 
-
-NAME = "torch._dynamo"
-_MARK = "__dynamo_disable"  # the attribute in which torch stores the disabled form of a function
-
-
-def defer_compiler() -> None:
-    """Install the stub for the compiler, unless the compiler is already loaded."""
-    if NAME not in sys.modules:
+    def gpus(self) -> int:
+        """Return the number of GPUs that this rank sees."""
         import torch
 
-        placeholder = _LazyDynamo(NAME)
-        sys.modules[NAME] = placeholder
-        setattr(torch, "_dynamo", placeholder)
+        return torch.cuda.device_count()
+
+    def identity(self, device: torch.device) -> str:
+        """Return a name that is the same in every process that uses this device."""
+        import torch
+
+        return str(device) if device.type != "cuda" else str(torch.cuda.get_device_properties(device).uuid)
+
+    def use(self, device: torch.device) -> None:
+        """Make a GPU the current device of this process."""
+        import torch
+
+        torch.cuda.set_device(device)
+
+    def connect(self, world: Communicator, device: torch.device, verdict: ProbeResult | None) -> None:
+        """Let the communicator carry tensors of the ranks' GPUs. Collective."""
+        world.use_device(device, verdict)
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the packages that affect the results of a run."""
+        from hpctrain.train.process import versions
+
+        return versions()
+
+    def watch(self, transport: Transport) -> Watchdog:
+        """Start the failure detection of this rank. Collective."""
+        from hpctrain.train.watchdog import Watchdog
+
+        return Watchdog(transport)
 
 
-class _LazyConfig:
-    """Flags of ``torch._dynamo.config`` that activation checkpoints read outside of a trace."""
-
-    error_on_nested_fx_trace = True
-
-    def __init__(self, placeholder: _LazyDynamo) -> None:
-        self.__dict__["_placeholder"] = placeholder
-
-    def __getattr__(self, name: str) -> Any:
-        """Read any other flag from the real compiler."""
-        return getattr(self._placeholder.load().config, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a flag of the real compiler."""
-        setattr(self._placeholder.load().config, name, value)
-
-
-class _LazyDynamo(ModuleType):
-    """Stub for ``torch._dynamo`` for callers that only exclude themselves from tracing."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__dict__["_passed"] = weakref.WeakSet()  # checkpoints create new functions in each pass
-        self.__dict__["config"] = _LazyConfig(self)
-
-    def graph_break(self, msg: str = "") -> None:
-        """Do nothing: there is no graph."""
-
-    def disable(self, function: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-        """Return the function unchanged: no trace is active."""
-        self._passed.add(function)
-        return function
-
-    def __getattr__(self, name: str) -> Any:
-        """Load the real compiler and return its attribute; the real module replaces the stub from now on."""
-        return getattr(self.load(), name)
-
-    def load(self) -> ModuleType:
-        """Return the real compiler, which replaces the stub."""
-        if sys.modules.get(NAME) is self:
-            del sys.modules[NAME]
-            importlib.import_module(NAME)  # binds torch._dynamo, too
-            for function in self._passed:
-                function.__dict__.pop(_MARK, None)
-        return sys.modules[NAME]
-
-
-# Initialization of a job: signal handlers first, then MPI, then the values on which the ranks must agree --------------
-
-
-@control.starting()
 def init(
     comm: Any = None,
     *,
@@ -137,6 +99,22 @@ def init(
     ``LaunchError`` if the launcher started ranks that MPI does not see, ``MismatchError`` if ranks
     disagree on versions or settings, ``DeviceError`` if ranks would share a GPU.
     """
+    sections = parallel, offload, asynchronous, server
+    return join(Machine(), comm, device, sections, settings or {}, oversubscribe=oversubscribe, verbose=verbose)
+
+
+@control.starting()
+def join(
+    machine: Machine,
+    comm: Any = None,
+    device: str = "auto",
+    sections: tuple[Any, Any, Any, Any] = (None, None, None, None),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    oversubscribe: bool = False,
+    verbose: bool = False,
+) -> Job:
+    """Join the ranks as ``init`` does; ``sections`` are its parallel, offload, asynchronous and server settings."""
     control.install()  # before the import of torch, which takes seconds in which USR1 would kill this process
 
     from hpctrain.cluster.launcher import is_launched, rank_from_environment
@@ -150,38 +128,44 @@ def init(
         from hpctrain.comm.communicator import Communicator
         from hpctrain.comm.transport.connect import connect
         from hpctrain.data.random_streams import broadcast_generators
-        from hpctrain.parallel.asynchronous.config import asynchronous_settings
-        from hpctrain.parallel.config import parallel_settings
-        from hpctrain.parallel.offload.config import offload_settings
-        from hpctrain.train import handshake
-        from hpctrain.train.handshake import check_unshared, select_device
         from hpctrain.train.job import Job
-        from hpctrain.train.watchdog import Watchdog
+        from hpctrain.train.process import defer_compiler
 
         defer_compiler()
-        shape = parallel_settings(parallel), offload_settings(offload), asynchronous_settings(asynchronous, server)
-        exchange = asynchronous if server is None else server
-        sections = {"parallel": parallel, "offload": offload, "asynchronous": exchange, "server": exchange}
-        _refuse_unread(settings or {}, sections)
+        shape = _shape(sections, settings)
         transport, launch = connect(comm)
         log.configure(transport.rank, verbose=verbose)
-        guard = Watchdog(transport)
+        guard = machine.watch(transport)
     except BaseException as error:
         end_if_uncaught(error, rank_from_environment(), launched=is_launched())
         raise
     world = Communicator(transport)
-    own = agreed(world, lambda: select_device(device, world.local_rank))
+    own = agreed(world, lambda: select_device(device, world.local_rank, machine))
     if own.type == "cuda":
-        torch.cuda.set_device(own)
-    handshakes = handshake.exchange_handshakes(world, own, settings or {})
+        machine.use(own)
+    handshakes = exchange_handshakes(world, own, settings, machine)
     if not oversubscribe:
-        check_unshared([(one.host, one.device_identity) for one in handshakes], handshake.table(handshakes))
-    torch.set_num_threads(handshake.threads(handshakes, world.rank))
-    _equip(world, own)
+        check_unshared([(one.host, one.device_identity) for one in handshakes], table(handshakes))
+    torch.set_num_threads(threads(handshakes, world.rank))
+    _equip(world, own, machine)
     broadcast_generators(world)  # otherwise a program without a seed would split its data differently on every rank
     if verbose and world.rank == 0:
-        log.logger.info("%s", handshake.table(handshakes))
-    return Job(world, own, launch, guard, *shape, resources=handshake.resources(handshakes))
+        log.logger.info("%s", table(handshakes))
+    return Job(world, own, launch, guard, *shape, resources=resources(handshakes))
+
+
+def _shape(sections: tuple[Any, Any, Any, Any], settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the settings of the sections, after checking that none is only in ``settings``."""
+    from hpctrain.parallel.asynchronous.config import asynchronous_settings
+    from hpctrain.parallel.config import parallel_settings
+    from hpctrain.parallel.offload.config import offload_settings
+
+    parallel, offload, asynchronous, server = sections
+    exchange = asynchronous if server is None else server
+    given = {"parallel": parallel, "offload": offload, "asynchronous": exchange, "server": exchange}
+    shape = parallel_settings(parallel), offload_settings(offload), asynchronous_settings(asynchronous, server)
+    _refuse_unread(settings, given)
+    return shape
 
 
 def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
@@ -195,7 +179,7 @@ def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> 
             )
 
 
-def _equip(world: Communicator, device: torch.device) -> None:
+def _equip(world: Communicator, device: torch.device, machine: Machine) -> None:
     """Give the communicator the calibration of this machine type and the GPUs of its ranks."""
     from hpctrain.train.calibration import stored
 
@@ -203,4 +187,148 @@ def _equip(world: Communicator, device: torch.device) -> None:
     if calibration is not None:
         world.use_tables({layout: one.table for layout, one in calibration.measurements.items()})
     if world.size > 1 and all(kind == "cuda" for kind in world.all_gather_object(device.type)):
-        world.use_device(device, calibration.verdict if calibration is not None else None)
+        machine.connect(world, device, calibration.verdict if calibration is not None else None)
+
+
+# Devices --------------------------------------------------------------------------------------------------------------
+
+
+def select_device(wanted: str, local_rank: int, machine: Machine = Machine()) -> torch.device:
+    """Return the device of a rank: ``auto`` is a GPU if one is visible, otherwise the CPU.
+
+    GPUs are assigned by local rank among the visible ones. The result is therefore the same whether
+    the launcher shows each rank all GPUs of the node or only one.
+    """
+    import torch
+
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise DeviceError(f"unknown device {wanted!r}: known are auto, cpu, cuda", everywhere=True)
+    visible = 0 if wanted == "cpu" else machine.gpus()
+    if wanted == "cuda" and not visible:
+        raise DeviceError("device cuda: no GPU is visible to this rank (is it in CUDA_VISIBLE_DEVICES?)")
+    return torch.device("cuda", local_rank % visible) if visible else torch.device("cpu")
+
+
+def check_unshared(owners: Sequence[tuple[str, str]], table: str) -> None:
+    """Raise ``DeviceError`` if two ranks of a host use one GPU; ``owners`` contains (host, identity) by rank."""
+    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, (host, name) in enumerate(owners):
+        if name != "cpu":
+            users[host, name].append(rank)
+    for (host, _), ranks in users.items():
+        if len(ranks) > 1:
+            raise DeviceError(
+                f"ranks {', '.join(map(str, ranks))} share one GPU of {host}: start fewer ranks per node, "
+                f"or allow it with run.oversubscribe = true\n{table}",
+                everywhere=True,
+            )
+
+
+# Handshake of the ranks -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """Description of one rank that it sends to the others."""
+
+    host: str
+    node: int
+    local_rank: int
+    cpus: tuple[int, ...]
+    device: str
+    device_identity: str
+    versions: dict[str, str]
+    settings: str  # digest
+
+
+def exchange_handshakes(
+    comm: Communicator,
+    device: torch.device,
+    settings: Mapping[str, Any],
+    machine: Machine = Machine(),
+) -> list[Handshake]:
+    """Return the descriptions of all ranks, by rank. Collective.
+
+    Raises ``MismatchError`` on all ranks if versions or settings differ.
+    """
+    flat = flatten(settings)
+    digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
+    own = Handshake(
+        host=socket.gethostname(),
+        node=comm.node,
+        local_rank=comm.local_rank,
+        cpus=cpu_affinity(),
+        device=str(device),
+        device_identity=machine.identity(device),
+        versions=machine.versions(),
+        settings=digest,
+    )
+    handshakes: list[Handshake] = comm.all_gather_object(own)
+    for rank, handshake in enumerate(handshakes):
+        check_versions(handshakes[0], handshake, rank)
+    first = handshakes[0].settings
+    differing = next((rank for rank, handshake in enumerate(handshakes) if handshake.settings != first), None)
+    if differing is not None:
+        everyone = comm.all_gather_object(flat)
+        refuse_settings(everyone[0], everyone[differing], differing, handshakes[differing].host)
+    return handshakes
+
+
+def check_versions(first: Handshake, other: Handshake, rank: int) -> None:
+    """Raise ``MismatchError`` if rank ``rank`` has another version of any package than rank 0."""
+    for package in sorted(first.versions | other.versions):
+        here, there = first.versions.get(package, "none"), other.versions.get(package, "none")
+        if here != there:
+            raise MismatchError(
+                f"rank 0 on {first.host} has {package} {here}, rank {rank} on {other.host} has {there}: "
+                "start all ranks from one environment",
+                everywhere=True,
+            )
+
+
+def refuse_settings(first: Mapping[str, str], other: Mapping[str, str], rank: int, host: str) -> None:
+    """Raise ``MismatchError``, which names the settings in which rank ``rank`` differs from rank 0."""
+    names = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
+    shown = [f"{name} is {first.get(name, 'unset')} there and {other.get(name, 'unset')} here" for name in names[:4]]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    raise MismatchError(
+        f"rank {rank} on {host} has different settings than rank 0: {'; '.join(shown)}{more}: "
+        "give all ranks the same file and --set",
+        everywhere=True,
+    )
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings as a flat dict from ``section.key`` to text."""
+    flat: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = repr(value)
+    return flat
+
+
+def threads(handshakes: list[Handshake], rank: int) -> int:
+    """Return the number of threads for a rank; a valid ``OMP_NUM_THREADS`` takes precedence."""
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    if requested.isdigit() and int(requested) > 0:
+        return int(requested)
+    neighbours = [handshake.cpus for handshake in handshakes if handshake.node == handshakes[rank].node]
+    return threads_for(handshakes[rank].cpus, neighbours)
+
+
+def resources(handshakes: list[Handshake]) -> dict[str, int]:
+    """Return the number of logical CPUs available to the ranks over all nodes, and of GPUs if there are any."""
+    cpus = {(handshake.host, cpu) for handshake in handshakes for cpu in handshake.cpus}
+    on_gpus = [handshake for handshake in handshakes if handshake.device.startswith("cuda")]
+    gpus = {(handshake.host, handshake.device_identity) for handshake in on_gpus}
+    return {"cpus": len(cpus)} | ({"gpus": len(gpus)} if gpus else {})
+
+
+def table(handshakes: list[Handshake]) -> str:
+    """Return the binding table: host, CPUs and device of each rank."""
+    return binding_table(
+        Binding(handshake.host, rank, handshake.local_rank, handshake.cpus, threads(handshakes, rank), handshake.device)
+        for rank, handshake in enumerate(handshakes)
+    )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes.machine import quiet_watchdog
 from support.corpus import make_project, plain_losses
 from support.nodes import in_pairs, one_per_node
 from support.shards import Variant, communicator
@@ -84,12 +84,11 @@ class Legs:
         return metrics_of(self.project / folder)
 
     def _train(self, comm: Any, variant: Variant, words: list[str]) -> None:
-        guard: Any = SimpleNamespace(step=None, close=lambda: None)  # the test runner has its own watchdog
         with communicator(comm, variant) as own:
 
             def init(**options: Any) -> Job:
                 shape = (options[each] for each in ("parallel", "offload", "asynchronous"))
-                return self.job_type(own, torch.device("cpu"), detect(), guard, *shape)
+                return self.job_type(own, torch.device("cpu"), detect(), quiet_watchdog(), *shape)
 
             torch.set_num_threads(1)
             stop_request.signal = None  # each leg behaves like a new process

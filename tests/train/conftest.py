@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes.machine import quiet_watchdog
 from support.train_runs import Legs, shared_project
 from support.training_fixtures import give_back_process
 
@@ -19,12 +20,12 @@ from hpctrain.train.control import SIGNALS, stop_request
 
 @pytest.fixture(autouse=True)
 def own_process() -> Iterator[None]:
-    """Restore signal handlers, log handlers, generators and the thread count after each test."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    """Restore signal handlers, the exception hook, log handlers, generators and the thread count after each test."""
+    handlers, hook = {number: signal.getsignal(number) for number in SIGNALS}, sys.excepthook
     with give_back_process():
         torch.set_num_threads(1)
         yield
-    stop_request.signal = None
+    stop_request.signal, sys.excepthook = None, hook
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
@@ -34,8 +35,7 @@ def job(comm: Any) -> Any:
     """Return a job in this process without a watchdog; the test runner limits the time."""
     from hpctrain.train.job import Job
 
-    guard: Any = SimpleNamespace(step=None, close=lambda: None)
-    return Job(comm, torch.device("cpu"), detect(), guard)
+    return Job(comm, torch.device("cpu"), detect(), quiet_watchdog())
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.train.allocator import HIGH, LOW, UPDATES, Allocator, library
+from hpctrain.train.process import HIGH, LOW, UPDATES, Allocator, library
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 
@@ -79,7 +79,7 @@ def test_without_a_library_the_allocator_does_nothing() -> None:
 def test_large_memory_is_returned_while_the_threshold_is_low() -> None:
     """Memory freed at the bottom of the heap stays with the process unless it was allocated by mmap."""
     code = (
-        "import sys, torch; from hpctrain.train.allocator import Allocator, library\n"
+        "import sys, torch; from hpctrain.train.process import Allocator, library\n"
         "lines = lambda: open('/proc/self/status').read().splitlines()\n"
         "field = lambda: next(int(line.split()[1]) for line in lines() if line.startswith('RssAnon'))\n"
         "if sys.argv[1] == 'low': Allocator(library({})).start()\n"

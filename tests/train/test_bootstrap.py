@@ -7,19 +7,15 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from fakes.machine import FakeMachine, join_quietly
 from support.training_fixtures import checkpoints_of
 
 from hpctrain.cluster.launcher import without_launcher
-from hpctrain.comm.device.streams import HostStreams
 from hpctrain.errors import DeviceError, SettingsError
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.train import watchdog
-from hpctrain.train.init import init
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MPI = """
@@ -116,67 +112,53 @@ def test_ranks_without_mpi_are_refused(tmp_path: Path, launch: Any) -> None:
     assert result.stderr.count("\n") == 1 and "MPI cannot be loaded" in result.stderr, result
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that simulates ``count`` visible GPUs on this rank."""
-
-    def pretend(count: int) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        found = [SimpleNamespace(uuid=f"GPU-{number}", name="pretended") for number in range(count)]
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found[getattr(device, "index", device)])
-        monkeypatch.setattr("hpctrain.comm.device.collectives.streams_of", lambda device: HostStreams())
-
-    return pretend
-
-
-@pytest.fixture
-def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep ``init`` from installing its handlers of exceptions and exits in this process."""
-    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+def gpus(count: int) -> FakeMachine:
+    """Return a machine with so many visible GPUs."""
+    return FakeMachine(tuple(f"GPU-{number}" for number in range(count)))
 
 
 @pytest.mark.ranks(2, 3)
-def test_fewer_gpus_than_ranks_are_refused(gpus: Any, unwatched: None, comm: Any) -> None:
-    gpus(comm.size - 1)
+def test_fewer_gpus_than_ranks_are_refused(comm: Any) -> None:
+    machine = gpus(comm.size - 1)
     with pytest.raises(DeviceError) as found:
-        init()
+        join_quietly(machine=machine)
     lines = str(found.value).splitlines()
     last = comm.size - 1
     assert f"ranks 0, {last} share one GPU of" in lines[0] and "run.oversubscribe = true" in lines[0]
     assert len(lines) == 2 + comm.size and lines[-1].endswith("cuda:0") and found.value.everywhere
-    assert str(init(oversubscribe=True).device) == ("cuda:0" if comm.rank == last else f"cuda:{comm.rank}")
+    assert str(join_quietly(machine=machine, oversubscribe=True).device) == (
+        "cuda:0" if comm.rank == last else f"cuda:{comm.rank}"
+    )
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_rank_without_a_gpu_is_an_error_on_all_ranks(gpus: Any, unwatched: None, comm: Any) -> None:
-    gpus(comm.rank)
+def test_a_rank_without_a_gpu_is_an_error_on_all_ranks(comm: Any) -> None:
     with pytest.raises(DeviceError, match="no GPU is visible to this rank") as found:
-        init(device="cuda", oversubscribe=True)
+        join_quietly(machine=gpus(comm.rank), device="cuda", oversubscribe=True)
     assert found.value.everywhere
 
 
 @pytest.mark.ranks(2, 3)
-def test_verbose_prints_the_table_of_ranks(unwatched: None, comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    init(verbose=True)
+def test_verbose_prints_the_table_of_ranks(comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    join_quietly(verbose=True)
     said = capfd.readouterr().err
     assert ("host" in said and "local rank" in said) == (comm.rank == 0)
 
 
 @pytest.mark.ranks(3)
-def test_any_communicator_is_accepted(unwatched: None, comm: Any) -> None:
+def test_any_communicator_is_accepted(comm: Any) -> None:
     from mpi4py import MPI
 
     part = MPI.COMM_WORLD.Split(comm.rank == 0, -comm.rank)
-    job = init(part)
+    job = join_quietly(part)
     assert (job.rank, job.size) == ((0, 1) if comm.rank == 0 else (2 - comm.rank, 2))
     assert job.comm.all_gather_object(comm.rank) == ([0] if comm.rank == 0 else [2, 1])
     part.Free()
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", {"data": "fsdp"}, ParallelSettings(data="fsdp")])
-def test_parallel_by_name_dict_or_dataclass(unwatched: None, parallel: Any) -> None:
-    job = init(parallel=parallel, offload={"optimizer": True}, asynchronous=None)
+def test_parallel_by_name_dict_or_dataclass(parallel: Any) -> None:
+    job = join_quietly(parallel=parallel, offload={"optimizer": True}, asynchronous=None)
     assert job.parallel == ParallelSettings(data="fsdp") and job.offload.optimizer
 
 
@@ -192,16 +174,13 @@ def test_parallel_by_name_dict_or_dataclass(unwatched: None, parallel: Any) -> N
         ({"settings": {"parallel": {"data": "fsdp"}}}, "are compared over the ranks and not read; .*parallel=...)"),
     ],
 )
-def test_wrong_settings_of_a_program_are_refused(
-    unwatched: None, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init replaces it
+def test_wrong_settings_of_a_program_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message.replace("?", r"\?").replace("...)", r"\.\.\.\)")):
-        init(**arguments)
+        join_quietly(**arguments)
 
 
-def test_settings_of_a_program_are_compared_in_addition_to_those_in_effect(unwatched: None) -> None:
-    job = init(parallel="zero1", settings={"parallel": {"data": "zero1"}, "lr": 0.1})
+def test_settings_of_a_program_are_compared_in_addition_to_those_in_effect() -> None:
+    job = join_quietly(parallel="zero1", settings={"parallel": {"data": "zero1"}, "lr": 0.1})
     assert job.parallel.data == "zero1"
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.machine import FakeMachine
 from support.pace import scaled
 
 from hpctrain.errors import MismatchError
-from hpctrain.train import handshake
-from hpctrain.train.handshake import Handshake, exchange_handshakes, flatten, resources, table, threads, versions
+from hpctrain.train.init import Handshake, exchange_handshakes, flatten, resources, table, threads
+from hpctrain.train.process import versions
 
 CPU = torch.device("cpu")
 
@@ -29,24 +30,22 @@ def test_equal_ranks_are_accepted_and_listed(comm: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_another_version_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_on_one_rank_is_an_error(comm: Any) -> None:
     own = versions() | ({"torch": "1.0"} if _odd(comm) else {})
-    monkeypatch.setattr(handshake, "versions", lambda: own)
     comm.barrier()
     began = time.monotonic()
     said = rf"has torch \d.*, rank {comm.size - 1} on .* has 1\.0: start all"
     with pytest.raises(MismatchError, match=said) as found:
-        exchange_handshakes(comm, CPU, {})
+        exchange_handshakes(comm, CPU, {}, FakeMachine(versions=own))
     assert time.monotonic() - began < scaled(1)
     assert found.value.everywhere and found.value.exit_code == 2
 
 
 @pytest.mark.ranks(2)
-def test_a_package_missing_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_missing_on_one_rank_is_an_error(comm: Any) -> None:
     own = {name: version for name, version in versions().items() if name != "h5py" or not _odd(comm)}
-    monkeypatch.setattr(handshake, "versions", lambda: own)
     with pytest.raises(MismatchError, match="rank 0 on .* has h5py .*, rank 1 on .* has none: start all ranks"):
-        exchange_handshakes(comm, CPU, {})
+        exchange_handshakes(comm, CPU, {}, FakeMachine(versions=own))
 
 
 @pytest.mark.ranks(2, 3)

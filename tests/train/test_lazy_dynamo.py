@@ -9,7 +9,7 @@ import pytest
 
 TRAIN = """
 import sys, torch
-from hpctrain.train.init import defer_compiler
+from hpctrain.train.process import defer_compiler
 defer_compiler()
 def trained():
     torch.manual_seed(0)

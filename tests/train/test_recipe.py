@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import pytest
+from fakes.machine import join_quietly
 from support.corpus import make_project, plain_losses
 from support.pace import scaled
 from support.training_fixtures import checkpoints_of, contents, metrics_of, receipt_of
 
 from hpctrain.errors import HpctrainError
 from hpctrain.settings import read_toml
-from hpctrain.train import watchdog
 from hpctrain.train.config import load
 from hpctrain.train.recipe import train
 
@@ -38,7 +37,6 @@ def project(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(shared_tmp_path)
     monkeypatch.syspath_prepend(str(shared_tmp_path))
     monkeypatch.delitem(sys.modules, "bytes_model", raising=False)
-    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
     return shared_tmp_path
 
 
@@ -48,7 +46,7 @@ def test_the_loss_curve_equals_that_of_a_plain_loop(project: Path, comm: Any, ac
     if 12 % (comm.size * accumulate):
         pytest.skip("a batch of 12 has no such pieces")
     words = [f"train.steps={STEPS}", f"train.accumulate={accumulate}", "run.folder=out"]
-    train(load("tiny.toml", words))
+    train(load("tiny.toml", words), init=join_quietly)
     comm.barrier()
     import bytes_model  # type: ignore[import-not-found]
 
@@ -63,7 +61,7 @@ def test_the_loss_curve_equals_that_of_a_plain_loop(project: Path, comm: Any, ac
 @pytest.mark.ranks(1, 2)
 def test_a_run_leaves_its_files_in_its_folder(project: Path, comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train.steps=7", "checkpoint.every=3", "train.evaluate_every=5", "run.folder=out"]
-    train(load("tiny.toml", words))
+    train(load("tiny.toml", words), init=join_quietly)
     said = capsys.readouterr().out
     comm.barrier()
     names = {path.name for path in (project / "out").iterdir()}
@@ -88,7 +86,7 @@ def test_a_run_leaves_its_files_in_its_folder(project: Path, comm: Any, capsys: 
     assert ("out is finished: 7 steps are done" in capsys.readouterr().out) == (comm.rank == 0)
     assert metrics_of(project / "out") == rows
 
-    train(load("tiny.toml", [*words, "train.steps=9"]))
+    train(load("tiny.toml", [*words, "train.steps=9"]), init=join_quietly)
     comm.barrier()
     assert [row["step"] for row in metrics_of(project / "out")] == list(range(1, 10))
 
@@ -124,7 +122,7 @@ def test_bad_input_is_refused_before_any_write(project: Path, comm: Any, words: 
     before = sorted(project.iterdir())
     comm.barrier()
     with pytest.raises(HpctrainError) as found:
-        train(load("tiny.toml", ["train.steps=3", "run.folder=out", *words]))
+        train(load("tiny.toml", ["train.steps=3", "run.folder=out", *words]), init=join_quietly)
     comm.barrier()
     assert said in str(found.value) and found.value.everywhere and found.value.exit_code == 2
     assert "\n" not in str(found.value)

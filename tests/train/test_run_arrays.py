@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes.machine import join_quietly
 from support.training_fixtures import metrics_of
 from torch import nn
 
 from hpctrain.data.dataset import write_arrays
 from hpctrain.errors import HpctrainError
-from hpctrain.train import watchdog
 from hpctrain.train.config import load
 from hpctrain.train.recipe import train
 
@@ -69,7 +68,6 @@ def project(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(shared_tmp_path)
     monkeypatch.syspath_prepend(str(shared_tmp_path))
     monkeypatch.delitem(sys.modules, "nets_of_test", raising=False)
-    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
     return shared_tmp_path
 
 
@@ -98,7 +96,7 @@ def plain_losses() -> list[float]:
 
 @pytest.mark.ranks(1, 2)
 def test_float_targets_train_by_mse(project: Path, comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    train(load("arrays.toml"))
+    train(load("arrays.toml"), init=join_quietly)
     said = capsys.readouterr()
     comm.barrier()
     rows = metrics_of(project / "out")
@@ -129,13 +127,13 @@ def test_float_targets_train_by_mse(project: Path, comm: Any, capsys: pytest.Cap
 )
 def test_a_loss_that_does_not_fit_is_refused(project: Path, comm: Any, words: list[str], said: str) -> None:
     with pytest.raises(HpctrainError) as found:
-        train(load("arrays.toml", words))
+        train(load("arrays.toml", words), init=join_quietly)
     assert said in str(found.value) and "\n" not in str(found.value) and found.value.exit_code == 2
     assert not (project / "out").exists()
 
 
 @pytest.mark.ranks(1, 2)
 def test_an_output_may_omit_the_dimension_of_one_number(project: Path, comm: Any) -> None:
-    train(load("arrays.toml", ["model.factory=nets_of_test:flat", "model.options={}"]))
+    train(load("arrays.toml", ["model.factory=nets_of_test:flat", "model.options={}"]), init=join_quietly)
     comm.barrier()
     assert metrics_of(project / "out")[-1]["loss"] < 0.5

@@ -6,17 +6,16 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import pytest
+from fakes.machine import join_quietly
 from support.corpus import make_project
 from support.disks import PLENTY, shared_disk
 from support.training_fixtures import checkpoints_of, metrics_of, receipt_of
 
 from hpctrain.errors import HpctrainError
-from hpctrain.train import watchdog
 from hpctrain.train.config import load
 from hpctrain.train.recipe import train
 
@@ -50,8 +49,7 @@ def trained_here(config: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.chdir(config.parent)
     monkeypatch.syspath_prepend(str(config.parent))
     monkeypatch.delitem(sys.modules, "bytes_model", raising=False)
-    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
-    return lambda folder, *words: train(load("tiny.toml", [f"run.folder={folder}", *words]))
+    return lambda folder, *words: train(load("tiny.toml", [f"run.folder={folder}", *words]), init=join_quietly)
 
 
 def test_the_best_checkpoint_by_the_validation_loss_is_kept(

@@ -92,7 +92,7 @@ def gather_placements(comm: Communicator, device: torch.device) -> list[RankPlac
     """Return the placement of all ranks. Collective."""
     import torch
 
-    from hpctrain.train.handshake import identity
+    from hpctrain.train.init import Machine
 
     cpus = cpu_affinity()
     own = RankPlacement(
@@ -106,7 +106,7 @@ def gather_placements(comm: Communicator, device: torch.device) -> list[RankPlac
         threads=torch.get_num_threads(),
         device=str(device),
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
-        identity=identity(device),
+        identity=Machine().identity(device),
     )
     placements: list[RankPlacement] = comm.all_gather_object(own)
     return placements
