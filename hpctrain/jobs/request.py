@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.template import check, check_all, check_number, seconds
-from hpctrain.settings import to_toml
+from hpctrain.settings import toml_value
 
 Template = Literal["train", "benchmark", "array"]
 TEMPLATES: tuple[Template, ...] = ("train", "benchmark", "array")
@@ -21,60 +21,69 @@ FOLDER = "HPCTRAIN_FOLDER"  # tells a program which folder the script watches
 EARLY = 60  # seconds by which Slurm's signal may be early
 
 
+def _text(kind: str, default: Any = "") -> Any:
+    """Return a field of text, or of a list, of a kind in ``template.KINDS``; it may be empty only if its default is."""
+    return field(default=default, metadata={"kind": kind, "needed": default != "" and default != ()})
+
+
+def _number(default: int, most: int, *, least: int = 0) -> Any:
+    return field(default=default, metadata={"least": least, "most": most})
+
+
 @dataclass(frozen=True)
 class Request:
     """Program, resources and time of a job; empty fields and 0 are filled in by the profile and the site."""
 
     # The run's settings, or the user's own program (.py), as a path relative to the folder of
     # submission.
-    config: str
+    config: str = field(metadata={"kind": "path", "needed": True})
     # The run's folder, with output, start counter and checkpoints.
-    folder: str
+    folder: str = field(metadata={"kind": "path", "needed": True})
     # Walltime, as hours:minutes:seconds or days-hours:minutes:seconds.
-    time: str
+    time: str = field(metadata={"kind": "time", "needed": True})
     template: Template = "train"
-    name: str = "train"
-    nodes: int = 1
-    ranks_per_node: int = 1
-    gpus_per_node: int = 0
-    cpus_per_rank: int = 1
-    account: str = ""
+    name: str = _text("job name", "train")
+    nodes: int = _number(1, 65536, least=1)
+    ranks_per_node: int = _number(1, 4096, least=1)
+    gpus_per_node: int = _number(0, 64)
+    cpus_per_rank: int = _number(1, 4096, least=1)
+    account: str = _text("name")
     # Partition (Slurm) or queue (PBS).
-    partition: str = ""
-    qos: str = ""
-    reservation: str = ""
-    constraint: str = ""
+    partition: str = _text("names")
+    qos: str = _text("name")
+    reservation: str = _text("names")
+    constraint: str = _text("features")
     # Nodes to exclude (Slurm).
-    exclude: str = ""
+    exclude: str = _text("nodes")
     # Memory per node.
-    memory: str = ""
+    memory: str = _text("memory")
     # Container image; "none": no container, whatever the profile says.
-    container: str = ""
+    container: str = _text("image")
     # A virtual environment to activate.
-    venv: str = ""
-    modules: tuple[str, ...] = ()
+    venv: str = _text("path")
+    modules: tuple[str, ...] = _text("module", ())
     environment: Mapping[str, str] = field(default_factory=dict)
     # Changes of the config by --set.
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...] = _text("setting", ())
     # Arguments of the user's own program.
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = _text("text", ())
     # One list of settings per task of an array.
     sweep: tuple[tuple[str, ...], ...] = ()
     # Maximum number of concurrent tasks of an array; 0: all.
-    at_once: int = 0
+    at_once: int = _number(0, 1000)
     # More directives, such as --mail-type=END.
-    directives: tuple[str, ...] = ()
+    directives: tuple[str, ...] = _text("option", ())
     # Seconds before the end at which the run is told to save.
-    margin: int = 300
+    margin: int = _number(300, 86400, least=10)
     # Maximum number of requeues in total, and in a row without a new checkpoint.
-    restarts: int = 20
-    retries: int = 2
+    restarts: int = _number(20, 10000)
+    retries: int = _number(2, 100)
     # Seconds of node measurements before each start; 0: none.
-    preflight: int = 0
+    preflight: int = _number(0, 3600)
 
     def __post_init__(self) -> None:
-        self._check_texts()
-        self._check_numbers()
+        self._check_fields()
+        self._check_sizes()
         for name, value in self.environment.items():
             check("environment", name, "variable")
             check(f"environment {name}", value, "text")
@@ -89,13 +98,16 @@ class Request:
                 "the other, so that every rank has as many"
             )
 
-    def _check_texts(self) -> None:
-        for name, kind in _TEXTS.items():
-            value = getattr(self, name)
-            if value or name in _NEEDED:
-                check(name, value, kind)
-        for name, kind in _LISTS.items():
-            check_all(name, getattr(self, name), kind)
+    def _check_fields(self) -> None:
+        """Check each field by its kind, or as a number within its bounds."""
+        for item in fields(self):
+            value, rule = getattr(self, item.name), item.metadata
+            if "most" in rule:
+                check_number(item.name, value, rule["least"], rule["most"])
+            elif "kind" in rule and isinstance(value, tuple):
+                check_all(item.name, value, rule["kind"])
+            elif "kind" in rule and (value or rule["needed"]):
+                check(item.name, value, rule["kind"])
         for task in self.sweep:
             check_all("sweep", task, "setting")
 
@@ -112,9 +124,7 @@ class Request:
         if self.template != "train":
             raise UsageError(f"template = {self.template!r} runs no program: allowed with {self.config} is train")
 
-    def _check_numbers(self) -> None:
-        for name, (least, most) in _NUMBERS.items():
-            check_number(name, getattr(self, name), least, most)
+    def _check_sizes(self) -> None:
         if len(self.sweep) > LARGEST_ARRAY - 1:
             raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
         if self.preflight and self.template == "benchmark":
@@ -140,36 +150,6 @@ class Request:
     def ranks(self) -> int:
         """Return the number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
-
-
-_NEEDED = ("config", "folder", "time", "name")
-_TEXTS = {
-    "config": "path",
-    "folder": "path",
-    "time": "time",
-    "name": "job name",
-    "account": "name",
-    "partition": "names",
-    "qos": "name",
-    "reservation": "names",
-    "constraint": "features",
-    "exclude": "nodes",
-    "memory": "memory",
-    "container": "image",
-    "venv": "path",
-}
-_LISTS = {"modules": "module", "settings": "setting", "words": "text", "directives": "option"}
-_NUMBERS = {
-    "nodes": (1, 65536),
-    "ranks_per_node": (1, 4096),
-    "gpus_per_node": (0, 64),
-    "cpus_per_rank": (1, 4096),
-    "at_once": (0, 1000),
-    "margin": (10, 86400),
-    "restarts": (0, 10000),
-    "retries": (0, 100),
-    "preflight": (0, 3600),
-}
 
 
 def run_folder(tree: Mapping[str, Any], config: str) -> str:
@@ -208,4 +188,4 @@ def _values(text: str) -> list[str]:
         found = []
     if not found:
         return [part.strip() for part in text.split(",")]
-    return [to_toml({"v": value}).removeprefix("v = ").strip() for value in found]
+    return [toml_value(value) for value in found]
