@@ -6,6 +6,7 @@ plain baseline: one rank per GPU is faster.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,8 +26,12 @@ class ThreadedDataParallel(SyncStrategy):
     with several ranks, or fewer than two GPUs.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        _check(comm.size, torch.cuda.device_count())
+    def __init__(
+        self, model: nn.Module, comm: Communicator, gpus: int | None = None, run: Callable[..., Any] = data_parallel
+    ) -> None:
+        """Run the parts of a batch on ``gpus``, which are all by default, by torch's ``data_parallel``."""
+        count = torch.cuda.device_count() if gpus is None else gpus
+        _check(comm.size, count)
         if "forward" in vars(model):
             raise UsageError(
                 "parallel.data = 'dp' copies the model, which a forward that is set on the instance does not survive: "
@@ -34,7 +39,7 @@ class ThreadedDataParallel(SyncStrategy):
                 everywhere=True,
             )
         super().__init__(model, comm)
-        model.forward = _Parallel(model)
+        model.forward = _Parallel(model, count, run)
 
     def join_empty(self, *, backward: bool = True) -> None:
         """Do nothing: there are no other ranks."""
@@ -61,11 +66,11 @@ def _check(size: int, gpus: int) -> None:
 class _Parallel:
     """Replacement of a model's ``forward``; a copy of the model gets a copy that refers to the copied model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, gpus: int, run: Callable[..., Any]) -> None:
+        self.model, self.gpus, self.run = model, gpus, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return data_parallel(_Body(self.model), args, _devices(self.model), module_kwargs=kwargs)
+        return self.run(_Body(self.model), args, devices_of(self.model, self.gpus), module_kwargs=kwargs)
 
 
 class _Body(nn.Module):
@@ -80,7 +85,7 @@ class _Body(nn.Module):
         return type(self.model).forward(self.model, *args, **kwargs)
 
 
-def _devices(model: nn.Module) -> list[int]:
+def devices_of(model: nn.Module, gpus: int) -> list[int]:
     """Return all GPUs, the model's own first, as torch requires."""
     own = next((parameter.device.index for parameter in model.parameters()), None) or 0
-    return [own, *(gpu for gpu in range(torch.cuda.device_count()) if gpu != own)]
+    return [own, *(gpu for gpu in range(gpus) if gpu != own)]

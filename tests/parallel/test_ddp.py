@@ -14,6 +14,7 @@ from support.replicas import (
     assert_same_on_all_ranks,
     backward,
     gradients,
+    hooked_modules,
     learn,
     make_mlp,
     part,
@@ -206,8 +207,7 @@ def test_a_detached_model_is_a_plain_one(comm: Any) -> None:
     strategy = DataParallel(model, comm)
     backward(model, part(comm, comm.rank))
     strategy.detach()
-    assert not model._forward_pre_hooks
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert not hooked_modules(model)
     model.zero_grad()
     with comm.recording() as recorder:
         for each in (model, alone):
@@ -220,7 +220,7 @@ def test_a_detached_model_is_a_plain_one(comm: Any) -> None:
 def test_one_rank_gets_no_hooks(comm: Any) -> None:
     model, alone = normed(), normed()
     strategy = DataParallel(model, comm)
-    assert not model._forward_pre_hooks
+    assert not hooked_modules(model)
     with strategy.no_sync():
         backward(model, vectors())
     backward(model, vectors(1))

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.replicas import hooked_modules
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -58,5 +59,5 @@ def test_collectives_stage_device_tensors(comm: Any) -> None:
 def test_one_rank_on_one_gpu_gets_no_hooks(comm: Any) -> None:
     model = make()
     DataParallel(model, comm)
-    assert not model._forward_pre_hooks
+    assert not hooked_modules(model)
     train(model, torch.randn(4, WIDTH, device="cuda"))

@@ -12,8 +12,7 @@ from support.replicas import Branches, assert_same, gradients, learn, make_gpt, 
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel import dp
-from hpctrain.parallel.dp import ThreadedDataParallel
+from hpctrain.parallel.dp import ThreadedDataParallel, devices_of
 from hpctrain.parallel.recompute import recompute
 
 ALONE: Any = SimpleNamespace(size=1, rank=0)
@@ -30,63 +29,70 @@ def split(module: nn.Module, inputs: Any, device_ids: list[int], *, module_kwarg
 def replicate(module: nn.Module) -> Any:
     """Return a copy with the same parameters, like torch's ``replicate`` on one device."""
     replica = module._replicate_for_data_parallel()
-    for name, child in module._modules.items():
-        setattr(replica, name, replicate(child) if child is not None else None)
-    for name, parameter in module._parameters.items():
+    for name, child in module.named_children():
+        setattr(replica, name, replicate(child))
+    for name, parameter in vars(module)["_parameters"].items():
         setattr(replica, name, parameter.view_as(parameter) if parameter is not None else None)
     return replica
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Simulate three GPUs, and record the calls."""
-    found: list[Call] = []
+class Calls(list[Call]):
+    """Recorded calls of ``data_parallel`` on three simulated GPUs."""
 
-    def noted(module: nn.Module, inputs: Any, device_ids: list[int], *, module_kwargs: Any) -> Any:
-        found.append((inputs, device_ids))
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __call__(self, module: nn.Module, inputs: Any, device_ids: list[int], *, module_kwargs: Any) -> Any:
+        """Record a call, and compute."""
+        self.append((inputs, device_ids))
         return split(module, inputs, device_ids, module_kwargs=module_kwargs)
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(dp, "data_parallel", noted)
-    return found
+    def wrap(self, model: nn.Module, comm: Any = ALONE) -> ThreadedDataParallel:
+        """Attach the strategy to a model."""
+        return ThreadedDataParallel(model, comm, 3, self)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    """Simulate three GPUs, and record the calls."""
+    return Calls()
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_fewer_than_two_gpus_are_refused(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+def test_fewer_than_two_gpus_are_refused(count: int) -> None:
     model = make_mlp()
     with pytest.raises(UsageError, match=f"needs at least two GPUs, and this process sees {count}: use ddp") as error:
-        ThreadedDataParallel(model, ALONE)
+        ThreadedDataParallel(model, ALONE, count)
     assert error.value.everywhere and "forward" not in vars(model)
 
 
-def test_several_ranks_are_refused(calls: list[Call]) -> None:
+def test_several_ranks_are_refused(calls: Calls) -> None:
     with pytest.raises(UsageError, match="in one process, but there are 4 ranks: start one, or use ddp$") as error:
-        ThreadedDataParallel(make_mlp(), SimpleNamespace(size=4, rank=2))  # type: ignore[arg-type]
+        calls.wrap(make_mlp(), SimpleNamespace(size=4, rank=2))
     assert error.value.everywhere
 
 
-def test_a_forward_on_the_instance_is_refused(calls: list[Call]) -> None:
+def test_a_forward_on_the_instance_is_refused(calls: Calls) -> None:
     model = make_mlp()
     model.forward = model.forward  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="define it in the class$"):
-        ThreadedDataParallel(model, ALONE)
+        calls.wrap(model)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
-def test_training_equals_that_of_the_plain_model(calls: list[Call], kind: str) -> None:
+def test_training_equals_that_of_the_plain_model(calls: Calls, kind: str) -> None:
     make = {"mlp": make_mlp, "gpt": make_gpt}[kind]
     plain, ours = make(), make()
-    strategy = ThreadedDataParallel(ours, ALONE)
+    strategy = calls.wrap(ours)
     assert learn(ours, kind, 4) == pytest.approx(learn(plain, kind, 4), rel=1e-6)
     assert_same(weights(ours), weights(plain))
     assert [devices for _, devices in calls] == [[0, 1, 2]] * 4 and strategy.model is ours
 
 
-def test_names_are_unchanged_and_detaching_restores_the_model(calls: list[Call]) -> None:
+def test_names_are_unchanged_and_detaching_restores_the_model(calls: Calls) -> None:
     model = make_gpt()
     names = list(model.state_dict()), [name for name, _ in model.named_modules()]
-    strategy = ThreadedDataParallel(model, ALONE)
+    strategy = calls.wrap(model)
     assert names == (list(model.state_dict()), [name for name, _ in model.named_modules()])
     strategy.detach()
     strategy.detach()
@@ -95,27 +101,27 @@ def test_names_are_unchanged_and_detaching_restores_the_model(calls: list[Call])
     assert not calls
 
 
-def test_hooks_of_the_model_see_whole_batches_and_inner_hooks_see_parts(calls: list[Call]) -> None:
+def test_hooks_of_the_model_see_whole_batches_and_inner_hooks_see_parts(calls: Calls) -> None:
     model = make_mlp()
     seen: list[tuple[str, int]] = []
     model.register_forward_hook(lambda module, args, result: seen.append(("model", len(result))))
     model[1].register_forward_hook(lambda module, args, result: seen.append(("inside", len(result))))
-    ThreadedDataParallel(model, ALONE)
+    calls.wrap(model)
     model(vectors()[0])
     assert seen == [("inside", 4)] * 3 + [("model", 12)]
 
 
-def test_arguments_are_passed_to_the_model(calls: list[Call]) -> None:
+def test_arguments_are_passed_to_the_model(calls: Calls) -> None:
     model, plain = Branches(), Branches()
-    ThreadedDataParallel(model, ALONE)
+    calls.wrap(model)
     inputs = vectors()[0]
     torch.testing.assert_close(model(inputs, use="ba"), plain(inputs, "ba"))
     torch.testing.assert_close(model(inputs, "c"), plain(inputs, "c"))
 
 
-def test_a_copied_model_computes_with_its_own_parameters(calls: list[Call]) -> None:
+def test_a_copied_model_computes_with_its_own_parameters(calls: Calls) -> None:
     model = make_mlp()
-    ThreadedDataParallel(model, ALONE)
+    calls.wrap(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -124,16 +130,16 @@ def test_a_copied_model_computes_with_its_own_parameters(calls: list[Call]) -> N
     assert len(calls) == 1
 
 
-def test_recomputing_is_supported(calls: list[Call]) -> None:
+def test_recomputing_is_supported(calls: Calls) -> None:
     plain, ours = make_gpt(), make_gpt()
     recompute([ours, *ours.blocks])
-    ThreadedDataParallel(ours, ALONE)
+    calls.wrap(ours)
     assert learn(ours, "gpt", 3) == pytest.approx(learn(plain, "gpt", 3), rel=1e-6)
 
 
-def test_other_methods_behave_as_on_one_rank(calls: list[Call]) -> None:
+def test_other_methods_behave_as_on_one_rank(calls: Calls) -> None:
     model, plain = make_mlp(), make_mlp()
-    strategy = ThreadedDataParallel(model, ALONE)
+    strategy = calls.wrap(model)
     strategy.join_empty()
     with strategy.no_sync():
         for each in (model, plain):
@@ -145,14 +151,12 @@ def test_other_methods_behave_as_on_one_rank(calls: list[Call]) -> None:
     assert strategy.split is None
 
 
-def test_the_models_own_gpu_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-
+def test_the_models_own_gpu_comes_first() -> None:
     def model(device: str) -> Any:
         return SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device))]))
 
-    assert dp._devices(model("cuda:2")) == [2, 0, 1, 3]
-    assert dp._devices(model("cuda:0")) == dp._devices(model("cpu")) == dp._devices(nn.Flatten()) == [0, 1, 2, 3]
+    assert devices_of(model("cuda:2"), 4) == [2, 0, 1, 3]
+    assert devices_of(model("cuda:0"), 4) == devices_of(model("cpu"), 4) == devices_of(nn.Flatten(), 4) == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu

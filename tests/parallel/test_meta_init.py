@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.build import ConvNet
+from hpctrain.models.build import ConvNet, MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
-from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.meta_init import check_initialisable, initial_values, is_meta, make_buffers, materialise
 
@@ -202,10 +201,10 @@ def test_drawing_frees_its_memory_after_an_error() -> None:
                 raise ValueError("no entropy")
 
     model = made(lambda: Failing(2, 2), "meta")
-    before = dict(model._parameters)
+    before = dict(model.named_parameters(recurse=False))
     with pytest.raises(ValueError, match="no entropy"):
         initial_values(model, "", model, CPU)
-    assert all(model._parameters[name] is parameter for name, parameter in before.items())
+    assert all(getattr(model, name) is parameter for name, parameter in before.items())
 
 
 def test_parameters_keep_requires_grad_and_dtype() -> None:

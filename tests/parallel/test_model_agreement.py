@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import assert_same_on_all_ranks, make_gpt, make_mlp, weights
+from support.replicas import assert_same_on_all_ranks, hooked_modules, make_gpt, make_mlp, weights
 from torch import nn
 
 from hpctrain.errors import MismatchError, UsageError
@@ -17,7 +17,9 @@ from hpctrain.parallel.strategy import broadcast_buffers
 
 
 def renamed(model: nn.Module) -> None:
-    model.other = model._modules.pop("5")
+    last = model.get_submodule("5")
+    del model[5]  # type: ignore[attr-defined]
+    model.other = last
 
 
 def wider(model: nn.Module) -> None:
@@ -68,7 +70,7 @@ def test_a_difference_is_named_on_all_ranks(comm: Any, change: Callable[[nn.Modu
     assert text.replace("LAST", str(last)) in str(caught.value) and "rank 0 has" in str(caught.value)
     assert caught.value.everywhere and str(caught.value).endswith("from the same settings")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "nothing was touched"
-    assert not model._forward_pre_hooks
+    assert not hooked_modules(model)
 
 
 @pytest.mark.ranks

@@ -6,7 +6,7 @@ process that uses torch alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.meshes import BATCH, MAX_NORM, optimizer_of, samples, small_gpt
+from support.replicas import hooked_modules
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
@@ -227,18 +228,8 @@ class StrategySuite:
         passes(strategy, 0)
         strategy.detach()
         if "tensor" not in self.rows[name].parallel:  # split layers stay split, and need the hooks of their regions
-            assert not _hooks(model)
+            assert not hooked_modules(model)
 
 
 def _whole_shape(strategy: Strategy, name: str) -> tuple[int, ...] | None:
     return strategy.whole_shape(name) if isinstance(strategy, SplitStrategy) else None
-
-
-def _hooks(model: nn.Module) -> list[str]:
-    """Return the names of modules that still have a hook of a strategy."""
-    kinds: list[Callable[[nn.Module], dict[int, Any]]] = [
-        lambda module: module._forward_hooks,
-        lambda module: module._forward_pre_hooks,
-        lambda module: module._backward_hooks,
-    ]
-    return [name for name, module in model.named_modules() if any(kind(module) for kind in kinds)]

@@ -174,3 +174,15 @@ def assert_same_on_all_ranks(comm: Any, tensors: Gradients) -> None:
     """Compare bits between the ranks."""
     for other in comm.all_gather_object(tensors):
         assert_same(tensors, other, rtol=0, atol=0)
+
+
+def hooked_modules(model: nn.Module) -> list[str]:
+    """Return the names of modules with a hook of a strategy, on themselves or on their parameters."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or any(each._post_accumulate_grad_hooks for each in module.parameters(recurse=False))
+    ]

@@ -154,7 +154,7 @@ class GradReduction:
     ) -> None:
         self._comm, self._world, self._replicas = comm, world, replicas
         self.sample_weight = 1.0  # of this rank's gradients in the average over all ranks
-        self._buffers, self._stream, self._early, self._observer = buffers, stream, early, observer
+        self.buffers, self._stream, self._early, self._observer = buffers, stream, early, observer
         self.reductions: list[GroupReduction] = []
         count = 0
         for number, group in enumerate(groups):
@@ -173,8 +173,8 @@ class GradReduction:
         """Fix the order in which groups are reduced."""
         self._order = [self.reductions[number] for number in order]
         self._position = {reduction.number: position for position, reduction in enumerate(self._order)}
-        self._buffers.set_sizes([reduction.nbytes for reduction in self._order])
-        self._next = 0
+        self.buffers.set_sizes([reduction.nbytes for reduction in self._order])
+        self.started = 0  # number of groups, in this order, whose reduction has been enqueued in this pass
 
     @property
     def _scale(self) -> float:
@@ -209,7 +209,7 @@ class GradReduction:
         for reduction in self.reductions:
             for number, member in enumerate(reduction.group.members):
                 used[reduction.first + number] = number in reduction.computed or member.unsharded.grad is not None
-        for reduction in self._order[self._next :]:
+        for reduction in self._order[self.started :]:
             self._start(reduction)
         self._world.all_reduce(self._used, "max")
         used_anywhere = used.astype(bool).tolist()
@@ -226,20 +226,20 @@ class GradReduction:
         for reduction in self._order:
             self._wait(reduction)
             reduction.assign_gradients(used_anywhere[reduction.first : reduction.first + len(reduction.group.members)])
-        self._next = 0
+        self.started = 0
         if not self._order_is_final:
             self._fix_order()
 
     def reduce_up_to(self, number: int) -> None:
         """Reduce the groups up to ``number``, with zeros for gradients that this rank does not compute."""
-        for reduction in self._order[self._next : self._position[number] + 1]:
+        for reduction in self._order[self.started : self._position[number] + 1]:
             self._start(reduction)
 
     # Internals --------------------------------------------------------------------------------------------------------
 
     def _check(self, reduction: GroupReduction, number: int) -> None:
         member = reduction.group.members[number]
-        if self._position[reduction.number] < self._next and number not in reduction.computed:
+        if self._position[reduction.number] < self.started and number not in reduction.computed:
             raise UsageError(
                 f"the gradient of {member.name} came when it had been reduced, in the order of the first step: "
                 "let units run in one order, or make one unit of what changes places"
@@ -256,19 +256,19 @@ class GradReduction:
     def _open(self, reduction: GroupReduction) -> bool:
         """Allocate memory for a group; return False if a group that uses this memory is not yet being reduced."""
         position = self._position[reduction.number]
-        before = self._buffers.groups_before(position)
-        if before > self._next:
+        before = self.buffers.groups_before(position)
+        if before > self.started:
             return False
         for other in self._order[:before]:
             self._wait(other)
-        reduction.open(self._buffers.buffer(position))
+        reduction.open(self.buffers.buffer(position))
         return True
 
     def _reduce_complete(self) -> None:
-        while self._next < len(self._order) and self._order[self._next].complete:
-            self._start(self._order[self._next])
-        if self._next:
-            last = self._order[self._next - 1].handle
+        while self.started < len(self._order) and self._order[self.started].complete:
+            self._start(self._order[self.started])
+        if self.started:
+            last = self._order[self.started - 1].handle
             if last is not None:
                 last.done()  # drives all reductions for which the other ranks are ready
 
@@ -300,7 +300,7 @@ class GradReduction:
             return work
 
         reduction.handle = self._stream.run(reduce)
-        self._next += 1
+        self.started += 1
 
     def _reduce_scatter(self, group: ParamGroup, target: Tensor, flat: Tensor) -> Work | None:
         """Start to reduce a group's gradients into this rank's slice; on a single rank this is the whole group."""
@@ -342,12 +342,12 @@ class RingPool:
     """
 
     def __init__(self, comm: Communicator, capacity: int) -> None:
-        self._memory = comm.empty(capacity, torch.uint8)
+        self.memory = comm.empty(capacity, torch.uint8)
         self.set_sizes([])
 
     def set_sizes(self, sizes: Sequence[int]) -> None:
         """Set the order of the groups."""
-        self._sizes, self._slots = sizes, ring_slots(sizes, self._memory.numel())
+        self._sizes, self._slots = sizes, ring_slots(sizes, self.memory.numel())
 
     def groups_before(self, number: int) -> int:
         """Return the number of groups up to the last one whose slot overlaps the slot of this group."""
@@ -356,7 +356,7 @@ class RingPool:
     def buffer(self, number: int) -> Tensor:
         """Return the slot of a group."""
         offset = self._slots[number].offset
-        return self._memory[offset : offset + self._sizes[number]]
+        return self.memory[offset : offset + self._sizes[number]]
 
 
 class FreshPool:

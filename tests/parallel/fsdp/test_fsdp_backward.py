@@ -45,7 +45,7 @@ def test_reductions_overlap_the_backward_pass_if_memory_is_to_be_saved(
         first = next(module for module in model.modules() if isinstance(module, nn.Linear))
 
         def when_only_the_first_layer_is_left(module: nn.Module, args: Any, result: Tensor) -> None:
-            result.register_hook(lambda _: begun.append(strategy.components.reduction._next))
+            result.register_hook(lambda _: begun.append(strategy.components.reduction.started))
 
         first.register_forward_hook(when_only_the_first_layer_is_left)
         for step in range(3):

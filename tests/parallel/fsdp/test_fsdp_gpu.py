@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from support.replicas import hooked_modules
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -102,5 +103,5 @@ def test_a_model_trains_in_memory_that_is_too_small_for_ddp(device_comm: Any) ->
 def test_one_rank_on_one_gpu_gets_no_hooks(comm: Any) -> None:
     model = make()
     attach(model, comm, ParallelSettings(data="fsdp"), torch.device("cuda"))
-    assert not model._forward_pre_hooks and not model._forward_hooks
+    assert not hooked_modules(model)
     train(model, torch.randn(4, WIDTH, device="cuda"), 1)

@@ -14,6 +14,7 @@ from support.shards import VARIANTS, communicator, shard
 from torch import Tensor, nn
 
 from hpctrain.parallel.config import SHARDED, ParallelSettings
+from hpctrain.parallel.fsdp.reduce import RingPool
 from hpctrain.parallel.fsdp.setup import IN_FLIGHT
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.wrap import attach
@@ -107,7 +108,7 @@ def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, variant: st
         assert mine <= padded // apart.size  # minus this rank's padding
         assert sum(apart.all_gather_object(mine)) == total
     gradients = {
-        parameter.grad.untyped_storage()._cdata: parameter.grad.untyped_storage().nbytes()
+        parameter.grad.untyped_storage().data_ptr(): parameter.grad.untyped_storage().nbytes()
         for parameter in model.parameters()
         if parameter.grad is not None
     }
@@ -162,8 +163,9 @@ def test_a_dropped_model_is_freed(comm: Any, variant: str) -> None:
 
 
 def gradient_memory(strategy: ShardedDataParallel) -> Tensor:
-    memory: Tensor = getattr(strategy.components.reduction._buffers, "_memory")
-    return memory
+    pool = strategy.components.reduction.buffers
+    assert isinstance(pool, RingPool)
+    return pool.memory
 
 
 def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> None:

@@ -66,7 +66,8 @@ def test_every_parameter_is_in_one_unit_with_all_its_names(make: Any, patterns: 
         assert [name for name in all_names if name in held([unit])[unit.name]] == held([unit])[unit.name]
         for (_, parameter), locations in zip(unit.parameters, unit.locations, strict=True):
             assert all(getattr(module, attribute) is parameter for module, attribute in locations)
-            wanted = [(m, a) for m in model.modules() for a, p in m._parameters.items() if p is parameter]
+            registered = {module: module.named_parameters("", False, False) for module in model.modules()}
+            wanted = [(module, name) for module, pairs in registered.items() for name, p in pairs if p is parameter]
             assert locations == wanted
     order = list(dict(model.named_modules()))
     assert names(units) == sorted(names(units), key=order.index)
