@@ -39,7 +39,7 @@ class Instruments:
     """Measurements of a calibration: the algorithms, the canary on GPUs, and the number of visible GPUs."""
 
     measure: Callable[..., AlgorithmTimes] = measure
-    probe: Callable[[float], ProbeResult] = probe
+    probe: Callable[..., ProbeResult] = probe
     gpus: Callable[[], int] = torch.cuda.device_count
 
 
@@ -136,7 +136,7 @@ def _canary(machine: NodeType, instruments: Instruments) -> tuple[ProbeResult | 
     if not instruments.gpus():
         return None, "not tried: no GPU is visible"
     try:
-        verdict = instruments.probe(min(TIMEOUT, timeout_seconds() / 2))
+        verdict = instruments.probe(timeout=min(TIMEOUT, timeout_seconds() / 2))
     except (CommunicationError, OSError) as error:
         return None, f"not tried: {error}"
     if not verdict.library:  # it died before it reported its MPI: assume that of this environment

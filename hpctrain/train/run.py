@@ -114,7 +114,7 @@ class Run:
         )
         self.checks.compiled = any(given[key] is not one for key, one in named.items())
         self._checkpoints.check = self._updates.replicas.compare
-        self._steps = Steps(
+        self._steps: Steps = Steps(
             job, self.state, self._updates, options, self._checkpoints, self._stops, self._run_folder, self._tracing
         )
         if self._steps.asynchronous and options.background:
