@@ -13,24 +13,55 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-from comm import ours, overlap, peers, plot, report
-from comm.figures import Row, by_size_and_name, to_json
-from comm.measure import measure_size
-from comm.names import OURS, OUTSIDE, PEERS
-from comm.operations import OPERATIONS
-from comm.place import Place
-from comm.sizes import parse_names, parse_sizes, size_text
-from comm.targets import targets
-from harness import RESULTS, guarded, mpi_name, mpi_slug, provenance, write
+from communication_candidates import (
+    COPY,
+    LIBRARY,
+    OPERATIONS,
+    OURS,
+    OUTSIDE,
+    PEERS,
+    STREAM_SIZE,
+    Candidate,
+    Operation,
+    Setting,
+    calls_of,
+    check,
+    elements,
+    own_candidates,
+    synchronize,
+    torch_candidates,
+    twin_name,
+)
+from communication_figures import Row, by_size_and_name, draw, ratio_tables, ratios_json, row_of, row_table, targets
+from communication_library import lack_of_library, library_candidates
+from harness.report import left_out_lines, mpi_name, mpi_slug
+from harness.run import (
+    announce,
+    check_rounds,
+    finish,
+    interleave,
+    main,
+    make_parser,
+    no_garbage_collection,
+    parse_sizes,
+    process_group,
+    refuse,
+    split,
+    start,
+    stop,
+)
+from harness.stats import slowest
+from harness.targets import target_table, targets_json
 
-import hpctrain
-from hpctrain.cli.main import Parser
 from hpctrain.errors import UsageError
+from hpctrain.util.format import counted, format_bytes
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 SIZES = "4,64K,1M,4M,25M,64M"
@@ -39,136 +70,168 @@ ROUNDS = 40
 KNOWN = (OURS, f"{OURS} and an algorithm", OUTSIDE, *PEERS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; rank 0 prints and writes. Return the exit code."""
-    return guarded(lambda: run(parse(argv)))
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="communication.py", description=__doc__, formatter_class=raw)
+    parser = make_parser("communication", __doc__, rounds=ROUNDS, quick=False)
     parser.add_argument("operation", choices=[*OPERATIONS, "overlap"])
     usual = f"{SIZES} (overlap: {OVERLAP_SIZES})"
     parser.add_argument("--sizes", default="", help=f"bytes of the whole tensor, default: {usual}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--algorithms", default="", help="of hpctrain, as in auto,window,ring; default: auto")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed repeats of each candidate")
     parser.add_argument("--without", default="", help="candidates to leave out, as in gloo,hpctrain outside")
     parser.add_argument("--oversubscribe", action="store_true", help="let ranks share a GPU")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     args.sizes = parse_sizes(args.sizes or (OVERLAP_SIZES if args.operation == "overlap" else SIZES))
-    if args.rounds < 1:
-        raise UsageError(f"{args.rounds} rounds: at least 1 is needed", everywhere=True)
-    args.without, args.algorithms = parse_names(args.without), parse_names(args.algorithms)
+    check_rounds(args, 1)
+    args.without, args.algorithms = split(args.without), split(args.algorithms)
     for name in args.without:
         if name not in PEERS and not name.startswith(OURS):
-            raise UsageError(f"no candidate is called {name!r}: known are {', '.join(KNOWN)}", everywhere=True)
+            raise UsageError(f"no candidate is called {name!r}: known are {', '.join(KNOWN)}")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
     """Join the job, measure every size, report."""
-    job = hpctrain.init(device=args.device, oversubscribe=args.oversubscribe)
-    check_ranks(args.operation, job.size)
-    dtype = getattr(torch, args.dtype)
-    place = Place(job.comm, job.device, dtype, args.algorithms or ["auto"], bool(args.algorithms))
-    with peers.process_group(place):
-        if args.operation == "overlap":
-            run_overlap(place, args)
-        else:
-            run_operation(place, args)
+    job = start(args.operation, device=args.device, oversubscribe=args.oversubscribe)
+    if args.operation == "pingpong" and job.size != 2:
+        refuse(f"pingpong is between 2 ranks, not {job.size}: set NP=2")
+    algorithms = args.algorithms or ["auto"]
+    setting = Setting(job.comm, job.device, getattr(torch, args.dtype), algorithms, bool(args.algorithms))
+    if args.operation == "overlap":
+        import communication_overlap
 
-
-def check_ranks(operation: str, ranks: int) -> None:
-    """Raise ``UsageError`` for numbers of ranks for which the operation is meaningless."""
-    if operation == "pingpong" and ranks != 2:
-        raise UsageError(f"pingpong is between 2 ranks, not {ranks}: set NP=2", everywhere=True)
-    if ranks < 2:
-        raise UsageError(f"{operation} needs 2 ranks or more, not {ranks}: set NP", everywhere=True)
-
-
-def run_operation(place: Place, args: argparse.Namespace) -> None:
-    """Measure an operation at every size."""
-    operation = OPERATIONS[args.operation]
-    rows: list[Row] = []
-    unable: dict[str, str] = {}
-    for nbytes in reversed(args.sizes):  # the largest first: smaller sizes use the beginning of its memory
-        announce(place, args.operation, nbytes)
-        found, problems = measure_size(place, operation, nbytes, args.rounds, args.without)
-        rows = found + rows
-        unable |= problems
-    if place.rank == 0:
-        finish(place, args, rows, unable)
-
-
-def run_overlap(place: Place, args: argparse.Namespace) -> None:
-    """Measure at every size how much of a reduction overlaps."""
-    rows: list[overlap.OverlapRow] = []
-    unable: dict[str, str] = {}
-    for nbytes in reversed(args.sizes):
-        announce(place, args.operation, nbytes)
-        found, problems = overlap.measure(place, nbytes, args.rounds, args.without)
-        rows = found + rows
-        unable |= problems
-    if place.rank == 0:
-        print(heading(place, args))
-        report.print_overlap(rows)
-        print("\n" + report.explain(mpi_name()))
-        report.print_unable(unable)
-        save(place, args, {"rows": overlap.rows_json(rows), "left_out": unable})
-
-
-def heading(place: Place, args: argparse.Namespace) -> str:
-    """Return a headline of the measurement and its setting."""
-    where = f"{place.size} ranks on {place.comm.nodes} node{'s' if place.comm.nodes > 1 else ''}"
-    return f"\n{args.operation}, {where}, {args.dtype}, {args.device}, {mpi_name()}\n"
-
-
-def announce(place: Place, operation: str, nbytes: int) -> None:
-    """Print a progress line."""
-    if place.rank == 0:
-        print(f"{operation} {size_text(nbytes)} ...", file=sys.stderr, flush=True)
-
-
-def finish(place: Place, args: argparse.Namespace, rows: list[Row], unable: dict[str, str]) -> None:
-    """Print, write and plot a result."""
-    figures = by_size_and_name(rows)
-    found = list(targets(args.operation, place.size, figures, ours.twin_name(place.dtype)))
-    print(heading(place, args))
-    report.print_ratios(figures)
-    report.print_targets(found)
-    report.print_rows(figures)
-    print("\n" + report.explain(mpi_name()))
-    report.print_unable(unable)
+        measure: Callable[..., Any] = communication_overlap.measure
+    else:
+        measure = partial(measure_size, operation=OPERATIONS[args.operation])
+    with process_group(job.comm, "nccl" if job.device.type == "cuda" else "gloo"):
+        rows, unable = measure_sizes(setting, args, measure)
+    if job.rank:
+        return
+    where = f"{counted(setting.size, 'rank')} on {counted(setting.comm.nodes, 'node')}"
     content: dict[str, Any] = {
-        "ratios": report.ratios_json(figures),
-        "targets": report.targets_json(found),
-        "rows": to_json(rows),
-        "left_out": unable,
-    }
-    save(place, args, content)
-
-
-def save(place: Place, args: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Write and plot a result."""
-    head = {
         "benchmark": args.operation,
-        "ranks": place.size,
-        "nodes": place.comm.nodes,
+        "ranks": setting.size,
+        "nodes": setting.comm.nodes,
         "dtype": args.dtype,
         "device": args.device,
         "mpi": mpi_name(),
     }
+    if args.operation == "overlap":
+        text = communication_overlap.overlap_table(rows)
+    else:
+        figures = by_size_and_name(rows)
+        found = list(targets(args.operation, setting.size, figures, twin_name(setting.dtype)))
+        content |= {"ratios": ratios_json(figures), "targets": targets_json(found)}
+        text = "\n".join([*ratio_tables(figures), target_table(found), row_table(figures)])
+    content |= {"rows": [asdict(row) for row in rows], "left_out": unable}
+    meaning = f"{OURS}: tensors of comm.empty; {OUTSIDE}: any other tensors; "
+    meaning += f"{LIBRARY}: {mpi_name()} by mpi4py, in place, one call"
+    lines = [f"\n{args.operation}, {where}, {args.dtype}, {args.device}, {mpi_name()}\n", text, f"\n{meaning}"]
+    finish(
+        args,
+        _file(args, setting),
+        content,
+        "\n".join([*lines, *left_out_lines(unable)]),
+        ranks=setting.size,
+        launched=True,
+        draw=draw,
+    )
+
+
+def _file(args: argparse.Namespace, setting: Setting) -> str:
     extra = [word for word, usual in ((args.device, "cpu"), (args.dtype, "float32")) if word != usual]
-    nodes = [f"nodes{place.comm.nodes}"] if place.comm.nodes > 1 else []
-    name = "-".join([args.operation.replace("_", "-"), f"np{place.size}", *nodes, mpi_slug(), *extra])
-    whole = {**head, **content, "provenance": provenance(place.size, mpi_name())}
-    paths = [write(name, whole, args.results), *plot.draw(whole, args.results / name)]
-    print("written to " + ", ".join(str(path) for path in paths))
+    nodes = [f"nodes{setting.comm.nodes}"] if setting.comm.nodes > 1 else []
+    return "-".join([args.operation.replace("_", "-"), f"np{setting.size}", *nodes, mpi_slug(), *extra])
+
+
+# Measurement ----------------------------------------------------------------------------------------------------------
+
+
+def measure_sizes(
+    setting: Setting, args: argparse.Namespace, measure: Callable[..., Any]
+) -> tuple[list[Any], dict[str, str]]:
+    """Return the rows of all sizes, and why candidates could not take part. Collective."""
+    rows: list[Any] = []
+    unable: dict[str, str] = {}
+    for nbytes in reversed(args.sizes):  # the largest first: smaller sizes use the beginning of its memory
+        if not stop.number:
+            announce(f"{args.operation} {format_bytes(nbytes)}", setting.comm)
+            found, problems = measure(setting, nbytes=nbytes, rounds=args.rounds, without=args.without)
+            rows, unable = found + rows, unable | problems
+    return rows, unable
+
+
+def copies(setting: Setting, operation: Operation, numel: int) -> Iterator[Candidate]:
+    """Yield a copy of the tensor; interleaved with the others, it shows the memory bandwidth with all ranks active."""
+    if (
+        operation.name == "all_reduce"
+        and setting.device.type == "cpu"
+        and numel * setting.dtype.itemsize == STREAM_SIZE
+    ):
+        source, target = setting.plain(numel), setting.plain(numel)
+        yield Candidate(COPY, partial(target.copy_, source), [target, source], target)
+
+
+def able_candidates(
+    setting: Setting, operation: Operation, numel: int, without: Sequence[str]
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the candidates that can take part, and the reasons of the others."""
+    able = []
+    unable = {LIBRARY: why} if (why := lack_of_library(setting, operation)) and LIBRARY not in without else {}
+    for candidate in _candidates(setting, operation, numel):
+        if candidate.name in without:
+            continue
+        if problem := check(setting, operation, candidate):
+            unable[candidate.name] = problem
+        else:
+            able.append(candidate)
+    if not able:
+        refuse(f"no candidate is left for {operation.name}: {unable or 'all were left out'}")
+    return able, unable
+
+
+def _candidates(setting: Setting, operation: Operation, numel: int) -> Iterator[Candidate]:
+    yield from own_candidates(setting, operation, numel)
+    if setting.device.type == "cpu":
+        yield from library_candidates(setting, operation, numel)
+    yield from torch_candidates(setting, operation, numel)
+
+
+def measure_size(
+    setting: Setting, operation: Operation, nbytes: int, rounds: int, without: Sequence[str]
+) -> tuple[list[Row], dict[str, str]]:
+    """Return a row per candidate, and why others could not take part. Collective."""
+    numel = elements(nbytes, setting.dtype.itemsize, setting.size if operation.shared else 1)
+    able, unable = able_candidates(setting, operation, numel, without)
+    calls = calls_of(nbytes)
+    taking_part = [*able, *copies(setting, operation, numel)]
+    turns = {one.name: partial(repeat, setting, one, calls) for one in taking_part}
+    with no_garbage_collection():
+        own = interleave(
+            turns, rounds, comm=setting.comm, rotate=True, every={one.name: one.every for one in taking_part}
+        )
+    for candidate in able:  # repeat the check: the results after timing must still be right
+        check(setting, operation, candidate)
+    gathered = setting.comm.all_gather_object(own)
+    rows = []
+    for candidate in taking_part:
+        if seconds := slowest([times[candidate.name] for times in gathered]):
+            figures = {"ranks": setting.size, "size": numel * setting.dtype.itemsize, "calls": calls}
+            rows.append(row_of(operation.name, candidate.name, candidate.nbytes, seconds, **figures))
+    return rows, unable
+
+
+def repeat(setting: Setting, candidate: Candidate, calls: int, _: int) -> float:
+    """Return the seconds per call on this rank, over ``calls`` calls after a barrier. Collective."""
+    call, numbers = candidate.call, range(calls)
+    setting.world.Barrier()
+    started = time.perf_counter()
+    for _ in numbers:
+        call()
+    synchronize(setting)
+    return (time.perf_counter() - started) / calls
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

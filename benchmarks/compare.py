@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comm.names import LIBRARY, OURS, PIECES
-from comm.sizes import size_text
-from comm.targets import MEAN_SIZES
-from harness import RESULTS, table
+from communication_candidates import LIBRARY, MESSAGES, OURS
+from communication_figures import MEAN_SIZES
+from harness.report import RESULTS, table
+from harness.run import main
 
-from hpctrain.cli.main import Parser, report
-from hpctrain.errors import EXIT_FAILURE, HpctrainError, UsageError
+from hpctrain.cli.main import Parser
+from hpctrain.errors import EXIT_FAILURE, UsageError
+from hpctrain.util.format import format_bytes
 
 SAME = ("benchmark", "ranks", "nodes", "dtype", "device")
 TOLERANCE = 0.1
@@ -40,15 +41,11 @@ class Result:
     medians: dict[tuple[int, str], float]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Compare two files, print the ratios, return the exit code."""
-    try:
-        args = parse(argv)
-        old, new = load(args.old), load(args.new)
-        check_same(old, new)
-        return compare(old, new, args.tolerance)
-    except HpctrainError as error:
-        return report(error)
+    old, new = load(args.old), load(args.new)
+    check_same(old, new)
+    return compare(old, new, args.tolerance)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -96,7 +93,7 @@ def compare(old: Result, new: Result, tolerance: float) -> int:
     judged = old.mpi.split()[0] == new.mpi.split()[0]
     keys = sorted((key for key in old.medians if key in new.medians), key=lambda key: key[0])
     worse = [key for key in keys if judged and key[1].startswith(OURS) and grown(old, new, key) > 1 + tolerance]
-    print(table(rows(old, new, keys, worse)))
+    print(table(rows(old, new, keys, worse), left=2))
     if not judged:
         print_better_library(old, new)
         return 0
@@ -116,12 +113,11 @@ def rows(
     old: Result, new: Result, keys: Sequence[tuple[int, str]], worse: Sequence[tuple[int, str]]
 ) -> list[list[str]]:
     """Return the table: size, candidate, both medians in microseconds, new over old."""
-    width = max(len("candidate"), *(len(name) for _, name in keys))
-    lines = [["size", "candidate".ljust(width), "new / old", "old us", "new us", ""]]
+    lines = [["size", "candidate", "new / old", "old us", "new us", ""]]
     for size, name in keys:
         times = [f"{result.medians[size, name] * 1e6:.2f}" for result in (old, new)]
         verdict = "slower" if (size, name) in worse else ""
-        lines.append([size_text(size), name.ljust(width), f"{grown(old, new, (size, name)):.2f}", *times, verdict])
+        lines.append([format_bytes(size), name, f"{grown(old, new, (size, name)):.2f}", *times, verdict])
     return lines
 
 
@@ -131,7 +127,7 @@ def print_better_library(old: Result, new: Result) -> None:
     lines = [["size", f"with {old.mpi}", f"with {new.mpi}"]]
     ratios: dict[str, list[float]] = {"old": [], "new": []}
     for size in sorted({size for size, name in old.medians if name == OURS and (size, name) in new.medians}):
-        one, any_form = fastest((old, new), size, (LIBRARY,)), fastest((old, new), size, (LIBRARY, PIECES))
+        one, any_form = fastest((old, new), size, (LIBRARY,)), fastest((old, new), size, (LIBRARY, MESSAGES))
         if one is None or any_form is None:
             continue
         cells = []
@@ -140,7 +136,7 @@ def print_better_library(old: Result, new: Result) -> None:
             if size in MEAN_SIZES:
                 ratios[which].append(one / own)
             cells.append(f"{one / own:.2f} ({any_form / own:.2f})")
-        lines.append([size_text(size), *cells])
+        lines.append([format_bytes(size), *cells])
     if len(ratios["old"]) == len(MEAN_SIZES):
         means = [statistics.geometric_mean(values) for values in ratios.values()]
         lines.append(["mean from 64 KiB up", *(f"{mean:.2f}" for mean in means)])
@@ -154,4 +150,4 @@ def fastest(results: Sequence[Result], size: int, names: Sequence[str]) -> float
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

@@ -14,102 +14,110 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 import torch
-from comm import peers
-from comm.figures import Figures, Row, by_size_and_name, ratio, to_json
-from comm.measure import measure_size
-from comm.names import LIBRARY, OURS, OUTSIDE, PEERS
-from comm.operations import OPERATIONS
-from comm.ours import twin_name
-from comm.place import Place
-from comm.report import print_rows, print_unable
-from comm.sizes import parse_sizes, size_text
-from harness import RESULTS, mpi_name, mpi_slug, provenance, table, write
-from wire import receive_rate
+from bandwidth import receive_rate
+from communication import measure_size
+from communication_candidates import LIBRARY, OPERATIONS, OURS, OUTSIDE, PEERS, Setting, twin_name
+from communication_figures import Figures, Row, by_size_and_name, row_table, speedup
+from harness.report import left_out_lines, mpi_name, mpi_slug, table
+from harness.run import (
+    announce,
+    check_rounds,
+    finish,
+    main,
+    make_parser,
+    parse_sizes,
+    process_group,
+    refuse,
+    start,
+    stop,
+    wait_asleep,
+)
+from harness.targets import Target, target_table, targets_json
 
-import hpctrain
-from hpctrain.cli.main import report as report_error
-from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.train.exit import in_world
+from hpctrain.comm.communicator import Communicator
+from hpctrain.util.format import format_bytes
 
-TARGETS = {"wire": 1.05, LIBRARY: 1.0}  # maximum time of an all_reduce, relative to theirs
+LINK = "link"  # the time of the transfer at the rate of plain TCP
+TARGETS = {LINK: 1.05, LIBRARY: 1.0}  # maximum time of an all_reduce, relative to theirs
 LARGE = 16 * 2**20  # bytes from which on the bandwidth dominates, and latency is negligible
 SECONDS = 1.5  # of plain TCP, each time
 
 
-def main() -> int:
-    """Run the benchmark; rank 0 prints and writes."""
-    try:
-        run(parse())
-    except HpctrainError as error:
-        if not error.everywhere and in_world():
-            raise  # one rank of several failed: the guard ends the job
-        return report_error(error)
-    return 0
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the checked options."""
+    parser = make_parser("multinode", __doc__, rounds=15, quick=False)
+    parser.add_argument("--sizes", default="16M", help="bytes of the tensor, as in 1M,16M (16M)")
+    args = parser.parse_args(argv)
+    args.sizes = parse_sizes(args.sizes)
+    check_rounds(args, 1)
+    return args
 
 
 def run(args: argparse.Namespace) -> None:
     """Join the job, measure bandwidth and candidates, report."""
-    job = hpctrain.init(device="cpu")
-    place = Place(job.comm, job.device, torch.float32)
-    if job.comm.nodes < 2:
-        raise UsageError("at least 2 nodes are needed: make -C benchmarks multinode simulates two", everywhere=True)
+    job = start("multinode", least=1)
+    comm = job.comm
+    if comm.nodes < 2:
+        refuse("at least 2 nodes are needed: make -C benchmarks multinode simulates two")
+    setting = Setting(comm, job.device, torch.float32)
     rows: list[Row] = []
-    unable: dict[str, str] = {}
-    rates = wire_rates(place)
-    with peers.process_group(place):
-        for nbytes in reversed(parse_sizes(args.sizes)):
-            found, problems = measure_size(
-                place, OPERATIONS["all_reduce"], nbytes, args.rounds, [twin_name(place.dtype)]
-            )
-            rows = found + rows
-            unable |= problems
-    rates += wire_rates(place)
-    if place.rank == 0:
-        figures = by_size_and_name(rows)
-        ratios = {size: compare(figures, size, job.comm.nodes, rates) for size, name in figures if name == OURS}
-        report(place, figures, ratios, rates)
-        print_unable(unable)
-        save(place, args.results, {"ratios": ratios, "rows": to_json(rows), "wire_bytes_per_second": rates})
+    left_out: dict[str, str] = {}
+    rates = link_rates(comm)
+    with process_group(comm):
+        for nbytes in reversed(args.sizes):
+            if not stop.number:
+                announce(f"all_reduce {format_bytes(nbytes)}", comm)
+                without = [twin_name(setting.dtype)]
+                found, problems = measure_size(setting, OPERATIONS["all_reduce"], nbytes, args.rounds, without)
+                rows, left_out = found + rows, left_out | problems
+    rates += [] if stop.number else link_rates(comm)
+    if job.rank:
+        return
+    figures = by_size_and_name(rows)
+    ratios = {size: compare(figures, size, comm.nodes, rates) for size, name in figures if name == OURS}
+    reached = list(targets(ratios))
+    content = {
+        "benchmark": "multinode",
+        "ranks": job.size,
+        "nodes": comm.nodes,
+        "targets": targets_json(reached),
+        "mpi": mpi_name(),
+        "ratios": ratios,
+        "rows": [asdict(row) for row in rows],
+        "link_bytes_per_second": rates,
+    }
+    times = [["time of hpctrain /", "size", "measured"]]
+    times += [
+        [name, format_bytes(size), f"{value:.3f}"] for size, each in ratios.items() for name, value in each.items()
+    ]
+    readings = ", ".join(f"{rate * 8 / 1e9:.3f}" for rate in rates)
+    lines = [f"\nall_reduce, {job.size} ranks on {comm.nodes} nodes, {mpi_name()}\n", target_table(reached)]
+    lines += [f"{table(times)}\n", row_table(figures)]
+    lines += [f"\nthe link by plain TCP, both directions at once: {readings} Gbit/s, before and after"]
+    name = f"multinode-nodes{comm.nodes}-np{job.size}-{mpi_slug()}"
+    finish(args, name, content, "\n".join([*lines, *left_out_lines(left_out)]), ranks=job.size, launched=True)
 
 
-def parse() -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="16M", help="bytes of the tensor, as in 1M,16M (16M)")
-    parser.add_argument("--rounds", type=int, default=15, help="timed repeats of each candidate")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    return parser.parse_args()
-
-
-def wire_rates(place: Place) -> list[float]:
-    """Return the bytes per second of plain TCP between the first two nodes, one figure per direction.
+def link_rates(comm: Communicator) -> list[float]:
+    """Return the bytes per second of plain TCP between the first two nodes, one figure per direction. Collective.
 
     The second node's first rank connects to the address of rank 0's host name.
     """
-    comm, rate, server = place.comm, None, None
-    if place.rank == 0:
+    rate, server = None, None
+    if comm.rank == 0:
         server = socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
     address = comm.broadcast_object(server.getsockname() if server else None)
     if comm.local_rank == 0 and comm.node < 2:
-        line = server.accept()[0] if server else socket.create_connection(address)
-        with line:
+        with server.accept()[0] if server else socket.create_connection(address) as line:
             rate = receive_rate(line, SECONDS)
     if server is not None:
         server.close()
-    asleep_until_all_come(place)
+    wait_asleep(comm)
     return [value for value in comm.all_gather_object(rate) if value is not None]
-
-
-def asleep_until_all_come(place: Place) -> None:
-    """Wait for the other ranks without using a core, which the measuring ranks may need."""
-    request = place.world.Ibarrier()
-    while not request.Test():
-        time.sleep(0.02)
 
 
 def limit(nbytes: int, nodes: int, rates: list[float]) -> float:
@@ -119,36 +127,18 @@ def limit(nbytes: int, nodes: int, rates: list[float]) -> float:
 
 def compare(figures: Figures, size: int, nodes: int, rates: list[float]) -> dict[str, float]:
     """Return the time of hpctrain relative to the bandwidth limit and to the others, by medians."""
-    found = {"wire": figures[size, OURS].median / limit(size, nodes, rates)}
-    for name in (*PEERS, OUTSIDE):
-        value = ratio(figures, size, name, OURS)
-        if value is not None:
-            found[name] = value
-    return found
+    values = {name: speedup(figures, size, name, OURS) for name in (*PEERS, OUTSIDE)}
+    own = figures[size, OURS].median / limit(size, nodes, rates)
+    return {LINK: own, **{name: value for name, value in values.items() if value is not None}}
 
 
-def report(place: Place, figures: Figures, ratios: dict[int, dict[str, float]], rates: list[float]) -> None:
-    """Print ratios first, then times."""
-    print(f"\nall_reduce, {place.size} ranks on {place.comm.nodes} nodes, {mpi_name()}\n")
-    rows = [["time of hpctrain /", "size", "measured", "at most", ""]]
+def targets(ratios: Mapping[int, Mapping[str, float]]) -> Iterator[Target]:
+    """Yield the targets for which the run has figures."""
     for size, found in sorted(ratios.items()):
-        for name, value in found.items():
-            target = TARGETS.get(name) if name != "wire" or size >= LARGE else None
-            verdict = "missed" if target and value > target else ""
-            rows.append([name, size_text(size), f"{value:.3f}", f"{target:.2f}" if target else "", verdict])
-    print(table(rows) + "\n")
-    print_rows(figures)
-    readings = ", ".join(f"{rate * 8 / 1e9:.3f}" for rate in rates)
-    print(f"\nthe link by plain TCP, both directions at once: {readings} Gbit/s, before and after")
-
-
-def save(place: Place, folder: Path, content: dict[str, Any]) -> None:
-    """Write a result."""
-    nodes = place.comm.nodes
-    head = {"benchmark": "multinode", "ranks": place.size, "nodes": nodes, "targets": TARGETS, "mpi": mpi_name()}
-    whole = {**head, **content, "provenance": provenance(place.size, mpi_name())}
-    print(f"written to {write(f'multinode-nodes{nodes}-np{place.size}-{mpi_slug()}', whole, folder)}")
+        for name, most in TARGETS.items():
+            if name in found and (name != LINK or size >= LARGE):
+                yield Target(f"{format_bytes(size)}: time of hpctrain / {name}", found[name], most, at_least=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

@@ -339,18 +339,18 @@ def run_child(command: Sequence[str], *, timeout: float, **options: Any) -> subp
     Raises ``Stopped`` after a signal, and ``UsageError`` at the limit.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
-    process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
     deadline = time.monotonic() + timeout
-    try:
-        while True:
-            stop.check()
-            if time.monotonic() > deadline:
-                raise UsageError(f"{' '.join(command[:5])} ... did not end within {timeout:g} s")
-            with suppress(subprocess.TimeoutExpired):
-                out, err = process.communicate(timeout=0.2)
-                return subprocess.CompletedProcess(command, process.returncode, out, err)
-    finally:
-        end_child(process)
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        try:
+            while True:
+                stop.check()
+                if time.monotonic() > deadline:
+                    raise UsageError(f"{' '.join(command[:5])} ... did not end within {timeout:g} s")
+                with suppress(subprocess.TimeoutExpired):
+                    out, err = process.communicate(timeout=0.2)
+                    return subprocess.CompletedProcess(command, process.returncode, out, err)
+        finally:
+            end_child(process)
 
 
 def end_child(process: subprocess.Popen[str]) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from benchmark_helpers import FOLDER, jobs_of_make, make
 from checkpoint import parse as parse_checkpoint
 from communication import parse
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 OPERATIONS = ("pingpong", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "overlap")
-
-
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ["make", "--no-print-directory", "-C", str(FOLDER), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_help_lists_every_benchmark_and_variable() -> None:
@@ -30,12 +26,9 @@ def test_help_lists_every_benchmark_and_variable() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_variables_become_valid_options_of_the_program(operation: str) -> None:
     variables = ["NP=3", "SIZES=4,64K", "ROUNDS=5", "DEVICE=cuda", "DTYPE=bfloat16", "ALGORITHMS=auto,ring"]
-    (line,) = make("-n", operation, *variables, "WITHOUT=gloo,hpctrain outside", "MPI=openmpi").stdout.splitlines()[:1]
-    assert line.endswith("NP=3 MPI=openmpi")
-    program = re.search(r'PROGRAM="benchmarks/communication.py (.*)"', line)
-    assert program
-    words = subprocess.run(["sh", "-c", f"printf '%s\\n' {program[1]}"], capture_output=True, text=True).stdout
-    args = parse(words.splitlines())
+    words = jobs_of_make(operation, *variables, "WITHOUT=gloo,hpctrain outside", "MPI=openmpi")[-1]
+    assert words[:2] == ["3", "benchmarks/communication.py"]
+    args = parse(words[2:])
     assert (args.operation, args.sizes, args.rounds, args.device) == (operation, [4, 65536], 5, "cuda")
     assert (args.dtype, args.algorithms) == ("bfloat16", ["auto", "ring"])
     assert args.without == ["gloo", "hpctrain outside"]
@@ -43,13 +36,8 @@ def test_variables_become_valid_options_of_the_program(operation: str) -> None:
 
 def test_checkpoint_first_writes_on_other_rank_counts_and_then_measures(tmp_path: Path) -> None:
     variables = ["NP=3", "SIZE=16MiB", "ROUNDS=5", "WITHOUT=torch.save,torch DCP", f"FOLDER={tmp_path}"]
-    script = make("-n", "checkpoint", *variables).stdout
-    # Each call of make prints one line: the program and the ranks that it would start.
-    script = re.sub(r"\bmake --no-print-directory -C \.\. _ranks", "show", script)
-    show = """show() { for word; do export "$word"; done; eval "printf '%s|' $NP $PROGRAM"; echo; }\n"""
-    done = subprocess.run(["sh", "-c", show + script], cwd=FOLDER, capture_output=True, text=True)
-    *before, last = [line.rstrip("|").split("|") for line in done.stdout.splitlines()]
-    assert [line[0] for line in before] == ["1", "2", "4"] and last[0] == "3", done
+    *before, last = jobs_of_make("checkpoint", *variables)
+    assert [line[0] for line in before] == ["1", "2", "4"] and last[0] == "3"
     folders = set()
     for line in (*before, last):
         assert line[1] == "benchmarks/checkpoint.py"
@@ -59,6 +47,30 @@ def test_checkpoint_first_writes_on_other_rank_counts_and_then_measures(tmp_path
     assert (args.rounds, args.without) == (5, ["torch.save", "torch DCP"])
     (folder,) = folders
     assert folder.parent == tmp_path and not folder.exists()  # deleted again
+
+
+PROGRAMS = {
+    "fsdp-step": "fsdp_step",
+    "ddp-step": "ddp_step",
+    "plan": "planning",
+    **dict.fromkeys(OPERATIONS, "communication"),
+}
+
+
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"^([a-z_-]+): ##", (FOLDER / "Makefile").read_text(), re.M))))
+def test_every_benchmark_takes_the_folder_of_its_results(target: str, tmp_path: Path) -> None:
+    if target in ("help", "compare"):
+        return
+    program, *options = jobs_of_make(target, f"OUT={tmp_path}")[-1][1:]
+    assert program == f"benchmarks/{PROGRAMS.get(target, target)}.py"
+    module = importlib.import_module(Path(program).stem)
+    assert module.parse(options).out == tmp_path
+    assert module.parse([word for word in options if word not in ("--out", str(tmp_path))]).out == FOLDER / "results"
+
+
+def test_a_relative_folder_begins_where_the_command_was_typed(tmp_path: Path) -> None:
+    words = jobs_of_make("guard", "OUT=my folder")[-1]
+    assert words[2:] == ["--out", f"{os.environ['PWD']}/my folder"]
 
 
 def test_compare_needs_two_results() -> None:

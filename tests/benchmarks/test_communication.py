@@ -9,14 +9,13 @@ from typing import Any
 
 import communication
 import pytest
-from comm.bandwidth import FACTORS
+from benchmark_helpers import FOLDER, PROVENANCE, check_refused
+from communication_figures import FACTORS
 from support.jobs import JobStarter
-from support.programs import codes_of, in_one_job
-
-from hpctrain.errors import UsageError
+from support.programs import be_alone, codes_of, in_one_job
 
 WHOLE = pytest.mark.benchmark
-PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "communication.py"
+PROGRAM = FOLDER / "communication.py"
 OTHERS = ("reduce_scatter", "all_gather", "broadcast", "pingpong")
 SMALL = ("--sizes", "4,64K", "--rounds", "3")
 
@@ -30,7 +29,7 @@ def read(folder: Path, pattern: str) -> dict[str, Any]:
 
 @WHOLE
 def test_all_reduce_measures_all_candidates_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(2, PROGRAM, "all_reduce", *SMALL, "--algorithms", "auto,ring", "--results", tmp_path)
+    done = launch(2, PROGRAM, "all_reduce", *SMALL, "--algorithms", "auto,ring", "--out", tmp_path)
     assert done.returncode == 0, done
     found = read(tmp_path, "*")
     assert re.fullmatch("all-reduce-np2-(mpich|openmpi)", found["name"])
@@ -44,7 +43,7 @@ def test_all_reduce_measures_all_candidates_in_one_run(launch: JobStarter, tmp_p
         assert row["repeats"] == (1 if row["candidate"] == "gloo" else 3)
     medians = {(row["size"], row["candidate"]): row["median"] for row in found["rows"]}
     assert found["ratios"]["mpi"]["65536"] == pytest.approx(medians[65536, "mpi"] / medians[65536, "hpctrain"])
-    assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
+    assert PROVENANCE <= found["provenance"].keys()
     assert done.stdout.index("times faster") < done.stdout.index("target") < done.stdout.index("algbw")
     assert (tmp_path / f"{found['name']}.png").stat().st_size > 1000
 
@@ -58,7 +57,7 @@ def test_the_other_operations_run(launch: JobStarter, tmp_path: Path) -> None:
         ("overlap", "--sizes", "64K", "--rounds", "2"),
         ("all_reduce", *SMALL, "--dtype", "bfloat16"),
     ]
-    done = launch(2, in_one_job(PROGRAM, *((*call, "--results", tmp_path) for call in calls)), timeout=300)
+    done = launch(2, in_one_job(PROGRAM, *((*call, "--out", tmp_path) for call in calls)), timeout=300)
     assert done.returncode == 0, done
     for operation in OTHERS:
         check_operation(operation, read(tmp_path, f"{operation.replace('_', '-')}-np2-*"))
@@ -102,8 +101,8 @@ def wrong(self, tensor, *arguments, **options):
     return done
 Communicator.all_reduce = wrong
 import communication
-sys.argv[1:] = ["all_reduce", "--sizes", "4,64K", "--results", {results!r}]
-sys.exit(communication.main())
+sys.argv[1:] = ["all_reduce", "--sizes", "4,64K", "--out", {results!r}]
+sys.exit(communication.main(communication.parse, communication.run))
 """
 
 
@@ -117,35 +116,31 @@ def test_a_wrong_result_ends_the_benchmark(launch: JobStarter, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (("broadcst",), "invalid choice: 'broadcst'"),
-        (("all_reduce", "--sizes", "4,x"), "'x' is not a size"),
-        (("all_reduce", "--without", "glo"), "no candidate is called 'glo': known are hpctrain"),
-        (("all_reduce", "--rounds", "0"), "0 rounds: at least 1 is needed"),
-        (("all_reduce", "--rounds", "x"), "argument --rounds: invalid int value"),
-        (("all_reduce", "--dtype", "complex64"), "invalid choice: 'complex64'"),
+        ("broadcst", "invalid choice: 'broadcst'"),
+        ("all_reduce --sizes 4,x", "'x' is not a number of bytes"),
+        ("all_reduce --without glo", "no candidate is called 'glo': known are hpctrain"),
+        ("all_reduce --rounds 0", "0 rounds: at least 1 is needed"),
+        ("all_reduce --rounds x", "argument --rounds: invalid int value"),
+        ("all_reduce --dtype complex64", "invalid choice: 'complex64'"),
     ],
 )
-def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        communication.parse(arguments)
+def test_wrong_options_are_refused(words: str, message: str) -> None:
+    check_refused(communication.parse, words, message)
 
 
-@pytest.mark.parametrize("operation, ranks, message", [
-    ("pingpong", 3, "between 2 ranks, not 3"), ("broadcast", 1, "needs 2 ranks or more, not 1"),
-])
-def test_wrong_numbers_of_ranks_are_refused(operation: str, ranks: int, message: str) -> None:
-    communication.check_ranks(operation, 2)
-    with pytest.raises(UsageError, match=message):
-        communication.check_ranks(operation, ranks)
+def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    be_alone(monkeypatch, comm)
+    assert communication.main(communication.parse, communication.run, ["broadcast"]) == 2
+    assert "broadcast needs 2 ranks or more, not 1" in capsys.readouterr().err
 
 
 @WHOLE
 def test_bad_input_gives_one_line_and_an_unknown_algorithm_is_named(launch: JobStarter, tmp_path: Path) -> None:
     """The first call is refused on all ranks before any measurement, the second by the measured function."""
     calls = ["pingpong"], ["all_reduce", *SMALL, "--algorithms", "rnig"]
-    done = launch(3, in_one_job(PROGRAM, *((*call, "--results", tmp_path / "none") for call in calls)))
+    done = launch(3, in_one_job(PROGRAM, *((*call, "--out", tmp_path / "none") for call in calls)))
     refused, *_ = [line for line in done.stderr.splitlines() if "hpctrain" in line]
     assert refused == "hpctrain: error: pingpong is between 2 ranks, not 3: set NP=2"
     assert done.stderr.count("hpctrain: error: pingpong") == 1, done

@@ -125,7 +125,7 @@ def test_the_report_counts_hits_by_victim_and_phase() -> None:
 def test_make_passes_its_variables_to_the_program() -> None:
     folder = Path(kill.__file__).parent
     command = ["make", "-n", "--no-print-directory", "-C", str(folder), "kill", "KILLS=3", "FORM=foreground", "SEED=4"]
-    (line, *_) = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    line, *_ = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
     words = shlex.split(line.partition('PROGRAM="')[2].partition('"')[0])
     assert words == ["benchmarks/kill.py", "--kills", "3", "--form", "foreground", "--seed", "4"]
 

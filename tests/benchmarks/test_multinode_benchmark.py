@@ -24,27 +24,24 @@ def test_the_limit_is_the_fastest_measurement(nodes: int, share: float) -> None:
     assert multinode.limit(10**6, nodes, [5e5, 1e6, 9e5]) == pytest.approx(share)
 
 
-def test_one_node_is_refused(
-    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_node_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     be_alone(monkeypatch, comm)
-    monkeypatch.setattr("sys.argv", [str(PROGRAM)])
-    assert multinode.main() == 2
+    assert multinode.main(multinode.parse, multinode.run, []) == 2
     assert "at least 2 nodes are needed: make -C benchmarks multinode simulates two" in capsys.readouterr().err
 
 
 @pytest.mark.limit(90)
 @pytest.mark.benchmark
 def test_a_run_over_two_nodes_writes_its_result(launch: JobStarter, tmp_path: Path) -> None:
-    options = "--sizes", "64K", "--rounds", "2", "--results", tmp_path / "results"
+    options = "--sizes", "64K", "--rounds", "2", "--out", tmp_path / "results"
     done = launch(0, RUN, "-n", "4", "--", sys.executable, PROGRAM, *options, timeout=80)
     if done.returncode == SKIPPED and "two nodes on one machine" in done.stdout:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done
     (path,) = (tmp_path / "results").glob("multinode-nodes2-np4-*.json")
     found = json.loads(path.read_text())
-    rates = found["wire_bytes_per_second"]
+    rates = found["link_bytes_per_second"]
     assert len(rates) == 4 and max(rates) < 125e6  # 1 Gbit/s
     ours = next(row["median"] for row in found["rows"] if row["candidate"] == "hpctrain")
-    assert found["ratios"]["65536"]["wire"] == pytest.approx(ours * max(rates) / 65536)
+    assert found["ratios"]["65536"]["link"] == pytest.approx(ours * max(rates) / 65536)
     assert {"mpi", "gloo"} <= found["ratios"]["65536"].keys()

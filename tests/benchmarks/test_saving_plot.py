@@ -51,8 +51,16 @@ def test_without_measurements_nothing_is_drawn(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("value, wanted, share", [
-    (0.5, ">= 1", 0.5), (3.0, ">= 2", 1.5), (2.4, "<= 1.2", 0.5), (0.6, "<= 1.2", 2.0), (0, "<= 0", 1), (2, "<= 0", 0),
-])
+@pytest.mark.parametrize(
+    "value, wanted, share",
+    [
+        (0.5, ">= 1", 0.5),
+        (3.0, ">= 2", 1.5),
+        (2.4, "<= 1.2", 0.5),
+        (0.6, "<= 1.2", 2.0),
+        (0, "<= 0", 1),
+        (2, "<= 0", 0),
+    ],
+)
 def test_longer_bars_are_better(value: float, wanted: str, share: float) -> None:
     assert share_reached({"value": value, "wanted": wanted}) == pytest.approx(share)

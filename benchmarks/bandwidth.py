@@ -1,7 +1,7 @@
 """TCP bandwidth of a link in both directions at once, with plain sockets.
 
-python benchmarks/wire.py serve ADDRESS PORT SECONDS     on one node
-python benchmarks/wire.py call ADDRESS PORT SECONDS      on the other; each prints the bytes per second received
+python benchmarks/bandwidth.py serve ADDRESS PORT SECONDS     on one node
+python benchmarks/bandwidth.py call ADDRESS PORT SECONDS      on the other; each prints the bytes per second received
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 
 _BLOCK = 2**18
-_PATIENCE = 10.0
+_LIMIT = 10.0
 
 
 def receive_rate(connection: socket.socket, seconds: float) -> float:
@@ -45,12 +45,12 @@ def connect(serve: bool, address: str, port: int) -> socket.socket:
     """Return a connection: wait for the other end to connect, or connect to it as soon as it listens."""
     if serve:
         with socket.create_server((address, port)) as server:
-            server.settimeout(_PATIENCE)
+            server.settimeout(_LIMIT)
             return server.accept()[0]
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _LIMIT
     while True:
         try:
-            return socket.create_connection((address, port), _PATIENCE)
+            return socket.create_connection((address, port), _LIMIT)
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
@@ -59,5 +59,5 @@ def connect(serve: bool, address: str, port: int) -> socket.socket:
 
 if __name__ == "__main__":
     with connect(sys.argv[1] == "serve", sys.argv[2], int(sys.argv[3])) as line:
-        line.settimeout(_PATIENCE)
+        line.settimeout(_LIMIT)
         print(receive_rate(line, float(sys.argv[4])))

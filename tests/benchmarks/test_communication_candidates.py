@@ -1,10 +1,11 @@
-"""Expected results of each operation, written out element by element."""
+"""Candidates of the communication benchmarks: expected results, written out element by element, and numbers of calls."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from comm.operations import LARGEST, OPERATIONS, PERIOD, values
+from communication_candidates import LARGEST, LOOP_CALLS, OPERATIONS, PERIOD, calls_of, elements, values
+from communication_overlap import overlap_percent
 
 RANKS = (2, 3, 5)
 NUMEL = 30 * 700  # more than two periods, and divisible by every number of ranks
@@ -58,3 +59,33 @@ def test_a_block_in_the_wrong_place_is_detected() -> None:
     held = values(0, 2, 2**15)
     for shift in (1, 64, 4096, 2**14):
         assert not torch.equal(held, held.roll(shift))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_numbers_of_elements_are_divisible_and_close_to_the_request(ranks: int, itemsize: int) -> None:
+    for nbytes in (1, 4, 1000, 65536):
+        numel = elements(nbytes, itemsize, ranks)
+        assert numel % ranks == 0 and numel > 0
+        assert nbytes - itemsize < numel * itemsize < nbytes + (ranks + 1) * itemsize
+
+
+def test_small_messages_are_repeated_and_large_ones_are_sent_once() -> None:
+    calls = [calls_of(nbytes) for nbytes in (4, 64 * 2**10, 2**20, 4 * 2**20, 25 * 2**20, 2**31)]
+    assert calls == sorted(calls, reverse=True)
+    assert calls[0] == LOOP_CALLS and calls[-2:] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "communication, compute, overall, percent",
+    [
+        (10.0, 10.0, 20.0, 0.0),  # one after the other
+        (10.0, 10.0, 10.0, 100.0),  # all of it hidden
+        (10.0, 10.0, 12.5, 75.0),
+        (10.0, 10.0, 25.0, 0.0),  # never negative
+    ],
+)
+def test_overlap_equals_that_of_osu(communication: float, compute: float, overall: float, percent: float) -> None:
+    tests = 3.0  # of OSU's compute time, which contains them
+    osu = max(0.0, 100 - (overall - ((compute + tests) - tests)) / communication * 100)
+    assert overlap_percent(communication, compute, overall) == pytest.approx(percent) == osu

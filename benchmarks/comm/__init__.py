@@ -1,1 +1,0 @@
-"""Communication benchmarks: candidates, operations, timing, and figures."""
