@@ -1,4 +1,4 @@
-"""Lock of a run folder, without flock, and the rules for taking a folder over from another process.
+"""Lock of a run folder, without flock, which some filesystems ignore, and the rules for taking a folder over.
 
 A process id is unique only on one machine, since one boot, in one PID namespace. A job id is unique
 only together with its restart count: steps of one start may run at the same time, and a scheduler
@@ -14,7 +14,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ from hpctrain.util.claim import Claim
 from hpctrain.util.reading import read_json
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries
 
+NAME = "lock.json"
+PATIENCE = 2.0  # seconds
+PAUSE = 0.02
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 CHAIN = "HPCTRAIN_CHAIN"  # set by job scripts: the id of the first job in a chain of continuation jobs
 START = "HPCTRAIN_START"  # set by job scripts: a different value in each start
 
@@ -74,13 +79,13 @@ def is_over(holder: Holder, own: Holder) -> bool:
     return in_sight and not is_running(holder)
 
 
-def is_running(holder: Holder) -> bool:
+def is_running(holder: Holder, kill: Callable[[int, int], None] = os.kill) -> bool:
     """Return whether the holder's process is running; the holder must be on this host and in this PID namespace."""
     pid = holder.get("pid")
     if not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
     try:
-        os.kill(pid, 0)
+        kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # process of another user; /proc may hide it (hidepid)
@@ -150,13 +155,15 @@ def _link(path: str) -> str | None:
         return None
 
 
-# Lock of a run folder, without flock: some filesystems on clusters ignore flock ---------------------------------------
+@dataclass(frozen=True)
+class LockCalls:
+    """System calls of a lock."""
 
-
-NAME = "lock.json"
-PATIENCE = 2.0  # seconds that another job may take to write its lock or to remove a stale one
-PAUSE = 0.02
-_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+    create: Callable[[Path, int], int] = atomic.create
+    fsync: Callable[[int], None] = os.fsync
+    link: Callable[[Path, Path], None] = os.link
+    unlink: Callable[..., None] = Path.unlink
+    sleep: Callable[[float], None] = time.sleep
 
 
 class FolderLock:
@@ -168,17 +175,20 @@ class FolderLock:
 
     A stale lock is taken over at once in two cases: its holder has certainly ended, or its holder
     is an earlier start of the same job or chain of jobs (see ``lock_holder``). In all other cases
-    the user has to decide. The holder calls ``check`` before it writes.
+    the user has to decide. The holder calls ``check`` before it writes. ``patience`` is the number
+    of seconds that another job may take to write its lock or to remove a stale one.
     """
 
-    def __init__(self, folder: Path, job_id: str | None) -> None:
-        self.path = folder / NAME
+    def __init__(
+        self, folder: Path, job_id: str | None, *, patience: float = PATIENCE, calls: LockCalls = LockCalls()
+    ) -> None:
+        self.path, self._patience, self._calls = folder / NAME, patience, calls
         self._own = identity(job_id)
         self.held = False
 
     def acquire(self) -> None:
         """Acquire the lock. Raises ``LockError``, which names the holder, if another job has it."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self._patience
         while True:
             try:
                 retries.call(self._create)
@@ -220,7 +230,7 @@ class FolderLock:
         private = atomic.private_name(self.path)
         try:
             self._write(private)
-            os.link(private, self.path)
+            self._calls.link(private, self.path)
         except OSError as error:
             # A network filesystem may repeat a call that has succeeded and then report EEXIST.
             if isinstance(error, FileExistsError) and private.exists() and private.stat().st_nlink == 2:
@@ -229,13 +239,13 @@ class FolderLock:
                 raise
             self._write(self.path)
         finally:
-            private.unlink(missing_ok=True)
+            self._calls.unlink(private, missing_ok=True)
 
     def _write(self, path: Path) -> None:
-        handle = atomic.create(path, 0o644)
+        handle = self._calls.create(path, 0o644)
         try:
             os.write(handle, json.dumps(self._own).encode())  # less than a page: written completely or not at all
-            os.fsync(handle)
+            self._calls.fsync(handle)
         except OSError:
             atomic.discard(path)
             raise
@@ -259,7 +269,7 @@ class FolderLock:
         if holder is None:
             if timed_out and os.path.lexists(self.path):  # true for a dangling symbolic link, too
                 raise LockError(f"cannot read {self.path}: if no job works in this folder, delete that file")
-            time.sleep(PAUSE)
+            self._calls.sleep(PAUSE)
             return
         over = why_over(holder, self._own)
         if over is None:
@@ -282,18 +292,18 @@ class FolderLock:
         digest = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
         mark = self.path.with_name(f".{NAME}.removing-{digest}")
         try:
-            os.close(atomic.create(mark, 0o644))
+            os.close(self._calls.create(mark, 0o644))
         except FileExistsError:
             if timed_out:
                 raise LockError(f"a job died while taking over {self.path}: delete that file and {mark}") from None
-            time.sleep(PAUSE)
+            self._calls.sleep(PAUSE)
             return False
         except OSError as error:
             raise self._refusal(error) from error
         try:
             if self._read() != holder:
                 return False
-            self.path.unlink()
+            self._calls.unlink(self.path)
             return True
         finally:
-            mark.unlink(missing_ok=True)
+            self._calls.unlink(mark, missing_ok=True)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults import failing
 from support.pace import scaled
 
 from hpctrain.errors import FileSystemError, LockError
-from hpctrain.train import lock
-from hpctrain.train.lock import NAME, FolderLock, identity, process_started, why_over
+from hpctrain.train.lock import NAME, FolderLock, LockCalls, identity, is_running, process_started, why_over
+from hpctrain.util import atomic
 
 HERE = socket.gethostname()
 
@@ -109,18 +110,17 @@ def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\0\0", None])
-def test_an_unreadable_lock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
-    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+def test_an_unreadable_lock_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is None:
         (tmp_path / NAME).symlink_to(tmp_path / "nowhere" / "lock")
     else:
         (tmp_path / NAME).write_text(text)
     with pytest.raises(LockError, match=f"cannot read {tmp_path / NAME}"):
-        FolderLock(tmp_path, "42").acquire()
+        FolderLock(tmp_path, "42", patience=0.1).acquire()
     assert text is None or (tmp_path / NAME).read_text() == text
 
 
-def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("")
     looked: list[float] = []
 
@@ -128,9 +128,8 @@ def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch:
         looked.append(seconds)
         _holder(tmp_path)
 
-    monkeypatch.setattr(lock.time, "sleep", meanwhile)
     with pytest.raises(LockError, match="works in"):
-        FolderLock(tmp_path, "42").acquire()
+        FolderLock(tmp_path, "42", calls=LockCalls(sleep=meanwhile)).acquire()
     assert len(looked) == 1
 
 
@@ -144,59 +143,55 @@ def test_a_lock_of_another_job_is_not_removed(tmp_path: Path) -> None:
 
 def test_a_slow_job_does_not_remove_a_lock_that_was_taken_over(tmp_path: Path) -> None:
     """Both found the dead holder; the slow one removes its lock when the fast one already works."""
-    dead = _holder(tmp_path, pid=_dead_pid())
-    slow, fast = FolderLock(tmp_path, "1"), FolderLock(tmp_path, "2")
-    fast.acquire()
-    assert slow._remove(dead, timed_out=False) is False
-    assert json.loads((tmp_path / NAME).read_text())["job_id"] == "2"
-    with pytest.raises(LockError):
-        slow.acquire()
-
-
-def test_a_takeover_succeeds_after_another_died_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "PATIENCE", 0.1)
     _holder(tmp_path, pid=_dead_pid())
-    real = Path.unlink
+    fast = FolderLock(tmp_path, "2")
+
+    def create(path: Path, mode: int) -> int:
+        if "removing" in path.name:
+            fast.acquire()
+        return atomic.create(path, mode)
+
+    with pytest.raises(LockError, match="job 2 on"):
+        FolderLock(tmp_path, "1", calls=LockCalls(create=create)).acquire()
+    assert fast.held and json.loads((tmp_path / NAME).read_text())["job_id"] == "2"
+
+
+def test_a_takeover_succeeds_after_another_died_in_it(tmp_path: Path) -> None:
+    _holder(tmp_path, pid=_dead_pid())
 
     def killed(path: Path, missing_ok: bool = False) -> None:
         if path.name == NAME or "removing" in path.name:
             raise KeyboardInterrupt
-        real(path, missing_ok)
+        path.unlink(missing_ok)
 
-    monkeypatch.setattr(Path, "unlink", killed)
     with pytest.raises(KeyboardInterrupt):
-        FolderLock(tmp_path, None).acquire()
-    monkeypatch.undo()
-    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+        FolderLock(tmp_path, None, calls=LockCalls(unlink=killed)).acquire()
     with pytest.raises(LockError, match="died while taking over") as found:
-        FolderLock(tmp_path, None).acquire()
+        FolderLock(tmp_path, None, patience=0.1).acquire()
     assert all(str(path) in str(found.value) for path in tmp_path.iterdir())
     for path in tmp_path.iterdir():
         path.unlink()
     FolderLock(tmp_path, None).acquire()
 
 
-@pytest.mark.parametrize("call", ["open", "fsync", "link"])
+@pytest.mark.parametrize("call", ["create", "fsync", "link"])
 def test_a_job_that_dies_while_locking_leaves_no_partial_lock(tmp_path: Path, call: str) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from hpctrain.train.lock import FolderLock\n"
-        f"os.{call} = lambda *_, **__: os._exit(9)\n"
-        "FolderLock(Path(sys.argv[1]), None).acquire()"
+        "import os, sys; from pathlib import Path; from hpctrain.train.lock import FolderLock, LockCalls\n"
+        f"calls = LockCalls({call}=lambda *_: os._exit(9))\n"
+        "FolderLock(Path(sys.argv[1]), None, calls=calls).acquire()"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60).returncode == 9
     assert not (tmp_path / NAME).exists()
     FolderLock(tmp_path, None).acquire()
 
 
-def test_a_filesystem_without_links_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refused)
-    FolderLock(tmp_path, None).acquire()
+def test_a_filesystem_without_links_is_supported(tmp_path: Path) -> None:
+    calls = LockCalls(link=failing(errno.EPERM))
+    FolderLock(tmp_path, None, calls=calls).acquire()
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     with pytest.raises(LockError, match="works in"):
-        FolderLock(tmp_path, None).acquire()
+        FolderLock(tmp_path, None, calls=calls).acquire()
 
 
 RACE = """
@@ -243,13 +238,9 @@ def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
         FolderLock(tmp_path / "missing", None).acquire()
 
 
-def test_a_failed_write_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+def test_a_failed_write_leaves_no_lock(tmp_path: Path) -> None:
     with pytest.raises(FileSystemError, match="lock.json: no space left"):
-        FolderLock(tmp_path, None).acquire()
+        FolderLock(tmp_path, None, calls=LockCalls(fsync=failing(errno.ENOSPC))).acquire()
     assert not list(tmp_path.iterdir())
 
 
@@ -292,15 +283,10 @@ def test_takeovers_depend_on_job_and_host(environ: dict[str, str], changes: dict
     assert (found is None) if said is None else (found is not None and said in found), found
 
 
-def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_another_user_is_alive() -> None:
     """With hidepid=2, /proc has no entry for that process."""
-
-    def refused(pid: int, number: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", refused)
-    own = identity(None, {})
-    assert why_over({**own, "pid": 2**30}, own) is None
+    holder = {**identity(None, {}), "pid": 2**30}
+    assert is_running(holder, failing(errno.EPERM)) and not is_running(holder)
 
 
 def test_the_holder_detects_that_it_lost_the_folder(tmp_path: Path) -> None:
