@@ -49,7 +49,12 @@ def add_parser(subparsers: Any) -> None:
         actions, "calibrate", "measure which algorithm is fastest, and store the result", _CALIBRATE_EPILOG, _calibrate
     )
     measuring.add_argument("--seconds", type=_seconds, default=60.0, help="time to measure (default: %(default)g)")
-    measuring.add_argument("--sizes", type=_sizes, metavar="BYTES,...", help="sizes (default: 4 to 64M, times 4)")
+    measuring.add_argument(
+        "--sizes",
+        type=_sizes,
+        metavar="BYTES,...",
+        help="sizes of messages (default: 4 to 64M, each four times the last)",
+    )
     measuring.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda (default: auto)")
     measuring.add_argument("--output", type=Path, metavar="FILE", help="write the result to this file")
     measuring.add_argument("--no-canary", action="store_true", help="do not test MPI with GPU memory")

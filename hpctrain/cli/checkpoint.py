@@ -26,9 +26,10 @@ from hpctrain.util.text import columns, printable, printable_lines
 
 _EPILOG = """\
 examples:
-  hpctrain checkpoint ls runs/a
-  hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5
-  hpctrain checkpoint verify runs/a/checkpoints/step_00001200.h5
+  hpctrain checkpoint ls runs/a            steps, sizes, losses
+  hpctrain checkpoint show runs/a          tensors of the newest one, settings, curves
+  hpctrain checkpoint verify runs/a        is every bit as it was written?
+  hpctrain checkpoint export runs/a --to safetensors --model-only -o model.safetensors
 """
 _LS_EPILOG = """\
 examples:

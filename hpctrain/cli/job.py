@@ -47,12 +47,19 @@ def add_parser(verbs: Any) -> None:
     parser = add_verb(verbs, "job", "Print or check the script of a job for Slurm or PBS.", _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
     for scheduler, name in {"slurm": "Slurm", "pbs": "PBS"}.items():
-        one = add_scheduler(actions, scheduler, f"print a script for {name}", _print)
+        one = add_scheduler(actions, scheduler, f"print a job script for {name}", _print)
         one.add_argument("--show-profile", action="store_true", help="explain the profile instead")
     example = "examples:\n  %(prog)s my.sbatch"
-    checking = add_action(actions, "check", "check the directives of a script", example, _check, as_json=False)
-    checking.add_argument("script", type=Path, metavar="SCRIPT")
-    add_action(actions, "profiles", "list the profiles of sites", "examples:\n  %(prog)s", _list, as_json=False)
+    checking = add_action(actions, "check", "check the directives of a job script", example, _check, as_json=False)
+    checking.add_argument("script", type=Path, metavar="SCRIPT", help="a job script for Slurm or PBS")
+    add_action(
+        actions,
+        "profiles",
+        "list the profiles of sites, with their schedulers",
+        "examples:\n  %(prog)s",
+        _list,
+        as_json=False,
+    )
 
 
 def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
@@ -248,42 +255,53 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     setting, values = "SECTION.KEY=VALUE", "SECTION.KEY=V1,V2,..."
     told = "the run's folder; a program passes the same to job.run(checkpoints=...) (default: the config's run.folder)"
     group.add_argument("--folder", metavar="FOLDER", help=told)
-    group.add_argument("--set", dest="settings", metavar=setting, action="append", default=[], help="change a setting")
-    group.add_argument("--sweep", metavar=values, action="append", default=[], help="an array, one task per value")
+    group.add_argument(
+        "--set", dest="settings", metavar=setting, action="append", default=[], help="change a setting (repeatable)"
+    )
+    group.add_argument("--sweep", metavar=values, action="append", default=[], help="a job array, one task per value")
     group.add_argument("--at-once", type=int, default=0, metavar="N", help="concurrent tasks (default: all)")
-    group.add_argument("--profile", metavar="NAME", help="of a site, or a path (default: $HPCTRAIN_PROFILE, generic)")
-    group.add_argument("--venv", metavar="FOLDER", help="a virtual environment, or none (default: this one)")
+    group.add_argument("--profile", metavar="NAME", help="profile of a site, or a path (default: $HPCTRAIN_PROFILE)")
+    group.add_argument("--venv", metavar="FOLDER", help="virtual environment to use, or none (default: this one)")
     group.add_argument("--container", default="", metavar="IMAGE", help="run in this container (default: none)")
     more = "(repeatable)"
-    group.add_argument("--module", dest="modules", metavar="NAME", action="append", default=[], help=f"module {more}")
-    group.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help=f"variable {more}")
+    group.add_argument(
+        "--module", dest="modules", metavar="NAME", action="append", default=[], help=f"module to load {more}"
+    )
+    group.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help=f"variable to set {more}")
 
 
 def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
     group = parser.add_argument_group("resources")
     group.add_argument("--time", metavar="HH:MM:SS", help="walltime; also D-HH:MM:SS")
-    group.add_argument("--nodes", type=int, default=1, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the profile's, else one per GPU)")
-    group.add_argument("--gpus-per-node", type=int, metavar="N", help="(default: the profile's)")
-    group.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores (default: the profile's)")
-    group.add_argument("--memory", default="", metavar="SIZE", help="per node, as in 200G")
-    group.add_argument("--account", default="", metavar="NAME")
-    group.add_argument("--partition", "--queue", default="", metavar="NAME")
+    group.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
+    group.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="ranks (default: the profile's, else one per GPU)"
+    )
+    group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs (default: the profile's)")
+    group.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores per rank (default: the profile's)")
+    group.add_argument("--memory", default="", metavar="SIZE", help="memory per node, as in 200G")
+    group.add_argument("--account", default="", metavar="NAME", help="account or project that pays for the job")
+    group.add_argument("--partition", "--queue", default="", metavar="NAME", help="(default: the profile's)")
     if scheduler == "slurm":
-        group.add_argument("--qos", default="", metavar="NAME")
-        group.add_argument("--reservation", default="", metavar="NAME")
-        group.add_argument("--constraint", default="", metavar="FEATURES")
+        group.add_argument("--qos", default="", metavar="NAME", help="quality of service (default: the profile's)")
+        group.add_argument("--reservation", default="", metavar="NAME", help="reserved nodes to use")
+        group.add_argument("--constraint", default="", metavar="FEATURES", help="features that nodes must have")
         group.add_argument("--exclude", default="", metavar="NODES", help="nodes to exclude, as in n[3,7]")
     group.add_argument("--name", metavar="NAME", help="job name (default: that of the config)")
     group.add_argument(
-        "--directive", dest="directives", metavar="TEXT", action="append", default=[], help="as in --directive=--hold"
+        "--directive",
+        dest="directives",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="another directive, as in --directive=--hold",
     )
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("end and restarts")
     for option, default, meaning in (
-        ("--margin", 300, "seconds before the end at which the job signals the run to save"),
+        ("--margin", 300, "seconds before the end at which the job tells the run to save"),
         ("--restarts", 20, "how often the job may restart"),
         ("--retries", 2, "of these, how many in a row without a new checkpoint"),
     ):

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
+from textwrap import fill
 from typing import Any, NoReturn
 
 from hpctrain._version import __version__
@@ -29,7 +30,31 @@ VERBS = {
     "receipt": "report the time and resources of a run",
     "bench": "measure the collectives, show the measurements",
 }
-_AS_WRITTEN = argparse.RawDescriptionHelpFormatter  # keeps the lines of examples
+_EPILOG = """\
+examples:
+  hpctrain data pack ~/books -o books.h5              text files become a data file
+  hpctrain train jobs/gpt-tiny.toml                   one process; if started again, the run resumes
+  mpiexec -n 4 hpctrain train jobs/gpt-tiny.toml      four ranks
+  hpctrain plan big.toml --ranks 64                   does it fit, and how long does it take?
+  hpctrain submit slurm big.toml --nodes 2 --time 04:00:00
+  hpctrain checkpoint ls runs/gpt-tiny
+  hpctrain receipt runs/gpt-tiny                      time and node-hours so far
+
+hpctrain VERB --help shows details and examples.
+"""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Formatter that keeps the lines of examples, with room for the names of verbs and options."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add an option; argparse does not count the indentation of verbs when it aligns their descriptions."""
+        super().add_argument(action)
+        if isinstance(action.choices, dict):
+            self._action_max_length += 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,8 +110,9 @@ def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
     """Return a parser with the arguments of these verbs; with ``VERBS``, the whole command line can be documented."""
     parser = Parser(
         prog="hpctrain",
-        description="Train PyTorch models on the ranks that mpirun or srun started.",
-        epilog="hpctrain VERB --help shows details and examples",
+        description="Train PyTorch models on the ranks that mpirun or srun started, or in one process.",
+        epilog=_EPILOG,
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
@@ -104,7 +130,7 @@ def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
 def add_verb(verbs: Any, name: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Add a verb with its help text; return its parser."""
     parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=VERBS[name], description=description, epilog=epilog, formatter_class=_AS_WRITTEN
+        name, help=VERBS[name], description=fill(description, 100), epilog=epilog, formatter_class=_Help
     )
     return parser
 
@@ -125,7 +151,7 @@ def add_action(
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
         epilog=epilog,
-        formatter_class=_AS_WRITTEN,
+        formatter_class=_Help,
         **options,
     )
     if as_json:

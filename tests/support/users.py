@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def without_rights() -> Iterator[Path]:
-    """Yield a folder that every user can read, and act as nobody instead of root in the ``with`` block."""
+    """Yield a folder that every user can read, and act as a user without rights in the ``with`` block."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         os.chmod(name, 0o777)
         root = os.geteuid() == 0
