@@ -11,6 +11,7 @@ JOBS     ?= auto# workers of make test's first part; auto: one per core, 3 to 4;
 TESTS    ?=# files or folders of tests; empty: all
 RANKS    ?= ranks# marker expression of the rank tests: "ranks and not slow" leaves sweeps out
 CASES    ?= all# cases of parametrized tests: few (each value once) or all
+SCRATCH  ?= $(TMPDIR)# temporary files of tests; empty: /dev/shm if it has 4 GiB free, else /tmp
 COUNTS   ?=# file to which make test-long writes the number of passed tests, as JSON
 PREFIX   ?=# installation folder of make install, such as /apps/hpctrain/1.0
 MODULES  ?=# folder of its modulefiles: one of MODULEPATH
@@ -135,23 +136,30 @@ digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/di
 
 # Tests --------------------------------------------------------------------------------------------------------------
 
+# Runs write many small files and wait until each is on the disk: in memory, the rank tests take a third less time.
+MEMORY := /dev/shm/hpctrain-tests-$(shell id -u)
+FREE    = $(shell df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1)
+TMP     = $(or $(SCRATCH),$(shell test $(or $(FREE),0) -ge 4 && mkdir -p -m 700 $(MEMORY) && echo $(MEMORY)),/tmp)
+TESTING = TMPDIR=$(TMP) $(PYTEST)
+RANKED  = TMPDIR=$(TMP) $(MPIEXEC)
+
 test: env ## run the tests: single-process tests on JOBS workers, then rank tests on 2 ranks
-	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS) --cases few
-	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow" --cases few
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS) --cases few
+	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow" --cases few
 
 test-busy: env ## run make test next to processes that use all cores
 	$(BIN)/python tests/busy.py $(MAKE) --no-print-directory test TESTS="$(TESTS)"
 
 test-jobs: env ## run the single-process tests that start jobs of several ranks
-	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS) --cases $(CASES)
+	$(TESTING) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS) --cases $(CASES)
 
 test-long: env ## run what make test leaves out: sweeps, and all cases of parametrized tests
-	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs" -n $(JOBS) --cases rest \
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs" -n $(JOBS) --cases rest \
 	    $(if $(COUNTS),--counts $(COUNTS))
-	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
+	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
 
 test-%: env ## run the rank tests on N ranks: make test-3
-	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)" --cases $(CASES)
+	$(RANKED) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)" --cases $(CASES)
 
 test-benchmarks: env ## run small benchmarks, and check what they print and write
 	$(PYTEST) tests/benchmarks tests/cli/test_cli_bench.py -m benchmark

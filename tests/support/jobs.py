@@ -7,9 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def in_small_shm(mebibytes: int) -> list[str]:
     if subprocess.run([*command, mount], capture_output=True).returncode:
         pytest.skip("the system refuses to mount a file system in a namespace")
     return [*command, f'{mount}; exec "$@"', "sh"]
+
+
+def folder_outside_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a temporary folder on a disk, for jobs with another /dev/shm: they do not see the usual one in memory."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
 
 
 class JobStarter:

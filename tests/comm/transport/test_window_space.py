@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import in_small_shm
+from support.jobs import folder_outside_memory, in_small_shm
 
 PROGRAM = """
 import torch, hpctrain
@@ -21,6 +23,11 @@ own = torch.full((3_000_000,), 2.0); job.comm.all_reduce(own)
 places = [job.comm._host.memory.location_of(one) for one in (small, large)]
 print(f"result {[float(one[-1]) for one in (small, large, whole, own)]} {places}\\n", end="", flush=True)
 """
+
+
+@pytest.fixture
+def tmp_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from folder_outside_memory(monkeypatch)
 
 
 def has_open_mpi() -> bool:
