@@ -36,6 +36,8 @@ class Communicator:
     ``HPCTRAIN_CHECK=order`` the ranks compare each collective before it starts.
     """
 
+    _dispatch_type = Dispatch  # chooses the collectives that serve a tensor
+
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank = transport.rank
@@ -53,7 +55,7 @@ class Communicator:
         # arguments. The cache stays empty if the ranks compare each operation, or if host
         # operations must be ordered with those of a GPU.
         self._cache = PreparedCallCache() if self._compare.compares else self._host.cache
-        self._dispatch = Dispatch(self._host)
+        self._dispatch = self._dispatch_type(self._host)
         self._arguments = ArgumentChecks(transport.rank, transport.size)
         self._tables: Mapping[RankLayout, AlgorithmTable] = {}
         self._parts: list[Communicator] = []
@@ -326,7 +328,7 @@ class Communicator:
 
         It is freed with this communicator at the latest.
         """
-        part = Communicator(self.transport.split(color, self.rank if key is None else key))
+        part = type(self)(self.transport.split(color, self.rank if key is None else key))
         self._parts = [*(each for each in self._parts if not each._freed), part]
         part.use_tables(self._tables)
         if self._dispatch.device_setup is not None and part.size > 1:

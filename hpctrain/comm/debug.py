@@ -33,9 +33,9 @@ RECORD = 4096  # bytes per rank's record
 _TEXT_LENGTH = 180  # characters per text field (each may expand to twelve bytes); longer texts are truncated
 _MAX_NAMED = 8  # number of ranks named in a message before the others are only counted
 
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_COMMUNICATION = f"{_PACKAGE}comm{os.sep}"
-_INTERNAL = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_COMMUNICATION = f"{PACKAGE}comm{os.sep}"
+_INTERNAL = (PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class OrderCheck:
         self._transport.free()
 
     def _collect(self, own_call: CollectiveRecord) -> dict[int, CollectiveRecord]:
-        record = _pack(own_call)
+        record = pack_record(own_call)
         receives: dict[int, tuple[Tensor, Work]] = {}
         for rank in self._others:
             buffer = torch.empty(RECORD, dtype=torch.uint8)
             receives[rank] = (buffer, self._transport.irecv(buffer, rank))
         sends = [(record, self._transport.isend(record, rank)) for rank in self._others]
         missing = self._missing_after_deadline({rank: work for rank, (_, work) in receives.items()}, own_call)
-        calls = {rank: _unpack(buffer) for rank, (buffer, _) in receives.items() if rank not in missing}
+        calls = {rank: unpack_record(buffer) for rank, (buffer, _) in receives.items() if rank not in missing}
         if missing:
             # MPI may still write into these buffers; they must outlive this call.
             self._unfinished_messages += [*sends, *(receives[rank] for rank in missing)]
@@ -196,12 +196,12 @@ def _describe(number: int, operation: str, tensors: Sequence[Tensor], detail: st
     )
 
 
-def _pack(call: CollectiveRecord) -> Tensor:
+def pack_record(call: CollectiveRecord) -> Tensor:
     data = json.dumps(asdict(call)).encode()
     return torch.frombuffer(bytearray(data.ljust(RECORD)), dtype=torch.uint8)
 
 
-def _unpack(record: Tensor) -> CollectiveRecord:
+def unpack_record(record: Tensor) -> CollectiveRecord:
     try:
         return CollectiveRecord(**json.loads(bytes(record.numpy()).decode()))
     except (ValueError, TypeError) as error:

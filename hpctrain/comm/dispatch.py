@@ -144,11 +144,12 @@ class Dispatch:
         """
         from hpctrain.comm.device.collectives import DeviceCollectives, paths_of, transport_factory
         from hpctrain.comm.device.cuda_aware_probe import library_name
+        from hpctrain.comm.device.nccl_channel import reason_unavailable
         from hpctrain.comm.device.paths import decide_cuda_awareness, gather_capabilities
 
         passed = verdict.cuda_aware if verdict is not None and verdict.holds_for(library_name()) else None
         transport = self._flat.transport
-        capabilities = gather_capabilities(transport, device, decide_cuda_awareness(passed))
+        capabilities = gather_capabilities(transport, device, decide_cuda_awareness(passed), reason_unavailable())
         self.host.queue = OperationQueue(None if parent is None else parent.host.queue)
         self.device = DeviceCollectives(
             self._flat,

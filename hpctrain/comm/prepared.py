@@ -137,10 +137,12 @@ class PreparedCallCache(dict[Hashable, Callable[..., Any]]):
     A program that never reuses a tensor must not fill the memory.
     """
 
-    limit = 1024
+    def __init__(self, limit: int = 1024) -> None:
+        super().__init__()
+        self._limit = limit
 
     def __setitem__(self, key: Hashable, call: Callable[..., Any]) -> None:
-        if len(self) >= self.limit:
+        if len(self) >= self._limit:
             self.clear()
         super().__setitem__(key, call)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.nodes import alternating, groups, in_pairs, on_nodes
+
+from hpctrain.comm.prepared import FlatHostCollectives
+from hpctrain.comm.shm.memory import discover
+from hpctrain.comm.tuning.table import RankLayout, default_table
+from hpctrain.log import logger
 
 pytest.register_assert_rewrite("suites.transports")  # its failures show both sides of an assert
 
@@ -17,6 +23,42 @@ def own(comm: Any) -> Iterator[Any]:
     own = comm.split(comm.node)
     yield own
     own.free()
+
+
+@pytest.fixture
+def host(comm: Any) -> Iterator[FlatHostCollectives]:
+    """Return the collectives of host tensors, over a transport that cuts messages above 16 bytes."""
+    from hpctrain.comm.transport.mpi import MpiTransport
+
+    transport = MpiTransport(comm.transport.comm, message_bytes=16)
+    node = transport.split_node()
+    topology = discover(transport, node)
+    layout = RankLayout(transport.size, topology.nodes, topology.local_size)
+    host = FlatHostCollectives(transport, node, topology, default_table(layout))
+    yield host
+    host.free()
+    node.free()
+    transport.free()
+
+
+class Messages(logging.Handler):
+    """Texts that hpctrain has logged on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """Return the list of texts that hpctrain logs on this rank during the test."""
+    handler = Messages()
+    logger.addHandler(handler)
+    yield handler.texts
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="module", params=[in_pairs, alternating], ids=["in_pairs", "alternating"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from inspect import currentframe
 from typing import Any
 
 import pytest
@@ -11,14 +11,15 @@ import torch
 from support.pace import scaled
 
 from hpctrain.comm.debug import (
+    PACKAGE,
     RECORD,
     CollectiveRecord,
     OrderCheck,
-    _pack,
-    _unpack,
     call_site,
     check_enabled,
     order_check,
+    pack_record,
+    unpack_record,
 )
 from hpctrain.errors import DeadlineError, MismatchError, SettingsError
 
@@ -33,9 +34,9 @@ def check(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def line() -> int:
-    import sys
-
-    return sys._getframe(1).f_lineno
+    caller = currentframe()
+    assert caller is not None and caller.f_back is not None
+    return caller.f_back.f_lineno
 
 
 @pytest.mark.ranks
@@ -125,23 +126,17 @@ def test_a_hanging_rank_is_distinguished_from_waiting_ranks(
 
 
 @pytest.mark.ranks
-def test_different_source_lines_are_logged_once_and_are_no_error(comm: Any, check: Any, caplog: Any) -> None:
-    logger = logging.getLogger("hpctrain")
-    propagates, logger.propagate = logger.propagate, False
-    logger.addHandler(caplog.handler)
-    try:
-        for _ in range(2):
-            if comm.rank == 0:
-                check("broadcast", torch.empty(1))
-            else:
-                check("broadcast", torch.empty(1))
-    finally:
-        logger.removeHandler(caplog.handler)
-        logger.propagate = propagates
-    found = [record.getMessage() for record in caplog.records]
-    assert len(found) == (comm.rank == 0)
-    if found:
-        assert found[0].startswith("collective 1, broadcast of float32 [1], is called from different lines: rank 0: ")
+def test_different_source_lines_are_logged_once_and_are_no_error(comm: Any, check: Any, messages: list[str]) -> None:
+    for _ in range(2):
+        if comm.rank == 0:
+            check("broadcast", torch.empty(1))
+        else:
+            check("broadcast", torch.empty(1))
+    assert len(messages) == (comm.rank == 0)
+    if messages:
+        assert messages[0].startswith(
+            "collective 1, broadcast of float32 [1], is called from different lines: rank 0: "
+        )
     check.free()
 
 
@@ -169,10 +164,8 @@ def test_an_unknown_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_enabled()
 
 
-def test_the_line_of_a_hook_is_followed_by_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = __import__("hpctrain.comm.debug", fromlist=["check"])
-    folder = module._PACKAGE
-    code = compile("def hook(action):\n    return action()\n", f"{folder}parallel/ddp.py", "exec")
+def test_the_line_of_a_hook_is_followed_by_the_users_line() -> None:
+    code = compile("def hook(action):\n    return action()\n", f"{PACKAGE}parallel/ddp.py", "exec")
     space: dict[str, Any] = {}
     exec(code, space)
     here = line() + 1
@@ -182,8 +175,8 @@ def test_the_line_of_a_hook_is_followed_by_the_users_line(monkeypatch: pytest.Mo
 
 def test_a_record_holds_the_longest_texts() -> None:
     call = CollectiveRecord(10**9, "reduce_scatter", "average", "f" * 180, "1" * 180, "\U0001f600" * 180)
-    packed = _pack(call)
-    assert packed.numel() == RECORD and _unpack(packed) == call
+    packed = pack_record(call)
+    assert packed.numel() == RECORD and unpack_record(packed) == call
 
 
 @pytest.mark.ranks

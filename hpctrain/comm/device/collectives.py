@@ -60,7 +60,7 @@ class DeviceCollectives:
         self._transport = host.transport
         self._host = host
         self._device = device
-        self._capabilities = capabilities
+        self.capabilities = capabilities
         self._queue = queue
         self._measured = measured or {}
         self._piece_bytes = piece_bytes  # of a tensor that is staged
@@ -222,7 +222,7 @@ class DeviceCollectives:
                 f"{operation} of a tensor on {tensor.device}: this rank's tensors are on {self._device} or on the host"
             )
         nbytes = tensor.numel() * tensor.element_size()
-        capabilities = self._capabilities
+        capabilities = self.capabilities
         if tag:
             capabilities = replace(capabilities, no_nccl="NCCL has no tags")
         choice: PathChoice = choose_path(

@@ -34,12 +34,19 @@ class NcclTransport(Transport):
     tags = 1  # NCCL matches messages by order only
 
     def __init__(
-        self, host: Transport, device: torch.device, *, streams: Streams | None = None, library: Any = None
+        self,
+        host: Transport,
+        device: torch.device,
+        *,
+        streams: Streams | None = None,
+        library: Any = None,
+        piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self.rank, self.size, self.device = host.rank, host.size, device
         self._host = host
         self._arguments = ArgumentChecks(host.rank, host.size)
         self._owns_host = False
+        self._piece_bytes = piece_bytes
         library = library if library is not None else nccl_channel.load()
         self._version = int(library.get_version())
         check_own_gpus(host.all_gather_object(identity(device)))
@@ -59,7 +66,7 @@ class NcclTransport(Transport):
         code = self._code(tensor.dtype, op)
 
         def call(comm: Any, stream: int) -> None:
-            for part, kind in _cut(tensor):
+            for part, kind in self._cut(tensor):
                 comm.reduce(part.data_ptr(), part.data_ptr(), part.numel(), kind, code, root, stream)
 
         return self.channel.start("reduce", [tensor], call)
@@ -73,7 +80,7 @@ class NcclTransport(Transport):
         code = self._code(tensor.dtype, op)
 
         def call(comm: Any, stream: int) -> None:
-            if _nbytes(out) <= PIECE_BYTES:
+            if _nbytes(out) <= self._piece_bytes:
                 kind = DTYPES[out.dtype]
                 comm.reduceScatter(tensor.data_ptr(), out.data_ptr(), out.numel(), kind, code, stream)
                 return
@@ -81,7 +88,7 @@ class NcclTransport(Transport):
             # by piece.
             with self.channel.group():
                 for root, share in enumerate(tensor.view(-1).chunk(self.size)):
-                    for (part, kind), (result, _) in zip(_cut(share), _cut(out)):
+                    for (part, kind), (result, _) in zip(self._cut(share), self._cut(out)):
                         into = result.data_ptr() if root == self.rank else part.data_ptr()
                         comm.reduce(part.data_ptr(), into, part.numel(), kind, code, root, stream)
 
@@ -131,10 +138,10 @@ class NcclTransport(Transport):
     # Implementation ---------------------------------------------------------------------------------------------------
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.channel.defer("send", tensor, lambda comm, stream: _put(comm, tensor, peer, stream))
+        return self.channel.defer("send", tensor, lambda comm, stream: self._put(comm, tensor, peer, stream))
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return self.channel.defer("recv", tensor, lambda comm, stream: _get(comm, tensor, peer, stream))
+        return self.channel.defer("recv", tensor, lambda comm, stream: self._get(comm, tensor, peer, stream))
 
     def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
         outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
@@ -142,8 +149,8 @@ class NcclTransport(Transport):
         def call(comm: Any, stream: int) -> None:
             with self.channel.group():
                 for peer in range(self.size):
-                    _put(comm, outgoing[peer], peer, stream)
-                    _get(comm, incoming[peer], peer, stream)
+                    self._put(comm, outgoing[peer], peer, stream)
+                    self._get(comm, incoming[peer], peer, stream)
 
         return self.channel.start("all_to_all", [out, tensor], call)
 
@@ -152,14 +159,14 @@ class NcclTransport(Transport):
         self._host.barrier()
 
     def _broadcast(self, tensor: Tensor, root: int) -> list[PreparedCall]:
-        call = lambda comm, stream: _broadcast_bytes(comm, tensor, root, stream)
+        call = lambda comm, stream: self._broadcast_bytes(comm, tensor, root, stream)
         return [lambda: self.channel.start("broadcast", [tensor], call).wait()]
 
     def _all_reduce(self, tensor: Tensor, op: str) -> list[PreparedCall]:
         code = self._code(tensor.dtype, op)
 
         def call(comm: Any, stream: int) -> None:
-            for part, kind in _cut(tensor):
+            for part, kind in self._cut(tensor):
                 comm.allReduce(part.data_ptr(), part.data_ptr(), part.numel(), kind, code, stream)
 
         return [lambda: self.channel.start("all_reduce", [tensor], call).wait()]
@@ -168,19 +175,21 @@ class NcclTransport(Transport):
         self._arguments.check_shares(tensor, out)
 
         def call(comm: Any, stream: int) -> None:
-            if _nbytes(tensor) <= PIECE_BYTES:
+            if _nbytes(tensor) <= self._piece_bytes:
                 comm.allGather(tensor.data_ptr(), out.data_ptr(), _nbytes(tensor), BYTES, stream)
                 return
             with self.channel.group():
                 for root, share in enumerate(out.view(-1).chunk(self.size)):
                     source = tensor.view(-1) if root == self.rank else share
-                    for (start, nbytes), (into, _) in zip(_byte_ranges(source), _byte_ranges(share)):
+                    for (start, nbytes), (into, _) in zip(self._byte_ranges(source), self._byte_ranges(share)):
                         comm.broadcast(start, into, nbytes, BYTES, root, stream)
 
         return [lambda: self.channel.start("all_gather", [out, tensor], call).wait()]
 
     def _split_from(self, host: Transport) -> NcclTransport:
-        part = NcclTransport(host, self.device, streams=self.channel.streams, library=self.channel.library)
+        part = NcclTransport(
+            host, self.device, streams=self.channel.streams, library=self.channel.library, piece_bytes=self._piece_bytes
+        )
         part._owns_host = True
         return part
 
@@ -189,6 +198,30 @@ class NcclTransport(Transport):
         if code is None:
             raise CommunicationError(f"NCCL does not reduce {dtype} by {op} as torch does; use algorithm auto")
         return code
+
+    def _cut(self, tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
+        """Yield pieces of the tensor, each small enough for one call, with their NCCL type."""
+        for piece in torch.split(tensor.view(-1), self._piece_bytes // tensor.element_size()):
+            if piece.numel():
+                yield piece, DTYPES[tensor.dtype]
+
+    def _byte_ranges(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
+        """Yield address and length of the tensor's bytes, in ranges small enough for one call."""
+        address, total = tensor.data_ptr(), _nbytes(tensor)
+        for start in range(0, total, self._piece_bytes):
+            yield address + start, min(self._piece_bytes, total - start)
+
+    def _put(self, comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
+        for address, nbytes in self._byte_ranges(tensor):
+            comm.send(address, nbytes, BYTES, peer, stream)
+
+    def _get(self, comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
+        for address, nbytes in self._byte_ranges(tensor):
+            comm.recv(address, nbytes, BYTES, peer, stream)
+
+    def _broadcast_bytes(self, comm: Any, tensor: Tensor, root: int, stream: int) -> None:
+        for address, nbytes in self._byte_ranges(tensor):
+            comm.broadcast(address, address, nbytes, BYTES, root, stream)
 
 
 def identity(device: torch.device) -> str:
@@ -224,32 +257,3 @@ def _share_id(host: Transport, library: Any) -> Sequence[int]:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _cut(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield pieces of the tensor, each small enough for one call, with their NCCL type."""
-    flat, step = tensor.view(-1), PIECE_BYTES // tensor.element_size()
-    for start in range(0, flat.numel(), step):
-        yield flat[start : start + step], DTYPES[tensor.dtype]
-
-
-def _byte_ranges(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield address and length of the tensor's bytes, in ranges small enough for one call."""
-    address, total = tensor.data_ptr(), _nbytes(tensor)
-    for start in range(0, total, PIECE_BYTES):
-        yield address + start, min(PIECE_BYTES, total - start)
-
-
-def _put(comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
-    for address, nbytes in _byte_ranges(tensor):
-        comm.send(address, nbytes, BYTES, peer, stream)
-
-
-def _get(comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
-    for address, nbytes in _byte_ranges(tensor):
-        comm.recv(address, nbytes, BYTES, peer, stream)
-
-
-def _broadcast_bytes(comm: Any, tensor: Tensor, root: int, stream: int) -> None:
-    for address, nbytes in _byte_ranges(tensor):
-        comm.broadcast(address, address, nbytes, BYTES, root, stream)

@@ -53,9 +53,12 @@ def op_code(dtype: torch.dtype, op: str, version: int) -> int | None:
     return _OPS[op] if known else None
 
 
-def reason_unavailable() -> str:
-    """Return why NCCL cannot be used on this rank; an empty text if it can."""
-    if not torch.cuda.is_available():
+def reason_unavailable(has_gpu: bool | None = None) -> str:
+    """Return why NCCL cannot be used on this rank; an empty text if it can.
+
+    ``has_gpu`` tells whether a GPU is visible; by default torch is asked.
+    """
+    if not (torch.cuda.is_available() if has_gpu is None else has_gpu):
         return "no GPU is visible"
     try:
         load()

@@ -6,6 +6,7 @@ the result, so all ranks choose the same path.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections import Counter
@@ -15,7 +16,6 @@ from typing import Literal
 
 import torch
 
-from hpctrain.comm.device import nccl_channel
 from hpctrain.comm.device.nccl import identity
 from hpctrain.comm.transport.base import Transport
 from hpctrain.errors import CommunicationError, SettingsError
@@ -71,9 +71,14 @@ def decide_cuda_awareness(verdict: bool | None, environ: Mapping[str, str] = os.
     return CudaAwareness(verdict, "the canary exchange passed" if verdict else "the canary exchange failed")
 
 
-def gather_capabilities(transport: Transport, device: torch.device, awareness: CudaAwareness) -> PathCapabilities:
-    """Return the capabilities common to all ranks, naming a rank that lacks one. Collective."""
-    own = (nccl_channel.reason_unavailable(), awareness, f"{socket.gethostname()} {identity(device)}")
+def gather_capabilities(
+    transport: Transport, device: torch.device, awareness: CudaAwareness, no_nccl: str
+) -> PathCapabilities:
+    """Return the capabilities common to all ranks, naming a rank that lacks one. Collective.
+
+    ``no_nccl`` is why this rank cannot use NCCL; empty if it can.
+    """
+    own = (no_nccl, awareness, f"{socket.gethostname()} {identity(device)}")
     return combine(transport.all_gather_object(own))
 
 
@@ -142,8 +147,8 @@ def _by_default(unavailable: Mapping[Path, str], capabilities: PathCapabilities)
 class PathLog:
     """Logger of paths: reports each path once per job, on rank 0, so that a slow path is visible to the user."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, logger: logging.Logger = logger) -> None:
+        self._rank, self._logger = rank, logger
         self._logged: set[Path] = set()
 
     def log(self, choice: PathChoice) -> None:
@@ -152,4 +157,4 @@ class PathLog:
             self._logged.add(choice.path)
             if self._rank == 0:
                 how = {"nccl": "by NCCL", "mpi": "by MPI with device pointers", "staged": "through host memory"}
-                logger.info("tensors on the GPU travel %s: %s", how[choice.path], choice.reason)
+                self._logger.info("tensors on the GPU travel %s: %s", how[choice.path], choice.reason)

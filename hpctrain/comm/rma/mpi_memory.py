@@ -338,14 +338,14 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
 LENGTH = 1000  # elements per rank
 
 
-def self_test(comm: MPI.Intracomm) -> str:
+def self_test(comm: MPI.Intracomm, memory: type[RemoteMemoryByRma] = RemoteMemoryByRma) -> str:
     """Return a description of a failure; empty if the test passes. Collective.
 
     Each rank writes and adds to the memory of the rank farthest from it, and reads it back. All
     ranks add to one counter.
     """
     try:
-        remote = RemoteMemoryByRma(comm, [LENGTH] * comm.size, torch.float32, 1)
+        remote = memory(comm, [LENGTH] * comm.size, torch.float32, 1)
     except MPI.Exception as error:
         return f"cannot be set up ({str(error).splitlines()[0]})"
     try:

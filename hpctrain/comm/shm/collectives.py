@@ -48,7 +48,15 @@ class HierarchicalParts:
     communicator, and ``across`` numbers its ranks by node.
     """
 
-    def __init__(self, inside: WindowParts, across: Transport, grid: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self,
+        inside: WindowParts,
+        across: Transport,
+        grid: Sequence[Sequence[int]],
+        few_nodes: int,
+        piece: int,
+    ) -> None:
+        self._few_nodes, self._piece = few_nodes, piece
         self._inside = inside
         self._across = across
         self._grid = grid
@@ -58,8 +66,8 @@ class HierarchicalParts:
         """Reduce this rank's slice in the node and across nodes, and write the result into all local buffers."""
         pieces = self._inside.slices(views)
         own = pieces[self._inside.rank]
-        is_direct = self._across.size <= FEW_NODES
-        step = PIECE // own.itemsize if is_direct else max(own.numel(), 1)
+        is_direct = self._across.size <= self._few_nodes
+        step = self._piece // own.itemsize if is_direct else max(own.numel(), 1)
         rows = list(zip(*(torch.split(piece, step) for piece in pieces)))
         return lambda: self._pipelined(rows, op) if is_direct else self._by_halving(rows, op)
 
@@ -185,7 +193,16 @@ class NodeCollectives:
     the reduction of a small tensor.
     """
 
-    def __init__(self, transport: Transport, node: MpiTransport, topology: Topology, reducer: Reducer) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        node: MpiTransport,
+        topology: Topology,
+        reducer: Reducer,
+        *,
+        few_nodes: int = FEW_NODES,
+        piece: int = PIECE,
+    ) -> None:
         self.nodes = topology.nodes
         ranks = node.split_node()
         everyone = transport if topology.nodes > 1 else ranks
@@ -202,7 +219,7 @@ class NodeCollectives:
         self._parts: WindowParts | HierarchicalParts = inside
         if topology.nodes > 1:
             self._across = transport.split(topology.local_rank, topology.node)
-            self._parts = HierarchicalParts(inside, self._across, topology.grid)
+            self._parts = HierarchicalParts(inside, self._across, topology.grid, few_nodes, piece)
         self._inside = inside
         self._staged: StagedCollectives | None = None
         self._chunk: Tensor | None = None

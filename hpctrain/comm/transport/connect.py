@@ -23,18 +23,18 @@ from hpctrain.log import logger
 RDMA_DEVICES = Path("/sys/class/infiniband")  # also RoCE, Omni-Path and EFA
 
 
-def connect(comm: Any = None) -> tuple[Transport, Launch]:
+def connect(comm: Any = None, environ: MutableMapping[str, str] = os.environ) -> tuple[Transport, Launch]:
     """Return the transport of the world and the launcher's description of it.
 
     ``comm`` is an mpi4py communicator to use instead of ``COMM_WORLD``. Without ``comm`` and
     without a launcher, MPI is not imported. Raises ``LaunchError`` if the launcher started more
     ranks than MPI reports.
     """
-    launch = detect(os.environ)
+    launch = detect(environ)
     if comm is None and launch.kind == "none":
         return SingleTransport(), launch
-    check_pmi(launch, os.environ)
-    exclude_unusable_ucx(os.environ)
+    check_pmi(launch, environ)
+    exclude_unusable_ucx(environ)
     _check_node_memory(launch)
     if early := ended_early(launch):
         raise LaunchError(

@@ -119,18 +119,18 @@ class ExitNotifier:
     from a second thread.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm.Dup()
+    def __init__(self, comm: MPI.Intracomm, grace: float = GRACE) -> None:
+        self._comm, self._grace = comm.Dup(), grace
         self._ranks_left: set[int] = set()
         self._notified = False
 
     def leave(self) -> None:
-        """Return when all ranks leave; if that takes longer than ``GRACE``, notify the others first.
+        """Return when all ranks leave; if that takes longer than ``grace``, notify the others first.
 
         Meanwhile, serve ranks that still access memory of this rank.
         """
         barrier = self._comm.Ibarrier()
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + self._grace
         while not barrier.Test():
             progress()
             if not self._notified and time.monotonic() > deadline:

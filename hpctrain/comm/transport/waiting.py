@@ -23,9 +23,10 @@ class Activity:
     called directly.
     """
 
-    __slots__ = ("operation", "since", "count", "total", "_depth")
+    __slots__ = ("operation", "since", "count", "total", "_depth", "_clock")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.operation = ""
         self.since = 0.0
         self.count = 0
@@ -35,7 +36,7 @@ class Activity:
     def begin(self, operation: str) -> None:
         """Set the blocking operation until ``end``; a nested operation keeps the outer name."""
         if not self._depth:
-            self.since = time.monotonic()
+            self.since = self._clock()
             self.count += 1
             self.operation = operation
         self._depth += 1
@@ -44,7 +45,7 @@ class Activity:
         """End the operation of the matching ``begin``."""
         self._depth -= 1
         if not self._depth:
-            self._record(time.monotonic())
+            self._record(self._clock())
 
     def _record(self, now: float) -> None:
         """Add the time of a completed operation, and record it if tracing is enabled."""
@@ -60,7 +61,7 @@ class Activity:
 
         If ``counted`` has a recorder, each call counts as one operation of ``nbytes``.
         """
-        monotonic = time.monotonic
+        clock = self._clock
 
         def recorded() -> None:
             if counted is not None and counted.recorder is not None:
@@ -70,14 +71,14 @@ class Activity:
                 return
             self._depth = 1
             self.count += 1
-            self.since = monotonic()
+            self.since = clock()
             self.operation = operation
             try:
                 call()
             finally:
                 # As in ``_record``, without the cost of a call.
                 self._depth = 0
-                now = monotonic()
+                now = clock()
                 self.total += now - self.since
                 if trace.recording:
                     trace.wait(operation, self.since, now)
@@ -101,7 +102,7 @@ class Activity:
     @property
     def seconds(self) -> float:
         """Return the duration of the current operation in seconds; 0 outside of any operation."""
-        return time.monotonic() - self.since if self.operation else 0.0
+        return self._clock() - self.since if self.operation else 0.0
 
 
 waiting = Activity()

@@ -128,9 +128,6 @@ PAGE = 4096
 SLAB = 2**20  # requests below this share a window, because MPI libraries have few windows
 LINE = 16  # int64s: two cache lines per counter, because processors fetch lines in pairs
 
-# x86-64 makes stores visible to other cores in program order; other processors need a fence.
-_ORDERED = platform.machine() in ("x86_64", "AMD64")
-
 
 @dataclass(frozen=True)
 class NodeBuffer:
@@ -153,11 +150,18 @@ class NodeMemory(Recordable):
     """Memory that the ranks of one node share, and the counters by which they synchronise."""
 
     def __init__(
-        self, transport: MpiTransport, *, oversubscribed: bool = False, everyone: MpiTransport | None = None
+        self,
+        transport: MpiTransport,
+        *,
+        oversubscribed: bool = False,
+        everyone: MpiTransport | None = None,
+        ordered: bool = platform.machine() in ("x86_64", "AMD64"),
     ) -> None:
         """Create the counters. Collective.
 
         The ranks of ``everyone`` get memory together, or all of them raise ``NoSpaceError``.
+        ``ordered`` tells whether the processor makes stores visible to other cores in program order,
+        as x86-64 does; other processors need a fence.
         """
         self.spins = OVERSUBSCRIBED_SPINS if oversubscribed else SPINS
         self.rank = transport.rank
@@ -170,7 +174,7 @@ class NodeMemory(Recordable):
         self._slab_used = 0
         self._fence: Callable[[], None] | None = None
         control = self._map(2 * LINE * 8)
-        if not _ORDERED:
+        if not ordered:
             self._windows[0].Lock_all(MPI.MODE_NOCHECK)  # a window may be synchronised inside an epoch only
             self._fence = self._windows[0].Sync
         counters = [memoryview(part.numpy().data).cast("q") for part in control.ranks]

@@ -53,7 +53,16 @@ class TensorBuffers:
 class TimingCase:
     """Measurement of one operation at one memory location and size; ``times`` holds this rank's rows per algorithm."""
 
-    def __init__(self, comm: Communicator, key: Key, size: int, buffers: TensorBuffers) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        key: Key,
+        size: int,
+        buffers: TensorBuffers,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        """Prepare the tensors; ``synchronize`` waits for a device that computes asynchronously."""
         self.name = f"{key[0]} of {format_bytes(size)}"
         self.key = key
         self.size = size
@@ -61,12 +70,12 @@ class TimingCase:
         self.left_out: dict[str, str] = {}  # why an algorithm was not measured
         self.wrong: set[str] = set()  # subset of them that produced wrong numbers
         self.times: dict[str, list[float]] = {}
-        self._comm = comm
-        self._cuda = buffers.device.type == "cuda"
+        self._comm, self._clock = comm, clock
+        self._synchronize = synchronize
         dtype = DTYPES[key[2]]
         shares = -(-size // (dtype.itemsize * comm.size))
         numel = shares * comm.size if key[0] in ("reduce_scatter", "all_gather") else -(-size // dtype.itemsize)
-        self._whole, self._share = buffers.tensors(numel, comm.size, dtype)
+        self.whole, self.share = buffers.tensors(numel, comm.size, dtype)
         self._calls = comm.size if key[0] in ("reduce", "broadcast") else 1  # calls in which each rank is root once
 
     @property
@@ -90,7 +99,7 @@ class TimingCase:
         """Measure each remaining candidate once more."""
         for _ in range(next(rows for limit, rows in ROWS_PER_SWEEP if self.size <= limit)):
             for name, rows in self.times.items():
-                rows.append(self._row(name, self._row_length(self.first[name])))
+                rows.append(self.time_row(name, self.row_length(self.first[name])))
 
     def _try(self, name: str) -> float | None:
         """Return the seconds per call in the first rows; None if the algorithm is inapplicable or its result is wrong.
@@ -100,74 +109,74 @@ class TimingCase:
         """
         checked = self.size <= CHECK_LIMIT
         if checked:
-            self._fill()
+            self.fill()
         try:
-            once = self._row(name, 1)
+            once = self.time_row(name, 1)
         except CommunicationError as error:
             self.left_out[name] = str(error)
             return None
-        everyone = self._comm.all_gather_object((not checked or self._is_right(), once))
+        everyone = self._comm.all_gather_object((not checked or self.is_right(), once))
         if checked:
-            self._whole.zero_()  # zeros stay zero however often they are reduced again
-            self._share.zero_()
+            self.whole.zero_()  # zeros stay zero however often they are reduced again
+            self.share.zero_()
         wrong = [str(rank) for rank, (right, _) in enumerate(everyone) if not right]
         if wrong:
             self.left_out[name] = f"it returned wrong values on rank {', '.join(wrong)}"
             self.wrong.add(name)
             return None
         if max(seconds for _, seconds in everyone) > SLOW:
-            return min(once, self._row(name, 1))
-        return min(self._row(name, FIRST_CALLS) for _ in range(FIRST_ROWS))
+            return min(once, self.time_row(name, 1))
+        return min(self.time_row(name, FIRST_CALLS) for _ in range(FIRST_ROWS))
 
-    def _row_length(self, pilot: float) -> int:
+    def row_length(self, pilot: float) -> int:
         calls = max(1, min(MAX_CALLS, int(ROW_SECONDS / pilot)))
         return -(-calls // self._calls) * self._calls
 
-    def _row(self, name: str, calls: int) -> float:
+    def time_row(self, name: str, calls: int) -> float:
         """Return the seconds per call of a row."""
         if self.size <= CHECK_LIMIT and self.times:
             for root in range(self._calls):  # warm-up: first-use state may be gone since the last row
                 self._call(name, root)
         self._comm.transport.barrier()
-        start = time.perf_counter()
+        start = self._clock()
         for number in range(calls):
             self._call(name, number % self._comm.size)
-        if self._cuda:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
+        if self._synchronize is not None:
+            self._synchronize()
+        return (self._clock() - start) / calls
 
     def _call(self, name: str, root: int) -> None:
         comm, operation = self._comm, self.key[0]
         if operation == "all_reduce":
-            comm.all_reduce(self._whole, algorithm=name)
+            comm.all_reduce(self.whole, algorithm=name)
         elif operation == "reduce_scatter":
-            comm.reduce_scatter(self._share, self._whole, algorithm=name)
+            comm.reduce_scatter(self.share, self.whole, algorithm=name)
         elif operation == "reduce":
-            comm.reduce(self._whole, root=root, algorithm=name)
+            comm.reduce(self.whole, root=root, algorithm=name)
         elif operation == "all_gather":
-            comm.all_gather(self._whole, self._share, algorithm=name)
+            comm.all_gather(self.whole, self.share, algorithm=name)
         else:
-            comm.broadcast(self._whole, root, algorithm=name)
+            comm.broadcast(self.whole, root, algorithm=name)
 
     # Verification of the first result ---------------------------------------------------------------------------------
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         """Fill the input tensors with numbers that differ between ranks."""
-        self._share.copy_(self._pattern(self._share)).add_(self._comm.rank)
-        self._whole.copy_(self._pattern(self._whole)).add_(self._comm.rank)
+        self.share.copy_(self._pattern(self.share)).add_(self._comm.rank)
+        self.whole.copy_(self._pattern(self.whole)).add_(self._comm.rank)
 
-    def _is_right(self) -> bool:
+    def is_right(self) -> bool:
         """Return whether the first call gave this rank the expected numbers."""
         ranks, operation = self._comm.size, self.key[0]
         if operation == "broadcast":
-            return torch.equal(self._whole, self._pattern(self._whole))
+            return torch.equal(self.whole, self._pattern(self.whole))
         if operation == "all_gather":
-            wanted = torch.cat([self._pattern(self._share) + rank for rank in range(ranks)])
-            return torch.equal(self._whole, wanted)
-        summed = self._pattern(self._whole).float() * ranks + ranks * (ranks - 1) / 2
+            wanted = torch.cat([self._pattern(self.share) + rank for rank in range(ranks)])
+            return torch.equal(self.whole, wanted)
+        summed = self._pattern(self.whole).float() * ranks + ranks * (ranks - 1) / 2
         if operation == "reduce_scatter":
-            return _close(self._share, summed.chunk(ranks)[self._comm.rank])
-        return self._comm.rank > 0 and operation == "reduce" or _close(self._whole, summed)
+            return _close(self.share, summed.chunk(ranks)[self._comm.rank])
+        return self._comm.rank > 0 and operation == "reduce" or _close(self.whole, summed)
 
     def _pattern(self, tensor: Tensor) -> Tensor:
         return (torch.arange(tensor.numel(), device=tensor.device) % 7 + 1).to(tensor.dtype)
@@ -211,6 +220,14 @@ class AlgorithmTimes:
         }
         return AlgorithmTable(self.layout, {key: self._steps(times) for key, times in trusted.items() if times})
 
+    def add(self, case: TimingCase, slowest: Mapping[str, Sequence[float]]) -> None:
+        """Add the results of a case, given the rows of the slowest rank."""
+        self.left_out |= {(case.key, name): reason for name, reason in case.left_out.items()}
+        self.wrong |= {(case.key, name) for name in case.wrong}
+        for name, first in case.first.items():
+            seconds = statistics.median(slowest[name]) if slowest.get(name) else first
+            self.times.setdefault(case.key, {}).setdefault(name, {})[case.size] = seconds
+
     def _steps(self, times: dict[str, dict[int, float]]) -> Steps:
         *early, (end, name) = fastest(times)
         return (*early, (end if self.complete else max(map(max, times.values())), name))
@@ -239,6 +256,7 @@ def measure(
     seconds: float = 60.0,
     device: torch.device = torch.device("cpu"),
     progress: Callable[[float, str], None] = lambda seconds, what: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> AlgorithmTimes:
     """Measure all algorithms at all sizes in about ``seconds``; return the same result on all ranks. Collective.
 
@@ -252,41 +270,37 @@ def measure(
         location: TensorBuffers(comm, location, max(sizes), device)
         for location in dict.fromkeys(key[1] for key in keys)
     }
-    cases = [TimingCase(comm, key, size, buffers[key[1]]) for size in sorted(set(sizes)) for key in keys]
-    clock = _Clock(comm, seconds)
+    waits = {"cuda": torch.cuda.synchronize}
+    cases = [
+        TimingCase(comm, key, size, buffers[key[1]], clock, waits.get(key[1]))
+        for size in sorted(set(sizes))
+        for key in keys
+    ]
+    limit = _TimeLimit(comm, seconds, clock)
     begun = []
     for case in cases:
-        if clock.is_up():
+        if limit.is_up():
             found.complete = False
             break
-        progress(clock.elapsed(), case.name)
+        progress(limit.elapsed(), case.name)
         case.begin()
         begun.append(case)
-    _sweep([case for case in begun if case.undecided], clock, progress)
-    for case, times in zip(begun, _of_slowest(comm, [case.times for case in begun])):
-        _collect(found, case, times)
+    _sweep([case for case in begun if case.undecided], limit, progress)
+    for case, times in zip(begun, rows_of_slowest(comm, [case.times for case in begun])):
+        found.add(case, times)
     return found
 
 
-def _sweep(cases: Sequence[TimingCase], clock: _Clock, progress: Callable[[float, str], None]) -> None:
+def _sweep(cases: Sequence[TimingCase], limit: _TimeLimit, progress: Callable[[float, str], None]) -> None:
     for _ in range(MAX_SWEEPS):
         for case in cases:
-            if clock.is_up():
+            if limit.is_up():
                 return
-            progress(clock.elapsed(), case.name)
+            progress(limit.elapsed(), case.name)
             case.sweep()
 
 
-def _collect(found: AlgorithmTimes, case: TimingCase, slowest: Mapping[str, Sequence[float]]) -> None:
-    """Add the results of one case to ``found``, given the rows of the slowest rank."""
-    found.left_out |= {(case.key, name): reason for name, reason in case.left_out.items()}
-    found.wrong |= {(case.key, name) for name in case.wrong}
-    for name, first in case.first.items():
-        seconds = statistics.median(slowest[name]) if slowest.get(name) else first
-        found.times.setdefault(case.key, {}).setdefault(name, {})[case.size] = seconds
-
-
-def _of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> list[dict[str, list[float]]]:
+def rows_of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> list[dict[str, list[float]]]:
     """Return, for each case and row, the time of the slowest rank."""
     return [
         {name: [max(row) for row in zip(*(times[name] for times in of_ranks))] for name in of_ranks[0]}
@@ -294,16 +308,15 @@ def _of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> list[d
     ]
 
 
-class _Clock:
-    """Clock with a time limit; rank 0 decides for all ranks."""
+class _TimeLimit:
+    """Time limit; rank 0 decides for all ranks."""
 
-    def __init__(self, comm: Communicator, seconds: float) -> None:
-        self._comm = comm
-        self._start = time.monotonic()
-        self._seconds = seconds
+    def __init__(self, comm: Communicator, seconds: float, clock: Callable[[], float]) -> None:
+        self._comm, self._seconds, self._clock = comm, seconds, clock
+        self._start = clock()
 
     def elapsed(self) -> float:
-        return time.monotonic() - self._start
+        return self._clock() - self._start
 
     def is_up(self) -> bool:
         """Return whether the time is up. Collective."""

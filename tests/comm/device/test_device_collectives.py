@@ -20,9 +20,6 @@ from hpctrain.comm.device.paths import Path, PathCapabilities
 from hpctrain.comm.device.streams import HostStreams
 from hpctrain.comm.dispatch import OperationQueue
 from hpctrain.comm.prepared import FlatHostCollectives
-from hpctrain.comm.shm.memory import discover
-from hpctrain.comm.transport.mpi import MpiTransport
-from hpctrain.comm.tuning.table import RankLayout, default_table
 from hpctrain.errors import CommunicationError
 
 pytestmark = pytest.mark.ranks
@@ -47,19 +44,6 @@ def path(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture
 def made() -> list[Path]:
     return []
-
-
-@pytest.fixture
-def host(comm: Any) -> Iterator[FlatHostCollectives]:
-    """Return the collectives of host tensors, over a transport that cuts messages above 16 bytes."""
-    transport = MpiTransport(comm.transport.comm, message_bytes=16)
-    node = transport.split_node()
-    topology = discover(transport, node)
-    host = FlatHostCollectives(transport, node, topology, default_table(RankLayout(comm.size, comm.nodes, node.size)))
-    yield host
-    host.free()
-    node.free()
-    transport.free()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +27,9 @@ def library() -> FakeNccl:
 
 
 @pytest.fixture(params=[2**30, 64], ids=["whole", "cut"])
-def transport(
-    comm: Any, library: FakeNccl, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[NcclTransport]:
-    """Return a transport of all ranks; it segments calls above a given number of bytes."""
-    monkeypatch.setattr(importlib.import_module("hpctrain.comm.device.nccl"), "PIECE_BYTES", request.param)
-    transport = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library)
+def transport(comm: Any, library: FakeNccl, request: pytest.FixtureRequest) -> Iterator[NcclTransport]:
+    """Return a transport of all ranks that cuts calls above a given number of bytes."""
+    transport = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library, piece_bytes=request.param)
     yield transport
     transport.free()
 
@@ -85,12 +81,12 @@ def test_reduce_scatter_and_reduce(transport: NcclTransport, numel: int) -> None
 
 
 @pytest.mark.ranks
-def test_average_is_native_if_nccl_supports_it(transport: NcclTransport, library: FakeNccl) -> None:
+def test_average_is_native_if_nccl_supports_it(comm: Any, transport: NcclTransport, library: FakeNccl) -> None:
     tensor = values(transport.rank, 10, torch.float32)
     transport.all_reduce(tensor, "average")
     torch.testing.assert_close(tensor, expected(everyone(transport), 10, torch.float32, "average"))
     library.version = 20900
-    old = NcclTransport(transport._host, HOST, streams=HostStreams(), library=library)
+    old = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library)
     assert transport.reduces(torch.float32, "average") and not old.reduces(torch.float32, "average")
     old.free()
 

@@ -98,30 +98,22 @@ def test_other_values_of_HPCTRAIN_CUDA_AWARE_are_refused() -> None:
 
 
 @pytest.mark.ranks
-def test_all_ranks_choose_the_same_path_if_one_lacks_an_ability(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_choose_the_same_path_if_one_lacks_an_ability(comm: Any) -> None:
     why = "no CuPy here" if comm.rank == 1 else ""
-    monkeypatch.setattr("hpctrain.comm.device.nccl_channel.reason_unavailable", lambda: why)
-    abilities = gather_capabilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO)
+    abilities = gather_capabilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO, why)
     assert abilities.no_nccl == "no CuPy here (rank 1)" and "(rank 0)" in abilities.no_mpi
     assert abilities.ranks_per_gpu == comm.local_size
     choice = choose_path("all_reduce", 8, abilities)
     assert choice.path == "staged" and comm.all_gather_object(choice) == [choice] * comm.size
 
 
-def test_a_path_is_logged_once_and_by_rank_0(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    logger = logging.getLogger("hpctrain")
-    monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    logger._cache.clear()  # type: ignore[attr-defined]
+def test_a_path_is_logged_once_and_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.Logger("of this test")
     logger.addHandler(caplog.handler)
-    try:
-        for rank in (0, 1):
-            log = PathLog(rank)
-            for choice in (PathChoice("staged", "because"), PathChoice("staged", "again"), PathChoice("nccl", "now")):
-                log.log(choice)
-    finally:
-        logger.removeHandler(caplog.handler)
-        logger._cache.clear()  # type: ignore[attr-defined]
+    for rank in (0, 1):
+        log = PathLog(rank, logger)
+        for choice in (PathChoice("staged", "because"), PathChoice("staged", "again"), PathChoice("nccl", "now")):
+            log.log(choice)
     assert [record.getMessage() for record in caplog.records] == [
         "tensors on the GPU travel through host memory: because",
         "tensors on the GPU travel by NCCL: now",

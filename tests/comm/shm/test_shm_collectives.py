@@ -9,8 +9,10 @@ import pytest
 import torch
 from support.reductions import DTYPES, expected, ops_of, same_bits, values
 
-from hpctrain.comm.reduction import BLOCK
+from hpctrain.comm.reduction import BLOCK, Reducer
 from hpctrain.comm.shm import staged
+from hpctrain.comm.shm.collectives import NodeCollectives
+from hpctrain.comm.shm.memory import discover
 from hpctrain.errors import CommunicationError
 
 Nodes = tuple[Any, list[list[int]]]
@@ -188,19 +190,24 @@ def test_hierarchical_reductions_on_two_nodes(nodes: Nodes, dtype: torch.dtype) 
 
 
 @pytest.mark.ranks(4)
-def test_segments_of_a_long_slice_are_in_flight_in_turn(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few_nodes, piece", [(8, 4096), (1, 2**19)])
+def test_segments_of_a_long_slice_are_in_flight_in_turn(nodes: Nodes, few_nodes: int, piece: int) -> None:
     comm, ranks = nodes
-    for few, piece in ((8, 4096), (1, 2**19)):
-        monkeypatch.setattr("hpctrain.comm.shm.collectives.FEW_NODES", few)
-        monkeypatch.setattr("hpctrain.comm.shm.collectives.PIECE", piece)
-        tensor = lent(comm, values(comm.rank, 30011, torch.float32))
-        other = lent(comm, values(comm.rank, 20000, torch.float32, 1))
-        works = [comm.all_reduce(tensor, async_op=True), comm.all_reduce(other, "average", async_op=True)]
-        works[1].wait()
-        works[0].wait()
-        for given, numel, op, seed in ((tensor, 30011, "sum", 0), (other, 20000, "average", 1)):
-            torch.testing.assert_close(given, expected(ranks, numel, torch.float32, op, seed))
-            assert all(same_bits(given, theirs) for theirs in comm.all_gather_object(given.clone()))
+    node = comm.transport.split_node()
+    topology, reducer = discover(comm.transport, node), Reducer()
+    collectives = NodeCollectives(comm.transport, node, topology, reducer, few_nodes=few_nodes, piece=piece)
+    tensors = [collectives.empty(numel, torch.float32) for numel in (30011, 20000)]
+    works = []
+    for seed, (tensor, op) in enumerate(zip(tensors, ("sum", "average"))):
+        tensor.copy_(values(comm.rank, tensor.numel(), torch.float32, seed))
+        works.append(collectives.prepare_start("all_reduce", (tensor, op))())
+    works[1].wait()
+    works[0].wait()
+    for seed, (tensor, op) in enumerate(zip(tensors, ("sum", "average"))):
+        torch.testing.assert_close(tensor, expected(ranks, tensor.numel(), torch.float32, op, seed))
+        assert all(same_bits(tensor, theirs) for theirs in comm.all_gather_object(tensor.clone()))
+    collectives.free()
+    node.free()
 
 
 @pytest.mark.ranks(4)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +12,9 @@ from hpctrain.comm.transport.connect import connect, exclude_unusable_ucx
 from hpctrain.errors import LaunchError
 
 
-@pytest.fixture
-def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that sets the environment to these variables and removes those of every launcher."""
-
-    def be(**variables: str) -> None:
-        monkeypatch.setattr(os, "environ", without_launcher() | variables)
-
-    return be
+def environ(**variables: str) -> dict[str, str]:
+    """Return this environment with these variables and without those of every launcher."""
+    return without_launcher() | variables
 
 
 @pytest.fixture
@@ -29,22 +22,20 @@ def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
 
 
-def test_without_a_launcher_the_single_transport_is_used(environ: Any, no_mpi: None) -> None:
-    environ()
-    transport, launch = connect()
+def test_without_a_launcher_the_single_transport_is_used(no_mpi: None) -> None:
+    transport, launch = connect(environ=environ())
     assert (transport.name, transport.rank, transport.size, launch.kind) == ("single", 0, 1, "none")
 
 
-def test_one_process_of_a_launcher_needs_no_mpi(environ: Any, no_mpi: None) -> None:
-    environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
-    transport, launch = connect()
+def test_one_process_of_a_launcher_needs_no_mpi(no_mpi: None) -> None:
+    transport, launch = connect(environ=environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1"))
     assert (transport.name, transport.size, launch.kind) == ("single", 1, "openmpi")
 
 
-def test_several_processes_without_mpi_are_an_error(environ: Any, no_mpi: None) -> None:
-    environ(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
+def test_several_processes_without_mpi_are_an_error(no_mpi: None) -> None:
+    two = environ(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
     with pytest.raises(LaunchError, match="started 2 processes, but MPI cannot be loaded") as found:
-        connect()
+        connect(environ=two)
     assert "install hpctrain[openmpi]" in str(found.value)
     assert found.value.everywhere and found.value.exit_code == 2
 
@@ -60,16 +51,16 @@ def test_the_ranks_of_a_launcher_are_connected() -> None:
 
 
 @pytest.mark.ranks
-def test_fewer_ranks_than_the_launcher_started_are_an_error(environ: Any) -> None:
+def test_fewer_ranks_than_the_launcher_started_are_an_error() -> None:
     from mpi4py import MPI
 
-    environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE=str(MPI.COMM_WORLD.size + 1))
+    more = environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE=str(MPI.COMM_WORLD.size + 1))
     with pytest.raises(LaunchError, match=f"sees a world of {MPI.COMM_WORLD.size}; "):
-        connect()
+        connect(environ=more)
 
 
 @pytest.mark.ranks
-def test_a_users_communicator_is_duplicated(environ: Any) -> None:
+def test_a_users_communicator_is_duplicated() -> None:
     from mpi4py import MPI
 
     own = MPI.COMM_WORLD.Split(0, -MPI.COMM_WORLD.rank)

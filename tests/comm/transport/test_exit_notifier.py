@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.pace import scaled
 
-from hpctrain.comm.transport import liveness as module
+from hpctrain.comm.transport.liveness import GRACE, ExitNotifier
 
 
 @pytest.fixture
@@ -27,41 +27,39 @@ def _poll(condition: Any, seconds: float = 10.0) -> None:
 
 @pytest.mark.ranks
 def test_ranks_that_leave_together_send_no_notice(world: Any) -> None:
-    farewell = module.ExitNotifier(world)
+    notifier = ExitNotifier(world)
     began = time.monotonic()
-    farewell.leave()
-    assert time.monotonic() - began < scaled(module.GRACE + 2)
+    notifier.leave()
+    assert time.monotonic() - began < scaled(GRACE + 2)
     world.Barrier()
-    assert farewell.ranks_that_left() == []
+    assert notifier.ranks_that_left() == []
 
 
 @pytest.mark.ranks
-def test_a_rank_that_leaves_early_sends_a_notice(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GRACE", 0.05)
-    farewell = module.ExitNotifier(world)
+def test_a_rank_that_leaves_early_sends_a_notice(world: Any) -> None:
+    notifier = ExitNotifier(world, grace=0.05)
     last = world.size - 1
     if world.rank != last:
-        assert farewell.ranks_that_left() == []
+        assert notifier.ranks_that_left() == []
         world.Barrier()
         # The last rank waits in leave() for the others; its notice arrives here. So may the notice of a faster rank.
-        _poll(lambda: last in farewell.ranks_that_left())
-        assert last in farewell.ranks_that_left()  # a received notice is remembered
+        _poll(lambda: last in notifier.ranks_that_left())
+        assert last in notifier.ranks_that_left()  # a received notice is remembered
     else:
         world.Barrier()
-    farewell.leave()
+    notifier.leave()
 
 
 @pytest.mark.ranks
-def test_notices_do_not_mix_with_other_traffic(world: Any, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notices_do_not_mix_with_other_traffic(world: Any, comm: Any) -> None:
     import torch
 
-    monkeypatch.setattr(module, "GRACE", 0.0)
-    farewell = module.ExitNotifier(world)
+    notifier = ExitNotifier(world, grace=0.0)
     if world.rank == 0:
         for peer in range(1, world.size):
             comm.send(torch.full((3,), float(peer)), peer)
-        farewell.leave()
+        notifier.leave()
         return
-    _poll(lambda: 0 in farewell.ranks_that_left())
+    _poll(lambda: 0 in notifier.ranks_that_left())
     assert comm.recv(torch.zeros(3), 0).tolist() == [float(world.rank)] * 3
-    farewell.leave()
+    notifier.leave()

@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.comm.transport import waiting as activity
 from hpctrain.comm.transport.waiting import Activity, timeout_seconds
 from hpctrain.errors import SettingsError
 
 
+class FakeClock:
+    """Clock that tests advance by hand."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [10.0]
-    monkeypatch.setattr(activity.time, "monotonic", lambda: now[0])
-    return now
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def test_a_wait_is_named_and_timed(clock: list[float]) -> None:
-    waiting = Activity()
+def test_a_wait_is_named_and_timed(clock: FakeClock) -> None:
+    waiting = Activity(clock)
     assert (waiting.operation, waiting.seconds, waiting.count) == ("", 0.0, 0)
     with waiting("barrier"):
-        clock[0] += 2
+        clock.now += 2
         assert (waiting.operation, waiting.seconds, waiting.count) == ("barrier", 2.0, 1)
-    clock[0] += 5
+    clock.now += 5
     assert (waiting.operation, waiting.seconds, waiting.total) == ("", 0.0, 2.0)
     with waiting("send"):
-        clock[0] += 1
+        clock.now += 1
     assert (waiting.total, waiting.count) == (3.0, 2)
 
 
-def test_a_nested_wait_is_part_of_the_outer_one(clock: list[float]) -> None:
-    waiting = Activity()
+def test_a_nested_wait_is_part_of_the_outer_one(clock: FakeClock) -> None:
+    waiting = Activity(clock)
     with waiting("all_reduce"):
-        clock[0] += 1
+        clock.now += 1
         with waiting("send"):
-            clock[0] += 1
+            clock.now += 1
             assert (waiting.operation, waiting.count) == ("all_reduce", 1)
         assert waiting.seconds == 2.0
     assert waiting.total == 2.0
 
 
-def test_an_error_ends_the_wait(clock: list[float]) -> None:
-    waiting = Activity()
+def test_an_error_ends_the_wait(clock: FakeClock) -> None:
+    waiting = Activity(clock)
     with pytest.raises(KeyError), waiting("barrier"):
         raise KeyError
     assert waiting.operation == ""
@@ -49,11 +56,11 @@ def test_an_error_ends_the_wait(clock: list[float]) -> None:
         assert waiting.operation == "send"
 
 
-def test_a_call_is_recorded_as_a_wait(clock: list[float]) -> None:
-    waiting, seen = Activity(), []
+def test_a_call_is_recorded_as_a_wait(clock: FakeClock) -> None:
+    waiting, seen = Activity(clock), []
 
     def call() -> None:
-        clock[0] += 2
+        clock.now += 2
         seen.append((waiting.operation, waiting.seconds, waiting.count))
 
     recorded = waiting.around("all_reduce", call)

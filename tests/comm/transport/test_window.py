@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +14,11 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(params=["ordered", "fenced"])
-def memory(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def memory(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return node memory of all ranks, with the fences of strongly and of weakly ordered processors."""
-    window = importlib.import_module("hpctrain.comm.transport.window")
-    monkeypatch.setattr(window, "_ORDERED", request.param == "ordered")
-    memory = window.NodeMemory(comm.transport.split_node())
+    from hpctrain.comm.transport.window import NodeMemory
+
+    memory = NodeMemory(comm.transport.split_node(), ordered=request.param == "ordered")
     yield memory
     memory.free()
 

@@ -14,8 +14,7 @@ from support.nodes import by_memory
 from torch import Tensor
 
 from hpctrain.comm.prepared import ALGORITHMS
-from hpctrain.comm.tuning import measure as measuring
-from hpctrain.comm.tuning.measure import keys_of, layout_of, measure
+from hpctrain.comm.tuning.measure import AlgorithmTimes, keys_of, layout_of, measure, rows_of_slowest
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.errors import CommunicationError
 
@@ -28,14 +27,15 @@ class FakeRanks:
 
     rank, size, nodes, local_size, shares_memory = 0, 2, 1, 2, False
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: dict[str, Callable[[int], float]]) -> None:
+    def __init__(self, costs: dict[str, Callable[[int], float]]) -> None:
         self.now = 0.0
         self.costs = costs
         self.calls: Counter[tuple[str, str, int]] = Counter()
         self.wrong: set[str] = set()
         self.transport = SimpleNamespace(barrier=lambda: None)
-        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
-        monkeypatch.setattr(measuring, "time", clock)
+
+    def clock(self) -> float:
+        return self.now
 
     def all_gather_object(self, item: Any) -> list[Any]:
         return [item, item]
@@ -73,15 +73,16 @@ class FakeRanks:
         self._pass_time("broadcast", algorithm, tensor)
 
 
-def two_lines(monkeypatch: pytest.MonkeyPatch) -> Any:
+def two_lines() -> Any:
     # Equal at 5000 bytes.
-    return FakeRanks(monkeypatch, {"mpi": lambda n: 1e-3 + n * 1e-6, "tree": lambda n: 5e-3 + n * 0.2e-6})
+    return FakeRanks({"mpi": lambda n: 1e-3 + n * 1e-6, "tree": lambda n: 5e-3 + n * 0.2e-6})
 
 
-def test_the_table_follows_from_the_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure(two_lines(monkeypatch), [1024, 4096, 16384], 300.0)
+def test_the_table_follows_from_the_measured_times() -> None:
+    ranks = two_lines()
+    found = measure(ranks, [1024, 4096, 16384], 300.0, clock=ranks.clock)
     rules = found.table().rules
-    assert set(rules) == set(keys_of(two_lines(monkeypatch), CPU)) and len(rules) == 8
+    assert set(rules) == set(keys_of(ranks, CPU)) and len(rules) == 8
     for key, steps in rules.items():
         assert steps == (((8192, "mpi"), (inf, "tree")) if "tree" in ALGORITHMS[key[0]] else ((inf, "mpi"),))
     assert found.complete and found.layout == RankLayout(2, 1, 2)
@@ -89,50 +90,50 @@ def test_the_table_follows_from_the_measured_times(monkeypatch: pytest.MonkeyPat
     assert found.left_out[KEY, "ring"] == "unknown algorithm 'ring' of all_reduce"
 
 
-def test_the_time_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = two_lines(monkeypatch)
+def test_the_time_limit_is_kept() -> None:
+    ranks = two_lines()
     said: list[float] = []
-    measure(ranks, [1024, 4096, 16384], 20.0, progress=lambda seconds, what: said.append(seconds))
+    measure(ranks, [1024, 4096, 16384], 20.0, progress=lambda seconds, what: said.append(seconds), clock=ranks.clock)
     assert 20.0 <= ranks.now < 20.2 and said == sorted(said) and said[-1] < 20.0
     undecided = [number for (operation, *_), number in ranks.calls.items() if "tree" in ALGORITHMS[operation]]
     assert min(undecided) > 25  # every size got its share of the time
 
 
-def test_sizes_that_were_not_measured_have_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = two_lines(monkeypatch)
+def test_sizes_that_were_not_measured_have_no_entry() -> None:
+    ranks = two_lines()
     ranks.costs = {"mpi": lambda n: 20.0 if n > 20_000 else 1e-3, "tree": lambda n: 1e-2}
-    found = measure(ranks, [1024, 16384, 65536, 2**20], 20.0)
+    found = measure(ranks, [1024, 16384, 65536, 2**20], 20.0, clock=ranks.clock)
     table = found.table()
     assert not found.complete
     assert table.best(*KEY, 16384) == "mpi" and table.best(*KEY, 65536) == "tree"
     assert table.best(*KEY, 65537) is None and table.best("broadcast", "host", "carried", 65536) is None
 
 
-def test_an_algorithm_with_wrong_numbers_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = two_lines(monkeypatch)
+def test_an_algorithm_with_wrong_numbers_is_never_chosen() -> None:
+    ranks = two_lines()
     ranks.wrong = {"mpi"}
     ranks.costs["mpi"] = lambda n: 1e-4  # otherwise the best at every size
-    found = measure(ranks, [1024, 2**21], 100.0)  # the larger size is not checked any more
+    found = measure(ranks, [1024, 2**21], 100.0, clock=ranks.clock)  # the larger size is not checked any more
     assert found.wrong == {(KEY, "mpi"), (("all_reduce", "host", "own"), "mpi")}
     assert found.left_out[KEY, "mpi"] == "it returned wrong values on rank 0, 1"
     assert found.table().rules[KEY] == ((inf, "tree"),)
     assert found.table().best("reduce", "host", "carried", 1024) == "mpi"
 
 
-def test_a_much_slower_algorithm_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = two_lines(monkeypatch)
+def test_a_much_slower_algorithm_is_not_measured_again() -> None:
+    ranks = two_lines()
     ranks.costs["ring"] = lambda n: 0.1
-    found = measure(ranks, [4096], 60.0)
+    found = measure(ranks, [4096], 60.0, clock=ranks.clock)
     assert ranks.calls["all_reduce", "ring", 4096] < 50 < ranks.calls["all_reduce", "tree", 4096]
     assert found.times[KEY]["ring"][4096] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_hierarchical_is_a_candidate_on_several_nodes(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = two_lines(monkeypatch)
+def test_hierarchical_is_a_candidate_on_several_nodes(nodes: int) -> None:
+    ranks = two_lines()
     ranks.nodes, ranks.local_size = nodes, 2 // nodes
     ranks.costs["hierarchical"] = lambda n: 1e-4
-    found = measure(ranks, [4096], 1.0)
+    found = measure(ranks, [4096], 1.0, clock=ranks.clock)
     assert ("hierarchical" in found.times[KEY]) == (nodes == 2)
     assert found.layout == RankLayout(2, nodes, 2 // nodes)
 
@@ -140,16 +141,16 @@ def test_hierarchical_is_a_candidate_on_several_nodes(nodes: int, monkeypatch: p
 def test_the_median_row_of_the_slowest_rank_counts() -> None:
     others = [{"mpi": [1.0, 9.0, 2.0]}, {"tree": [5.0]}]
     ranks: Any = SimpleNamespace(all_gather_object=lambda own: [own, others])
-    slowest = measuring._of_slowest(ranks, [{"mpi": [3.0, 1.0, 1.0]}, {"tree": [4.0]}])
+    slowest = rows_of_slowest(ranks, [{"mpi": [3.0, 1.0, 1.0]}, {"tree": [4.0]}])
     assert slowest == [{"mpi": [3.0, 9.0, 2.0]}, {"tree": [5.0]}]
-    found = measuring.AlgorithmTimes(RankLayout(2, 1, 2))
-    part: Any = SimpleNamespace(key=KEY, size=64, first={"mpi": 7.0, "ring": 8.0}, left_out={}, wrong=set())
-    measuring._collect(found, part, slowest[0])
+    found = AlgorithmTimes(RankLayout(2, 1, 2))
+    case: Any = SimpleNamespace(key=KEY, size=64, first={"mpi": 7.0, "ring": 8.0}, left_out={}, wrong=set())
+    found.add(case, slowest[0])
     assert found.times[KEY] == {"mpi": {64: 3.0}, "ring": {64: 8.0}}
 
 
-def test_the_keys_to_measure_depend_on_device_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = two_lines(monkeypatch)
+def test_the_keys_to_measure_depend_on_device_and_shared_memory() -> None:
+    ranks = two_lines()
     assert {key[1] for key in keys_of(ranks, CPU)} == {"host"}
     ranks.shares_memory = True
     assert len(keys_of(ranks, CPU)) == 16

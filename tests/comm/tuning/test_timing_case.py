@@ -38,8 +38,8 @@ def test_sizes_become_elements_that_the_ranks_can_share(
     operation: str, kind: str, size: int, of: int, whole: int, share: int
 ) -> None:
     one = part(operation, size, of, kind)
-    assert (one._whole.numel(), one._share.numel()) == (whole, share)
-    assert one._whole.dtype == measure.DTYPES[kind]
+    assert (one.whole.numel(), one.share.numel()) == (whole, share)
+    assert one.whole.dtype == measure.DTYPES[kind]
 
 
 @pytest.mark.parametrize("of", [2, 3, 8])
@@ -47,44 +47,44 @@ def test_sizes_become_elements_that_the_ranks_can_share(
 def test_expected_values_follow_the_definition(of: int, kind: str) -> None:
     whole = {rank: part("all_reduce", 4 * 24, of, kind, rank) for rank in range(of)}
     for one in whole.values():
-        one._fill()
-    summed = torch.stack([one._whole.double() for one in whole.values()]).sum(0)
+        one.fill()
+    summed = torch.stack([one.whole.double() for one in whole.values()]).sum(0)
     for one in whole.values():
-        assert not one._is_right()  # not yet reduced
-        one._whole.copy_(summed)
-        assert one._is_right()
-        one._whole[-1] += 1
-        assert not one._is_right()
+        assert not one.is_right()  # not yet reduced
+        one.whole.copy_(summed)
+        assert one.is_right()
+        one.whole[-1] += 1
+        assert not one.is_right()
     gathering = [part("all_gather", 4 * 24, of, "carried", rank) for rank in range(of)]
     for one in gathering:
-        one._fill()
-    gathered = torch.cat([one._share for one in gathering])
+        one.fill()
+    gathered = torch.cat([one.share for one in gathering])
     for one in gathering:
-        one._whole.copy_(gathered)
-        assert one._is_right()
-    gathering[0]._whole.copy_(gathered.flip(0))
-    assert not gathering[0]._is_right()
+        one.whole.copy_(gathered)
+        assert one.is_right()
+    gathering[0].whole.copy_(gathered.flip(0))
+    assert not gathering[0].is_right()
 
 
 def test_each_rank_is_root_in_turn_and_rows_are_whole_rounds() -> None:
     roots: list[int] = []
-    one = part("broadcast", 64, 3)
-    one._comm.broadcast = lambda tensor, root, algorithm: roots.append(root)  # type: ignore[method-assign]
-    one._row("mpi", one._row_length(measure.ROW_SECONDS / 4))
+    comm = ranks(3)
+    comm.broadcast = lambda tensor, root, algorithm: roots.append(root)
+    case = TimingCase(comm, ("broadcast", "host", "carried"), 64, TensorBuffers(comm, "host", 64, CPU))
+    case.time_row("mpi", case.row_length(measure.ROW_SECONDS / 4))
     assert roots == [0, 1, 2, 0, 1, 2]
-    assert part("all_reduce", 64, 3)._row_length(measure.ROW_SECONDS / 4) == 4
-    assert part("all_reduce", 64, 3)._row_length(1.0) == 1 and one._row_length(1.0) == 3
-    assert part("all_reduce", 64, 3)._row_length(1e-9) == MAX_CALLS
+    assert part("all_reduce", 64, 3).row_length(measure.ROW_SECONDS / 4) == 4
+    assert part("all_reduce", 64, 3).row_length(1.0) == 1 and case.row_length(1.0) == 3
+    assert part("all_reduce", 64, 3).row_length(1e-9) == MAX_CALLS
 
 
-def test_on_a_gpu_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[int] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+@pytest.mark.parametrize("device", ["cuda", "host"])
+def test_a_row_ends_when_the_device_has_finished(device: str) -> None:
+    happened: list[str] = []
     comm = ranks(2)
-    comm.all_reduce = lambda tensor, algorithm: None
-    one = TimingCase(comm, ("all_reduce", "cuda", "carried"), 64, TensorBuffers(comm, "host", 64, CPU))
-    one._row("nccl", 5)
-    assert not waited
-    one._cuda = True
-    one._row("nccl", 5)
-    assert waited == [1]
+    comm.all_reduce = lambda tensor, algorithm: happened.append("call")
+    buffers = TensorBuffers(comm, "host", 64, CPU)
+    synchronize = (lambda: happened.append("device has finished")) if device == "cuda" else None
+    key = ("all_reduce", device, "carried")
+    case = TimingCase(comm, key, 64, buffers, clock=lambda: float(len(happened)), synchronize=synchronize)
+    assert case.time_row("nccl", 3) == (4 / 3 if device == "cuda" else 1.0)
