@@ -11,14 +11,12 @@ from support.replicas import (
     TINY,
     WIDTH,
     assert_same,
-    assert_same_on_all_ranks,
     backward,
     gradients,
     hooked_modules,
     learn,
     make_mlp,
     part,
-    share,
     vectors,
     weights,
 )
@@ -31,23 +29,6 @@ STEPS = 6
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("settings", [ParallelSettings(), ParallelSettings(bucket_mib=0.002), TINY])
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_equals_that_of_one_process(comm: Any, kind: str, settings: ParallelSettings) -> None:
-    make = KINDS[kind][0]
-    alone, model = make(), make()
-    with torch.no_grad():
-        model.get_parameter(next(iter(dict(model.named_parameters())))).add_(comm.rank)  # only rank 0's values count
-    names = list(model.state_dict())
-    DataParallel(model, comm, settings)
-    assert list(model.state_dict()) == names
-    losses = learn(model, kind, STEPS, comm)
-    torch.testing.assert_close(losses, learn(alone, kind, STEPS), rtol=1e-5, atol=0)
-    assert_same(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
-    assert_same_on_all_ranks(comm, weights(model))
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_that_of_torch_ddp(comm: Any, kind: str, process_group: None) -> None:
     make = KINDS[kind][0]
@@ -57,25 +38,6 @@ def test_training_equals_that_of_torch_ddp(comm: Any, kind: str, process_group: 
     losses = learn(ours, kind, STEPS, comm)
     torch.testing.assert_close(losses, learn(theirs, kind, STEPS, comm, forward=peer), rtol=1e-5, atol=0)
     assert_same(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("to_none", [True, False])
-def test_accumulated_gradients_equal_those_of_one_large_batch(comm: Any, to_none: bool) -> None:
-    model, alone = make_mlp(), make_mlp()
-    strategy = DataParallel(model, comm, TINY)
-    for step in range(3):
-        for piece in range(2):
-            inputs, targets = (share(tensor, comm).chunk(2)[piece] for tensor in vectors(step, 24))
-            if piece == 0:
-                with strategy.no_sync():
-                    backward(model, (inputs, targets), 0.5)
-            else:
-                backward(model, (inputs, targets), 0.5)
-        backward(alone, vectors(step, 24))
-        assert_same(gradients(model), gradients(alone))
-        for each in (model, alone):
-            each.zero_grad(set_to_none=to_none)
 
 
 @pytest.mark.ranks
@@ -95,16 +57,6 @@ def test_no_sync_sends_no_message_and_ends_with_its_block(comm: Any) -> None:
     backward(model, part(comm, comm.rank))
     backward(alone, vectors())
     assert_same(gradients(model), gradients(alone))
-
-
-@pytest.mark.ranks
-def test_gradients_accumulate_until_cleared(comm: Any) -> None:
-    model, alone = make_mlp(), make_mlp()
-    DataParallel(model, comm)
-    for step in range(3):
-        backward(model, part(comm, comm.rank, step))
-        backward(alone, vectors(step))
-        assert_same(gradients(model), gradients(alone))
 
 
 @pytest.mark.ranks
@@ -143,18 +95,6 @@ def test_a_rank_may_end_an_accumulation_without_a_sample(comm: Any) -> None:
         backward(model, part(comm, 0, step=1), 0.5)
     backward(alone, vectors(), 0.5)
     backward(alone, part(comm, 0, step=1), 0.5 / comm.size)
-    assert_same(gradients(model), gradients(alone))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_clipping_uses_the_norm_of_the_whole_batch(comm: Any, max_norm: float) -> None:
-    model, alone = make_mlp(), make_mlp()
-    strategy = DataParallel(model, comm)
-    backward(model, part(comm, comm.rank))
-    backward(alone, vectors())
-    norm = strategy.clip_grad_norm(max_norm)
-    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), max_norm))
     assert_same(gradients(model), gradients(alone))
 
 

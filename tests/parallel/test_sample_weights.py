@@ -242,10 +242,3 @@ def test_weights_on_a_mesh_apply_to_the_data_axis(comm: Any, axes: dict[str, Any
         assert wanted[key].grad is not None
         if gradient.shape == wanted[key].shape:
             torch.testing.assert_close(gradient, wanted[key].grad, rtol=1e-5, atol=1e-6)
-
-
-def test_invalid_weights_are_refused(comm: Any) -> None:
-    strategy = attach(make_mlp(), comm, ParallelSettings(), CPU)
-    for weight in (-0.1, float("inf"), float("nan")):
-        with pytest.raises(UsageError, match="^invalid sample weight: .*; allowed is a finite number of at least 0; "):
-            strategy.set_sample_weight(weight)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from suites.strategies import Row, StrategySuite
+from support.nodes import in_pairs, one_per_node
 
 ROWS = {
     "ddp": Row({"data": "ddp"}),
@@ -22,6 +23,12 @@ ROWS = {
     "tensor": Row({"tensor": 2}, ranks=2),
     "pipeline of fsdp": Row({"pipe": 2, "microbatches": 2, "data": "fsdp"}, ranks=2),
     "tensor and zero1": Row({"tensor": 2, "data": "zero1"}, ranks=2),
+    "ddp between nodes": Row({"data": "ddp", "bucket_mib": 0.001}, nodes=one_per_node),
+    "zero1 between nodes": Row({"data": "zero1"}, nodes=one_per_node),
+    "fsdp between nodes": Row({"data": "fsdp", "units": ["Block"]}, nodes=one_per_node),
+    "fsdp, a replica per node": Row(
+        {"data": "fsdp", "units": ["Block"], "shard_within": "node"}, ranks=4, nodes=in_pairs
+    ),
     "sequences": Row({"tensor": 2, "sequence": True}, ranks=2),
     "sequences and fsdp": Row({"tensor": 2, "sequence": True, "data": "fsdp", "units": ["Block"]}, ranks=2),
 }

@@ -15,15 +15,11 @@ from support.replicas import (
     backward,
     branch_gradients,
     gradients,
-    make_gpt,
     make_mlp,
     part,
-    share,
-    token_loss,
-    tokens,
     vectors,
 )
-from support.shards import shard, whole_gradients, whole_weights
+from support.shards import shard, whole_gradients
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -72,28 +68,6 @@ def test_the_order_may_differ_from_the_first_step(comm_and_some_variant: Any) ->
     assert_same(whole_gradients(comm, model, strategy), branch_gradients(comm, ["cba"] * comm.size))
 
 
-@pytest.mark.parametrize("reduced", [False, True], ids=["local", "reduced"])
-@pytest.mark.parametrize("to_none", [True, False])
-def test_accumulated_gradients_equal_those_of_one_large_batch(
-    comm_and_some_variant: Any, reduced: bool, to_none: bool
-) -> None:
-    comm, variant = comm_and_some_variant
-    model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, variant, **LINEAR)
-    for step in range(3):
-        for group in range(3):
-            inputs, targets = (share(tensor, comm).chunk(3)[group] for tensor in vectors(step, 36))
-            if group < 2 and not reduced:
-                with strategy.no_sync():
-                    backward(model, (inputs, targets), 1 / 3)
-            else:
-                backward(model, (inputs, targets), 1 / 3)
-        backward(alone, vectors(step, 36))
-        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
-        for each in (model, alone):
-            each.zero_grad(set_to_none=to_none)
-
-
 def test_no_sync_keeps_gradients_local(comm_and_some_variant: Any) -> None:
     comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
@@ -109,29 +83,6 @@ def test_no_sync_keeps_gradients_local(comm_and_some_variant: Any) -> None:
     alone.zero_grad()
     backward(alone, vectors())
     assert_same(whole_gradients(comm, model, strategy), gradients(alone))
-
-
-def test_uneven_batches_with_ranks_without_samples_are_supported(comm_and_variant: Any) -> None:
-    comm, variant = comm_and_variant
-    model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, variant, **LINEAR)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
-    for step in range(5):
-        counts = [1 if step == 0 else [0, 3, 2, 0][(rank - step) % comm.size] for rank in range(comm.size)]
-        total, count = sum(counts), counts[comm.rank]
-        start = sum(counts[: comm.rank])
-        inputs, targets = vectors(step, total)
-        if count:
-            batch = inputs[start : start + count], targets[start : start + count]
-            backward(model, batch, count * comm.size / total)
-        else:
-            strategy.join_empty()
-        backward(alone, (inputs, targets))
-        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(whole_weights(model, strategy), alone.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_first_step_without_samples_is_refused_if_units_are_gathered(comm: Any, comm_and_some_variant: Any) -> None:
@@ -254,21 +205,6 @@ def test_parameters_may_have_any_dtype_and_size(comm_and_some_variant: Any) -> N
         alone.zero_grad()
     assert [parameter.dtype for parameter in model.parameters()] == [p.dtype for p in alone.parameters()]
     assert [parameter.dim() for parameter in model.parameters()] == [p.dim() for p in alone.parameters()]
-
-
-@pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])
-def test_clipping_uses_the_norm_of_all_gradients(comm_and_some_variant: Any, max_norm: float) -> None:
-    comm, variant = comm_and_some_variant
-    model, alone = make_gpt(), make_gpt()
-    strategy = shard(model, comm, variant, units=("Block",))
-    inputs, targets = (share(tensor, comm) for tensor in tokens())
-    token_loss(model(inputs), targets).backward()
-    token_loss(alone(tokens()[0]), tokens()[1]).backward()
-    norm = strategy.clip_grad_norm(max_norm)
-    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
-    torch.testing.assert_close(norm, expected)
-    assert_same(whole_gradients(comm, model, strategy), gradients(alone))
-    assert len(set(comm.all_gather_object(float(norm)))) == 1
 
 
 def test_a_nonfinite_gradient_is_not_scaled(comm_and_some_variant: Any) -> None:

@@ -1,4 +1,4 @@
-"""Methods common to all strategies."""
+"""Clipping of whole gradients, and the parameters that have them."""
 
 from __future__ import annotations
 
