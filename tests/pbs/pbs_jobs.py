@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pbs_cluster import PbsCluster, give
-from support.paced_runs import make_run
-from support.run_folders import RunFolder
+from support.submitted_jobs import JobSubmitter, SubmittedJob
 
 from hpctrain.jobs.submit import history
 
@@ -28,12 +27,12 @@ _SSH = {"mpich": {"HYDRA_LAUNCHER": "ssh"}, "openmpi": {"PRTE_MCA_plm_ssh_agent"
 LAUNCHERS = {"mpich": "hydra", "openmpi": "openmpi"}
 
 
-class PbsJob(RunFolder):
+class PbsJob(SubmittedJob):
     """Submitted job, and the jobs of its chain that continue it."""
 
     def __init__(self, cluster: PbsCluster, job_id: str, script: Path, folder: Path) -> None:
-        super().__init__(folder)
-        self.cluster, self.id, self.script = cluster, job_id, script
+        super().__init__(job_id, script, folder)
+        self.cluster = cluster
 
     @property
     def links(self) -> list[str]:
@@ -59,14 +58,9 @@ class PbsJob(RunFolder):
     def exit_code(self) -> int:
         return int(self.last["Exit_status"])
 
-    def until_step(self, step: int, seconds: float = 90) -> None:
-        """Wait until the run has completed a step."""
-        self.until(lambda: (self.steps or [0])[-1] >= step or self._is_over(), f"step {step}", seconds)
-        assert (self.steps or [0])[-1] >= step, f"job {self.id} has ended before step {step}"
-
     def until_over(self, seconds: float = 120) -> int:
         """Wait until the newest job has ended and none is queued; return its exit code."""
-        self.until(self._is_over, "its end", seconds)
+        self.until(self.is_over, "its end", seconds)
         return self.exit_code
 
     def until(self, condition: Callable[[], object], what: str, seconds: float) -> None:
@@ -88,7 +82,7 @@ class PbsJob(RunFolder):
         """Remove the pacing: from now on steps run at full speed."""
         (self.folder.parent / "hurry").touch()
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         return self.last.get("job_state") == "F"
 
     def told(self) -> str:
@@ -96,42 +90,27 @@ class PbsJob(RunFolder):
         facts = json.dumps(self.last, indent=1)
         own = "\n".join(path.read_text(errors="replace") for path in self.folder.glob("*.OU"))
         files = [path.read_text(errors="replace") for name in ("starts.txt",) if (path := self.folder / name).exists()]
-        return "\n".join(
-            [facts, f"--- {self.script}", self.script.read_text(), "--- output", own, self.output, *files]
-        )
+        return "\n".join([facts, f"--- {self.script}", self.script.read_text(), "--- output", own, self.output, *files])
 
 
-class PbsSubmitter:
+class PbsSubmitter(JobSubmitter[PbsJob]):
     """Submitter of jobs from a folder of the user's; the fixture ``submitter`` provides it."""
 
+    nodes = 1
+
     def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path) -> None:
-        self.cluster, self.folder, self.venvs = cluster, folder, cluster.venvs
-        self.jobs: list[PbsJob] = []
-        self.told = ""  # output of hpctrain submit
-        make_run(folder, corpus)
+        super().__init__(folder, corpus, cluster.venvs)
+        self.cluster = cluster
         give(folder)
 
-    def submit(
-        self,
-        *words: str,
-        mpi: str = "mpich",
-        profile: Mapping[str, Any] | None = None,
-        run: str = "run",
-        nodes: int = 1,
-        time: str = "00:10:00",
-        margin: int = 60,
-        **environment: str,
-    ) -> PbsJob:
-        """Submit the run by ``hpctrain submit pbs``; ``environment`` holds variables of the job."""
-        self._profile(mpi, profile or {})
-        asked = ["--nodes", str(nodes), "--time", time, "--margin", str(margin), "--venv", str(self.venvs[mpi])]
-        asked += [word for name, text in environment.items() for word in ("--env", f"{name}={text}")]
-        asked += ["--set", f"run.folder={run}", "--profile", "./site.toml"]
-        self.told = self.hpctrain("submit", "pbs", "paced.toml", *asked, "--json", *words)
-        told = json.loads(self.told)
-        job = PbsJob(self.cluster, told["job_id"], self.folder / told["script"], self.folder / run)
-        self.jobs.append(job)
-        return job
+    def site(self, mpi: str) -> tuple[dict[str, str], dict[str, str]]:
+        variables = _SSH[mpi] if self.cluster.ssh else {}
+        if mpi == "openmpi":
+            variables = {**variables, **_OPENMPI, **{name: str(self.venvs[mpi]) for name in _PREFIXES}}
+        return {"scheduler": "pbs", "launcher": LAUNCHERS[mpi], "gpus": "none"}, variables
+
+    def job(self, job_id: str, script: Path, folder: Path) -> PbsJob:
+        return PbsJob(self.cluster, job_id, script, folder)
 
     def hpctrain(self, *words: str, check: bool = True) -> str:
         """Run a verb of hpctrain as the user on the login node and return its output."""
@@ -142,18 +121,3 @@ class PbsSubmitter:
             return self.cluster.login(command, check=check)
         except RuntimeError as error:
             raise RuntimeError(f"{error}{errors.read_text()}") from None
-
-    @property
-    def harmed(self) -> float:
-        """Return the time of the injected failure."""
-        return float((self.folder / "harm.txt").read_text())
-
-    def _profile(self, mpi: str, changes: Mapping[str, Any]) -> None:
-        """Write the profile of this site."""
-        profile = {"scheduler": "pbs", "launcher": LAUNCHERS[mpi], "gpus": "none", **changes}
-        lines = [f"{name} = {json.dumps(value)}" for name, value in profile.items()]
-        variables = _SSH[mpi] if self.cluster.ssh else {}
-        if mpi == "openmpi":
-            variables = {**variables, **_OPENMPI, **{name: str(self.venvs[mpi]) for name in _PREFIXES}}
-        lines += ["[environment]", *(f'{name} = "{text}"' for name, text in variables.items())]
-        (self.folder / "site.toml").write_text("\n".join([*lines, ""]))
