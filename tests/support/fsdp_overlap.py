@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from support.fake_async_comm import LateRank, memory_of
-from support.streams import LazyStreams
+from fakes.async_comm import LateRank, memory_of
+from fakes.streams import LazyStreams
 from torch import Tensor, nn
 
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp import setup
 from hpctrain.parallel.fsdp.param_group import ParamGroup
 from hpctrain.parallel.fsdp.reduce import GroupReduction
+from hpctrain.parallel.fsdp.setup import Parts
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.fsdp.unshard import UnshardOnDemand
 
@@ -40,13 +39,12 @@ class Net(nn.Module):
 class Bench:
     """A model that trains on the fake device, and the same model in plain torch."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **settings: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, **settings: Any) -> None:
         self.streams, self.log = LazyStreams(torch.device("cuda")), Log()
-        monkeypatch.setattr(setup, "streams_of", lambda device: self.streams)
-        self._use_memory_again(monkeypatch)
+        self.open_reductions: list[int] = []  # number of groups with unsharded gradients, whenever one begins
         self.comm: Any = LateRank(self.streams, self.log)
         self.model, self.plain = model or Net(), Net()
-        self.strategy = ShardedDataParallel(self.model, self.comm, ParallelSettings(**settings))
+        self.strategy = ShardedDataParallel(self.model, self.comm, ParallelSettings(**settings), parts=self._parts())
         self.residency: Any = self.strategy.components.residency
         self.comm.lasting.update(memory_of(group.shard_data) for group in self.strategy.components.groups)
         if model is None:
@@ -58,23 +56,30 @@ class Bench:
         if result.requires_grad:
             result.register_hook(lambda gradient: self.compute("back", number))
 
-    def _use_memory_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _parts(self) -> Parts:
         """Overwrite memory on the computing stream as soon as it is given back."""
-        free, close = ParamGroup.free, GroupReduction.close
+        streams, counts, opened = self.streams, self.open_reductions, set[int]()
 
-        def freed(group: ParamGroup) -> None:
-            self.streams.finish()
-            free(group)
+        class Group(ParamGroup):
+            def free(self) -> None:
+                streams.finish()
+                super().free()
 
-        def closed(reduction: GroupReduction) -> None:
-            flat = reduction.flat
-            assert flat is not None
-            self.streams.enqueue(self.streams.current(), lambda: flat.fill_(torch.nan))
-            self.streams.finish()
-            close(reduction)
+        class Reduction(GroupReduction):
+            def open(self, memory: Tensor) -> None:
+                super().open(memory)
+                opened.add(self.number)
+                counts.append(len(opened))
 
-        monkeypatch.setattr(ParamGroup, "free", freed)
-        monkeypatch.setattr(GroupReduction, "close", closed)
+            def close(self) -> None:
+                flat = self.flat
+                assert flat is not None
+                streams.enqueue(streams.current(), lambda: flat.fill_(torch.nan))
+                streams.finish()
+                opened.remove(self.number)
+                super().close()
+
+        return Parts(lambda device: streams, Group, Reduction)  # type: ignore[arg-type, return-value]
 
     def compute(self, kind: str = "", number: int = -1) -> None:
         """Let the device run only the work that must precede a computation."""
@@ -94,8 +99,7 @@ class Bench:
 
     def names(self) -> dict[int, int]:
         """Return the layer of each buffer that holds whole parameters for a while."""
-        return {memory_of(group.flat): unit.number - 1 for unit in self.residency.units
-                for group in unit.groups}
+        return {memory_of(group.flat): unit.number - 1 for unit in self.residency.units for group in unit.groups}
 
     def gradients(self, batch: Tensor) -> None:
         for model in (self.model, self.plain):

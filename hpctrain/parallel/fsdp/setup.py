@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device.streams import streams_of
+from hpctrain.comm.device.streams import Streams, streams_of
 from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import assign_buckets
 from hpctrain.parallel.config import ParallelSettings
@@ -65,7 +65,7 @@ class GroupBuilder:
     def _make(self, entries: Sequence[Entry]) -> ParamGroup:
         names, parameters, locations = zip(*entries)
         plan, dtype = self._plan, parameters[0].dtype
-        return ParamGroup(
+        return plan.parts.group(
             names,
             parameters,
             locations,
@@ -142,6 +142,15 @@ class Components:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Streams and classes of which a sharded strategy is made."""
+
+    streams: Callable[[torch.device], Streams] = streams_of
+    group: type[ParamGroup] = ParamGroup
+    reduction: type[GroupReduction] = GroupReduction
+
+
+@dataclass(frozen=True)
 class ShardingPlan:
     """Ranks and memory of a sharded model, the same on all ranks: collectives on other nodes depend on them."""
 
@@ -152,17 +161,23 @@ class ShardingPlan:
     device: torch.device
     compute_dtype: torch.dtype | None  # of float32 parameters; None: float32
     node_shared: bool  # whether the ranks of a node share the memory of unsharded parameters
+    parts: Parts
 
     @classmethod
     def of(
-        cls, world: Communicator, settings: ParallelSettings, device: torch.device, parameters: list[nn.Parameter]
+        cls,
+        world: Communicator,
+        settings: ParallelSettings,
+        device: torch.device,
+        parameters: list[nn.Parameter],
+        parts: Parts,
     ) -> ShardingPlan:
         """Return the plan for the parameters of a model. Collective."""
         comm, replicas = _communicators(world, settings)
         compute_dtype = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
         node_shared = device.type == "cpu" and all(world.all_gather_object(comm.shares_memory))
         node_shared = node_shared and world.has_space(_bytes_of(parameters, compute_dtype))
-        return cls(world, comm, replicas, settings, device, compute_dtype, node_shared)
+        return cls(world, comm, replicas, settings, device, compute_dtype, node_shared, parts)
 
     @property
     def on_demand(self) -> bool:
@@ -183,6 +198,7 @@ def shard_model(
     device: torch.device,
     offload: OffloadSettings | None = None,
     make_host_optimizer: MakeHostOptimizer | None = None,
+    parts: Parts = Parts(),
 ) -> Components:
     """Shard the parameters of a model over the ranks, and return the components of the strategy. Collective.
 
@@ -195,7 +211,7 @@ def shard_model(
     replaced = {name: weakref.ref(parameter) for name, parameter in originals.items()}
     uninitialised = make_buffers(model, device)
 
-    plan = ShardingPlan.of(comm, settings, device, list(originals.values()))
+    plan = ShardingPlan.of(comm, settings, device, list(originals.values()), parts)
     host_optimizer = _host_optimizer(plan, make_host_optimizer, offload, list(originals.values()))
     host = host_optimizer.host if host_optimizer else None
     builder = GroupBuilder(plan, host=host, host_frozen=host if offload and offload.parameters else None)
@@ -204,7 +220,7 @@ def shard_model(
     by_name = {name: members[number] for name, number in numbers.items()}
     units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without references to the old parameters
 
-    stream = CommStream(streams_of(device))
+    stream = CommStream(parts.streams(device))
     unsharder = UnshardOnDemand(unit_states, plan.comm, stream, settings.prefetch) if plan.on_demand else None
     residency = unsharder or KeepUnsharded(groups, plan.comm, stream, node_shared=plan.node_shared)
     reduction = _grad_reduction(plan, [group for group in groups if group.trained], stream, unsharder, host_optimizer)
@@ -336,7 +352,7 @@ def _grad_reduction(
         dtype=plan.compute_dtype or compressed,
         early=not all_gradients or stream.asynchronous or plan.comm.shares_memory,
         observer=unsharder,
-        make_reduction=host_optimizer.grad_offload.make_reduction if host_optimizer else GroupReduction,
+        make_reduction=host_optimizer.grad_offload.make_reduction if host_optimizer else plan.parts.reduction,
     )
 
 

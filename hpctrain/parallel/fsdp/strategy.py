@@ -23,7 +23,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.clip import clip_shards
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.param_group import FlatSplit, ShardGradients
-from hpctrain.parallel.fsdp.setup import shard_model
+from hpctrain.parallel.fsdp.setup import Parts, shard_model
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.hooks import (
     AddedParameters,
@@ -63,11 +63,12 @@ class ShardedDataParallel(SplitStrategy):
         device: torch.device = torch.device("cpu"),
         offload: OffloadSettings | None = None,
         make_host_optimizer: MakeHostOptimizer | None = None,
+        parts: Parts = Parts(),
     ) -> None:
         super().__init__(model, comm)
         self.settings, self.reduces_early = settings, settings.reduces_early
         before = {name: (p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
-        self.components = shard_model(model, comm, settings, device, offload, make_host_optimizer)
+        self.components = shard_model(model, comm, settings, device, offload, make_host_optimizer, parts)
         self.early_updates = self._host_optimizer = self.components.host_optimizer
         self.copies = self.components.replicas
         self._residency, self._grad_reduction = self.components.residency, self.components.reduction

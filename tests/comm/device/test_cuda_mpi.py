@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.streams import LazyStreams
 from suites.transports import TransportSuite
 from support.reductions import same_bits, values
-from support.streams import LazyStreams
 
 from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 from hpctrain.comm.transport.base import Transport

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.streams import LazyStreams
 from suites.transports import TransportSuite, everyone
 from support.nccl import FakeNccl
 from support.reductions import expected, same_bits, values
-from support.streams import LazyStreams
 
 from hpctrain.comm.device.nccl import NcclTransport, check_own_gpus
 from hpctrain.comm.device.streams import HostStreams

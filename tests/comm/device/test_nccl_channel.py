@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes.streams import LazyStreams
 from support.nccl import UNIQUE, FakeNccl
-from support.streams import LazyStreams
 
 from hpctrain.comm.device.nccl_channel import NcclChannel
 from hpctrain.comm.transport.waiting import waiting

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fakes.streams import LazyStreams
 from support.reductions import same_bits, values
-from support.streams import LazyStreams
 from torch import Tensor
 
 from hpctrain.comm.device.staging import StagedCopier, elementwise, gathered, scattered

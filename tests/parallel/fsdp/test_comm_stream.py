@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.streams import LazyStreams
+from fakes.streams import LazyStreams
 from torch import Tensor
 
 from hpctrain.comm.device.streams import HostStreams

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support.fsdp_overlap import LAYERS, Bench, Log, batch
-from torch import Tensor, nn
+from torch import nn
 
 from hpctrain.parallel.fsdp import setup
-from hpctrain.parallel.fsdp.reduce import GroupReduction
 
 SETTINGS: list[dict[str, Any]] = [
     *({"data": "fsdp", "units": ("Linear",), "prefetch": depth} for depth in range(4)),
@@ -32,8 +31,8 @@ def sgd(*models: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 @every_form
-def test_training_equals_that_of_plain_torch(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    bench = Bench(monkeypatch, **settings)
+def test_training_equals_that_of_plain_torch(settings: dict[str, Any]) -> None:
+    bench = Bench(**settings)
     optimizers = sgd(bench.model, bench.plain)
     for step in range(4):
         bench.gradients(batch(step))
@@ -43,8 +42,8 @@ def test_training_equals_that_of_plain_torch(monkeypatch: pytest.MonkeyPatch, se
 
 
 @every_form
-def test_the_host_is_never_synchronised(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    bench = Bench(monkeypatch, **settings)
+def test_the_host_is_never_synchronised(settings: dict[str, Any]) -> None:
+    bench = Bench(**settings)
     optimizers = sgd(bench.model, bench.plain)
     for step in range(3):
         if settings.get("accumulate") == "local":
@@ -60,10 +59,8 @@ def test_the_host_is_never_synchronised(monkeypatch: pytest.MonkeyPatch, setting
 
 
 @pytest.mark.parametrize("depth", range(4))
-def test_units_are_prefetched_up_to_the_limit(
-    monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
-    bench = Bench(monkeypatch, data="fsdp", units=("Linear",), prefetch=depth)
+def test_units_are_prefetched_up_to_the_limit(depth: int) -> None:
+    bench = Bench(data="fsdp", units=("Linear",), prefetch=depth)
     for step in range(3):
         bench.log.clear()
         bench.gradients(batch(step))
@@ -71,25 +68,21 @@ def test_units_are_prefetched_up_to_the_limit(
         bench.plain.zero_grad()
     # The first step records the order; from then on each computation has only the next units under way.
     found = [entry[1:] for entry in bench.log if entry[0] == "compute"]
-    assert found == [
-        (number, {-1, *range(number, min(number + depth + 1, LAYERS))}) for number in range(LAYERS)
-    ]
+    assert found == [(number, {-1, *range(number, min(number + depth + 1, LAYERS))}) for number in range(LAYERS)]
     found = [entry[1:] for entry in bench.log if entry[0] == "back"]
-    assert found == [
-        (number, {-1, *range(max(number - depth, 0), number + 1)}) for number in reversed(range(LAYERS))
-    ]
+    assert found == [(number, {-1, *range(max(number - depth, 0), number + 1)}) for number in reversed(range(LAYERS))]
 
 
-def test_the_first_pass_gathers_units_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, data="fsdp", units=("Linear",), prefetch=2)
+def test_the_first_pass_gathers_units_on_demand() -> None:
+    bench = Bench(data="fsdp", units=("Linear",), prefetch=2)
     bench.gradients(batch(0))
     for kind, number, whole in (entry for entry in bench.log if entry[0] in ("compute", "back")):
         assert whole == {-1, number}, kind
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_gathers_and_reductions_have_a_fixed_order(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    bench = Bench(monkeypatch, data="fsdp", units=("Linear",), prefetch=depth)
+def test_gathers_and_reductions_have_a_fixed_order(depth: int) -> None:
+    bench = Bench(data="fsdp", units=("Linear",), prefetch=depth)
     orders = []
     for step in range(3):
         bench.log.clear()
@@ -106,21 +99,14 @@ def test_gathers_and_reductions_have_a_fixed_order(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("data", ["zero2", "fsdp"])
-def test_whole_gradients_exist_for_a_limited_number_of_groups(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
-    bench = Bench(monkeypatch, data=data, units=("Linear",), bucket_mib=1e-6)
+def test_whole_gradients_exist_for_a_limited_number_of_groups(data: str) -> None:
+    bench = Bench(data=data, units=("Linear",), bucket_mib=1e-6)
     reductions = bench.strategy.components.reduction.reductions
     assert len(reductions) > LAYERS
-    counts, opened = [], GroupReduction.open
-
-    def count(reduction: GroupReduction, memory: Tensor) -> None:
-        opened(reduction, memory)
-        counts.append(sum(each.flat is not None for each in reductions))
-
-    monkeypatch.setattr(GroupReduction, "open", count)
     for step in range(3):
         bench.gradients(batch(step))
         assert all(reduction.flat is None for reduction in reductions)
-    assert max(counts) == setup.ON_DEVICE
+    assert max(bench.open_reductions) == setup.ON_DEVICE
 
 
 # Whole parameters that stay -------------------------------------------------------------------------------------------
@@ -130,8 +116,8 @@ def kinds(log: Log) -> list[str]:
     return [entry[0] for entry in log if entry[0] in ("gather", "reduce", "compute")]
 
 
-def test_an_update_is_followed_immediately_by_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(monkeypatch, data="zero1", bucket_mib=1e-6, mixed_precision="bfloat16")
+def test_an_update_is_followed_immediately_by_gathers() -> None:
+    bench = Bench(data="zero1", bucket_mib=1e-6, mixed_precision="bfloat16")
     groups = len(list(bench.model.parameters()))
     (optimizer,) = sgd(bench.model)
     bench.model(batch(0)).float().square().mean().backward()
@@ -146,8 +132,8 @@ def test_an_update_is_followed_immediately_by_gathers(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2"])
-def test_an_update_does_not_overlap_the_gather_of_another_optimizer(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
-    bench = Bench(monkeypatch, data=data)
+def test_an_update_does_not_overlap_the_gather_of_another_optimizer(data: str) -> None:
+    bench = Bench(data=data)
     halves: list[Callable[[nn.Module], list[Any]]] = [
         lambda model: list(model.parameters())[:5],
         lambda model: list(model.parameters())[5:],

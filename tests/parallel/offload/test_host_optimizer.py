@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_copy_device import LateDevice
+from fakes.copy_device import LateDevice
 from support.meshes import Trained
 from support.offloading import HOST, Loop, Model, Outcome, adamw, attached, batch
 from torch.nn.functional import mse_loss

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_copy_device import LateDevice
+from fakes.copy_device import LateDevice
 from support.offloading import HOST, Loop, Model, attached
 from torch import Tensor, nn
 
