@@ -40,13 +40,13 @@ class Recording:
 
 recording = False  # whether spans are recorded; tested before anything is computed for a span
 _spans: list[Span] = []
-_dropped = 0
+_limit, _dropped = LIMIT, 0
 
 
-def start() -> None:
-    """Start recording; spans that were recorded and not taken are discarded."""
-    global recording, _spans, _dropped
-    _spans, _dropped, recording = [], 0, True
+def start(limit: int = LIMIT) -> None:
+    """Start recording at most ``limit`` spans; spans that were recorded and not taken are discarded."""
+    global recording, _spans, _limit, _dropped
+    _spans, _limit, _dropped, recording = [], limit, 0, True
 
 
 def take() -> Recording:
@@ -62,7 +62,7 @@ def add(name: str, began: float, ended: float, **facts: Any) -> None:
     global _dropped
     if not recording:
         return
-    if len(_spans) < LIMIT:
+    if len(_spans) < _limit:
         _spans.append(Span(name, began, ended, threading.get_ident(), facts))
     else:
         _dropped += 1

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 
 import pytest
 
@@ -62,11 +63,10 @@ def test_configuring_again_replaces_the_handler(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "once\n"
 
 
-def test_messages_go_to_the_current_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_go_to_the_current_stderr() -> None:
     log.configure(0)
-    later = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", later)
-    log.logger.info("here")
+    with redirect_stderr(io.StringIO()) as later:
+        log.logger.info("here")
     assert later.getvalue() == "here\n"
 
 

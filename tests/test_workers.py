@@ -20,11 +20,8 @@ def session(tmp_path: Path, launch: Any) -> Sessions:
 
 
 @pytest.mark.parametrize("cores, workers", [(1, 3), (2, 3), (3, 3), (4, 4), (64, 4)])
-def test_the_number_of_workers_is_that_of_cores_within_three_and_four(
-    monkeypatch: pytest.MonkeyPatch, cores: int, workers: int
-) -> None:
-    monkeypatch.setattr("support.workers.os.sched_getaffinity", lambda pid: set(range(cores)))
-    assert how_many() == workers
+def test_the_number_of_workers_is_that_of_cores_within_three_and_four(cores: int, workers: int) -> None:
+    assert how_many(cores) == workers
 
 
 def test_workers_share_the_tests_of_one_process(session: Sessions) -> None:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -128,13 +128,14 @@ class Curves:
     Every logged number has a curve. A name that is not in ``CURVES`` may be missing in some steps;
     the steps that have it are the curve ``NAME_step``. Names that end in ``_step`` have no curve.
 
-    A curve has at most ``LONGEST`` points. A longer curve is thinned: its range of steps is divided
-    into ``LONGEST // 2`` equal intervals, and the last point of each interval is kept.
+    A curve has at most ``longest`` points. A longer curve is thinned: its range of steps is divided
+    into ``longest // 2`` equal intervals, and the last point of each interval is kept.
     ``metrics.jsonl`` contains all points.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = LONGEST) -> None:
         self.columns: dict[str, list[float]] = {}
+        self._longest = longest
 
     def add(self, row: dict[str, Any]) -> None:
         """Add the numbers of a step."""
@@ -161,9 +162,9 @@ class Curves:
     def _thin(self, by: str, *others: str) -> None:
         """Remove points if there are too many; the result depends on the points only, so a resumed run agrees."""
         steps = self.columns[by]
-        if len(steps) <= LONGEST:
+        if len(steps) <= self._longest:
             return
-        first, stretches = steps[0], LONGEST // 2
+        first, stretches = steps[0], self._longest // 2
         width = (steps[-1] - first) / stretches or 1.0
         last = {min(int((step - first) / width), stretches - 1): index for index, step in enumerate(steps)}
         for name in (by, *others):
@@ -194,12 +195,15 @@ def shown(row: Mapping[str, Any]) -> dict[str, str]:
 class Progress:
     """Display of the steps done, metrics, tokens/s or samples/s, and the remaining time."""
 
-    def __init__(self, first: int, last: int | None, tokens: int, *, shown: bool) -> None:
+    def __init__(
+        self, first: int, last: int | None, tokens: int, *, shown: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._first, self._last, self._tokens = first, last, tokens
         self._shown = shown
         self._bar: Any = None
         self._facts: dict[str, str] = {}
-        self._begun = self._last_line = time.monotonic()
+        self._clock = clock
+        self._begun = self._last_line = clock()
         if shown and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -214,7 +218,7 @@ class Progress:
         self._facts.update(facts)
         if not self._shown:
             return
-        now = time.monotonic()
+        now = self._clock()
         shown = dict(self._facts)
         if tokens > self._tokens:
             shown["tokens/s"] = f"{(tokens - self._tokens) / (now - self._begun):,.0f}"

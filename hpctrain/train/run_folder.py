@@ -29,14 +29,22 @@ class RunFolder:
 
     ``lenient`` records belong to a run that continues without checkpoints, too: if a write fails,
     it is skipped with a warning. ``check_every`` is the time between two checks of the folder while
-    steps are recorded; by default ``CHECK_EVERY``.
+    steps are recorded; by default ``CHECK_EVERY``. ``metrics`` and ``receipt`` make the writers of these files.
     """
 
     def __init__(
-        self, folder: Path, job_id: str | None, *, lenient: bool = False, check_every: float | None = None
+        self,
+        folder: Path,
+        job_id: str | None,
+        *,
+        lenient: bool = False,
+        check_every: float | None = None,
+        metrics: Callable[..., Metrics] = Metrics,
+        receipt: Callable[..., Receipt] = Receipt,
     ) -> None:
         self.folder, self.lenient = folder, lenient
         self._check_every = CHECK_EVERY if check_every is None else check_every
+        self._make_metrics, self._make_receipt = metrics, receipt
         self._refused = False
         self._lock = FolderLock(folder, job_id)
         self._metrics: Metrics | None = None
@@ -71,9 +79,9 @@ class RunFolder:
         begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._accounting.facts()}
         before, started = self._rows(), time.time() - self.elapsed
         with writing(self.folder / NAME):
-            self._receipt = Receipt(self.folder, begun, rows=before, started=started)
+            self._receipt = self._make_receipt(self.folder, begun, rows=before, started=started)
         with writing(self.folder / rows.NAME):
-            self._metrics = Metrics(self.folder, last_step, before)
+            self._metrics = self._make_metrics(self.folder, last_step, before)
         if config is not None:
             with writing(self.folder / CONFIG):
                 retries.call(atomic.write_text, self.folder / CONFIG, config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ class Legs:
 
     def __init__(self, comm: Any, project: Path, patch: pytest.MonkeyPatch) -> None:
         self.comm, self.project = comm, project
-        self.job_type: type[Job] = Job
+        self.on_wrap: Callable[[torch.nn.Module], object] = lambda model: None  # called with the model of each leg
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.chdir(project)
         patch.syspath_prepend(str(project))
@@ -86,9 +88,18 @@ class Legs:
     def _train(self, comm: Any, variant: Variant, words: list[str]) -> None:
         with communicator(comm, variant) as own:
 
+            on_wrap = self.on_wrap
+
+            class Observed(Job):
+                """Job that reports the model that it gets."""
+
+                def wrap(self, model: Any, *args: Any, **options: Any) -> Any:
+                    on_wrap(model)
+                    return super().wrap(model, *args, **options)
+
             def init(**options: Any) -> Job:
                 shape = (options[each] for each in ("parallel", "offload", "asynchronous"))
-                return self.job_type(own, torch.device("cpu"), detect(), quiet_watchdog(), *shape)
+                return Observed(own, torch.device("cpu"), detect(), quiet_watchdog(), *shape)
 
             torch.set_num_threads(1)
             stop_request.signal = None  # each leg behaves like a new process
@@ -102,15 +113,32 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def signalling(forward: Any, last: int) -> Any:
-    """Return a forward pass that raises SIGUSR1 in pass number ``last``, so that the run stops."""
+def signalling(last: int) -> Callable[[torch.nn.Module], object]:
+    """Return a function for ``Legs.on_wrap``: SIGUSR1 arrives in training pass number ``last``, so the run stops."""
     count = 0
 
-    def wrapped(self: Any, tokens: torch.Tensor) -> Any:
+    def before_pass(model: torch.nn.Module, args: Any) -> None:
         nonlocal count
-        count += self.training
+        count += model.training
         if count == last:
             signal.raise_signal(signal.SIGUSR1)
-        return forward(self, tokens)
 
-    return wrapped
+    return lambda model: model.register_forward_pre_hook(before_pass)
+
+
+def poisoning(passes: tuple[int, ...]) -> Callable[[torch.nn.Module], object]:
+    """Return a function for ``Legs.on_wrap``: the embedding's gradient is NaN in some training passes, from 1."""
+    count = 0
+
+    def after_pass(embedding: torch.nn.Module, args: Any, found: torch.Tensor) -> None:
+        nonlocal count
+        count += embedding.training
+        if embedding.training and count in passes:
+            found.register_hook(lambda gradient: gradient * math.nan)
+
+    def register(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.register_forward_hook(after_pass)
+
+    return register

@@ -12,9 +12,9 @@ WORKERS_OR_RANKS = "-n shares out the tests of one process, mpiexec makes ranks:
 _FEWEST, _MOST = 3, 4  # two leave cores idle, as tests wait for deadlines and disks; their child processes compute, too
 
 
-def how_many() -> int:
-    """Return the number of workers for this machine."""
-    return min(max(len(os.sched_getaffinity(0)), _FEWEST), _MOST)
+def how_many(cores: int | None = None) -> int:
+    """Return the number of workers for so many cores; by default those of this process."""
+    return min(max(cores or len(os.sched_getaffinity(0)), _FEWEST), _MOST)
 
 
 def name_of(config: pytest.Config) -> str | None:

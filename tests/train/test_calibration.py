@@ -46,9 +46,9 @@ FULL = Calibration(MACHINE).with_measurement(TWO).with_measurement(FOUR).with_ve
 
 
 @pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return a function that returns the warnings so far."""
-    monkeypatch.setattr(logger, "propagate", True)
+    logger.propagate = True  # restored after each test
     return lambda: [record.getMessage() for record in caplog.records]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,24 @@ import torch
 from support.training_fixtures import Training, checkpoints_of, contents, make_batches, receipt_of
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.background import BackgroundWriter
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.checkpointing import FailedSaves
+from hpctrain.train.lock import process_started
 from hpctrain.train.options import RunOptions
 
 STEPS = 12
+
+
+def children_with(word: str) -> list[int]:
+    """Return the child processes whose command contains a word."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == os.getpid() and word in (entry / "cmdline").read_text():
+                    found.append(int(entry.name))
+    return found
 
 
 class Stop(Exception):
@@ -83,14 +96,17 @@ def test_a_signal_waits_for_the_last_checkpoint(job: Any, shared_tmp_path: Path)
 def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path, on_error: str) -> None:
     """Its checkpoint is lost, all ranks learn of it at the end of a later step, and the next one gets a new writer."""
     where: list[int] = []
+    writers: list[int] = []
 
     def kill(step: int, batch: torch.Tensor) -> None:
         where.append(step)
-        writer = training.run._checkpoints._saver._writer
-        assert isinstance(writer, BackgroundWriter)
+        if step == 2:
+            writers.extend(children_with("writer_process"))
         if step == 3 and job.rank == job.size - 1:
-            writer._process.kill()
-            writer._process.wait()
+            (writer,) = writers
+            os.kill(writer, signal.SIGKILL)
+            while process_started(writer) is not None:
+                time.sleep(0.001)
 
     options = {"steps": STEPS, "every": 2, "background": True, "on_error": on_error}
     training = Training(job, shared_tmp_path, make_batches(STEPS), **options)

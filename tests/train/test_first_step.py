@@ -84,10 +84,16 @@ class Step:
             self.checks.close()
 
 
-def make(comm: Any, splits: bool | None = None, model: nn.Module | None = None, **parallel: Any) -> Step:
+def make(
+    comm: Any,
+    splits: bool | None = None,
+    model: nn.Module | None = None,
+    trained: Callable[[Any], list[Tensor]] = lambda model: list(model.parameters()),
+    **parallel: Any,
+) -> Step:
     model = Net() if model is None else model
     strategy = attach(model, comm, ParallelSettings(**parallel), CPU)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
     models, strategies, optimizers = {"model": model}, {"model": strategy}, {"optimizer": optimizer}
     checks = FirstStepChecks(comm, models, strategies, optimizers, splits, loader="DataLoader")
     return Step(comm, model, strategy, optimizer, checks, ReplicaChecks(comm, models, strategies))
@@ -140,8 +146,7 @@ def test_shards_unfrozen_after_wrap_are_refused(comm: Any) -> None:
 
 
 def test_parameters_in_no_optimizer_are_warned_about(comm: Any, lines: list[str]) -> None:
-    step = make(comm)
-    step.checks._optimizers = {"optimizer": torch.optim.SGD([step.model.first.weight], lr=0.1)}
+    step = make(comm, trained=lambda model: [model.first.weight])
     step.checks.check_optimizers()
     (line,) = lines
     assert line.startswith("parameters in no optimizer: first.bias, last.weight, last.bias; ")

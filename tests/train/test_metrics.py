@@ -112,9 +112,8 @@ def test_histograms_are_summed() -> None:
     assert curves.columns["staleness_histogram"] == [7, 2, 0, 7] and len(curves.columns["loss"]) == 4
 
 
-def test_long_curves_are_thinned_evenly_and_keep_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "LONGEST", 100)
-    curves = Curves()
+def test_long_curves_are_thinned_evenly_and_keep_the_newest() -> None:
+    curves = Curves(100)
     for step in range(1, 2018):
         row = {"step": step, "loss": float(-step), "learning_rate": 0.1}
         curves.add(row | ({"validation_loss": float(step)} if step % 3 == 0 else {}))
@@ -127,22 +126,20 @@ def test_long_curves_are_thinned_evenly_and_keep_the_newest(monkeypatch: pytest.
     assert min(gaps) >= 1 and max(gaps) <= 3 * 2018 / 50
 
 
-def test_thinning_is_the_same_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "LONGEST", 10)
-    whole, parts = Curves(), Curves()
+def test_thinning_is_the_same_after_a_resume() -> None:
+    whole, parts = Curves(10), Curves(10)
     for step in range(1, 200):
         for curves in (whole, parts):
             curves.add({"step": step, "loss": 1 / step})
         if step % 7 == 0:
-            resumed = Curves()
+            resumed = Curves(10)
             resumed.columns = {name: list(values) for name, values in parts.columns.items()}
             parts = resumed
     assert repr(parts.columns) == repr(whole.columns)
 
 
-def test_a_curve_of_a_repeated_step_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "LONGEST", 4)
-    curves = Curves()
+def test_a_curve_of_a_repeated_step_is_bounded() -> None:
+    curves = Curves(4)
     for _ in range(20):
         curves.add({"step": 3, "loss": 1.0})
     assert len(curves.columns["step"]) <= 4

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults import file_size_limit
 
 from hpctrain.errors import UsageError
 from hpctrain.train.receipt import write
@@ -109,15 +110,10 @@ def test_an_unreadable_receipt_is_an_error(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_a_failed_write_leaves_the_old_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_receipt(tmp_path: Path) -> None:
     receipt = Receipt(tmp_path, {})
     before = (tmp_path / NAME).read_text()
-    monkeypatch.setattr(os, "rename", _fail)
-    with pytest.raises(OSError):
+    with file_size_limit(10), pytest.raises(OSError, match="File too large"):
         receipt.end("finished")
     assert (tmp_path / NAME).read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
-
-
-def _fail(*args: object) -> None:
-    raise OSError("disk full")

@@ -40,8 +40,6 @@ class Life:
 
     def kill(self) -> None:
         """Leave the state after a SIGKILL: the lock stays, and its process is gone."""
-        assert self.run_folder._metrics is not None
-        self.run_folder._metrics.close()
         path = self.folder / lock.NAME
         path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1}))
 

@@ -62,44 +62,50 @@ def test_a_failing_receipt_still_releases_the_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "lock.json").exists()
 
 
-def _refuse(*_: object, **__: object) -> None:
-    raise OSError(28, "No space left on device")
+class FullMetrics(Metrics):
+    """Metrics on a full disk."""
+
+    def write(self, row: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        super().close()
+        raise OSError(28, "No space left on device")
+
+
+class FullReceipt(Receipt):
+    """Receipt on a full disk."""
+
+    def update(self, **facts: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def end(self, status: str, **facts: Any) -> None:
+        raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("lenient", [False, True])
 def test_failed_writes_of_records_stop_or_are_warned_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lenient: bool
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lenient: bool
 ) -> None:
-    run_folder = RunFolder(tmp_path, None, lenient=lenient)
-    run_folder.lock()
-    run_folder.open(0, None, {})
-    monkeypatch.setattr("hpctrain.train.metrics.Metrics.write", _refuse)
-    monkeypatch.setattr("hpctrain.train.receipt.write.Receipt.update", _refuse)
+    run_folder = _opened(tmp_path, lenient=lenient, metrics=FullMetrics, receipt=FullReceipt)
     for note in (
         lambda: run_folder.record({"step": 1}),
         lambda: run_folder.saved(1, 0.1),
         lambda: run_folder.failed_save(1, "x", 1),
+        lambda: run_folder.close("finished", 1, None),
     ):
         if lenient:
             note()
         else:
             with pytest.raises(OSError, match="no space left"):
                 note()
-    run_folder.close("finished", 1, None)
     said = f"cannot write into {tmp_path}: No space left on device; continuing without"
     assert [record.getMessage() for record in caplog.records] == [said] * lenient
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-def test_a_failure_is_not_hidden_by_records_that_cannot_be_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
-) -> None:
-    run_folder = RunFolder(tmp_path, None, lenient=lenient)
-    run_folder.lock()
-    run_folder.open(0, None, {})
-    close = Metrics.close
-    monkeypatch.setattr(Metrics, "close", lambda metrics: (close(metrics), _refuse()))
-    monkeypatch.setattr("hpctrain.train.receipt.write.Receipt.end", _refuse)
+def test_a_failure_is_not_hidden_by_records_that_cannot_be_closed(tmp_path: Path, lenient: bool) -> None:
+    run_folder = _opened(tmp_path, lenient=lenient, metrics=FullMetrics, receipt=FullReceipt)
     run_folder.close("failed", 1, "CheckpointError: disk full")
     assert not (tmp_path / "lock.json").exists()
 
@@ -230,15 +236,17 @@ def test_failed_saves_are_counted(tmp_path: Path) -> None:
     run_folder.close("finished", 8, None)
 
 
-def test_the_receipt_is_written_at_intervals(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_receipt_is_written_at_intervals(tmp_path: Path) -> None:
     writes: list[int] = []
-    update = Receipt.update
-    monkeypatch.setattr(Receipt, "update", lambda receipt, **facts: (writes.append(1), update(receipt, **facts)))
-    run_folder = RunFolder(tmp_path, None)
-    run_folder.lock()
-    run_folder.open(0, None, {})
+
+    class Counted(Receipt):
+        """Receipt whose updates are counted."""
+
+        def update(self, **facts: Any) -> None:
+            writes.append(1)
+            super().update(**facts)
+
+    run_folder = _opened(tmp_path, receipt=Counted)
     for step in range(1, 50):
         run_folder.record({"step": step, "step_seconds": 1.0})
         written = receipt_of(tmp_path)["attempts"][0]["steps"]
@@ -253,8 +261,6 @@ def test_the_receipt_is_written_at_intervals(
 
 def _kill(run_folder: RunFolder) -> None:
     """Simulate a kill: leave all files of the records as they are."""
-    assert run_folder._metrics is not None
-    run_folder._metrics.close()
     (run_folder.folder / "lock.json").unlink()
 
 

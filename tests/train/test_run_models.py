@@ -16,7 +16,6 @@ from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.meta_init import is_meta
 from hpctrain.train.config import DataSettings, Settings, TrainSettings
-from hpctrain.train.job import Job
 from hpctrain.train.recipe import make_model
 
 IMAGES = {"input_shape": (8, 8), "outputs": 5}
@@ -116,16 +115,8 @@ def leg(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Le
 
 @pytest.mark.ranks(2, 3, 4)
 def test_sharded_runs_start_with_the_loss_of_ddp(leg: Legs) -> None:
-    seen = []
-
-    class Observed(Job):
-        """Job that records whether the model that it gets is on the meta device."""
-
-        def wrap(self, model: Any, *args: Any, **options: Any) -> Any:
-            seen.append(is_meta(model))
-            return super().wrap(model, *args, **options)
-
-    leg.job_type = Observed
+    seen: list[bool] = []
+    leg.on_wrap = lambda model: seen.append(is_meta(model))
     every = {name: losses(leg(name, name, *GPT, "train.steps=3")) for name in ("ddp", *SPLIT)}
     assert seen == [False, True, True, True, True]
     for found in every.values():

@@ -17,7 +17,6 @@ from hpctrain.errors import SettingsError, UsageError
 from hpctrain.trace import Recording, Span
 from hpctrain.train.config import TrainSettings
 from hpctrain.train.options import RunOptions
-from hpctrain.train.profile import record
 from hpctrain.train.profile.read import read
 from hpctrain.train.profile.record import events, merge_traces
 
@@ -166,13 +165,13 @@ def test_an_unwritable_trace_is_a_warning(
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_all_ranks_are_aligned_to_one_clock(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_are_aligned_to_one_clock(comm: Any, shared_tmp_path: Path) -> None:
     """Ranks have simultaneous spans, measured by clocks that are 1000 s ahead per rank."""
-    monkeypatch.setattr(record, "clock_offsets", lambda comm: [1000.0 * rank for rank in range(comm.size)])
     spans = [Span("forward", 5.0, 5.5, 1), Span("backward", 5.5, 7.0, 1)]
     moved = [Span(each.name, each.start + 1000 * comm.rank, each.end + 1000 * comm.rank, 1) for each in spans]
     path = shared_tmp_path / "trace.json"
-    merge_traces(comm, Recording(moved, dropped=comm.rank), path, coordinates=f"pipe {comm.rank}")
+    recording = Recording(moved, dropped=comm.rank)
+    merge_traces(comm, recording, path, coordinates=f"pipe {comm.rank}", ahead=1000.0 * comm.rank)
     comm.barrier()
     found = json.loads((shared_tmp_path / "trace.json").read_text())
     assert found["otherData"] == {"format": "hpctrain-trace", "ranks": comm.size, "dropped": sum(range(comm.size))}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import h5py
 import pytest
-import torch
-from support.train_runs import ONE_OF_EACH, SPLIT, Legs, losses, signalling
+from support.train_runs import ONE_OF_EACH, SPLIT, Legs, losses, poisoning, signalling
 from support.training_fixtures import checkpoints_of, contents
 
 from hpctrain.errors import NonFiniteError
@@ -69,10 +67,10 @@ def test_a_run_may_resume_on_another_number_of_ranks(leg: Legs) -> None:
     """The run is stopped by a signal, so that the learning rate follows the schedule of all steps."""
     size = leg.comm.size
     for name, ranks in [("fsdp", size), ("zero1", 1), ("fsdp_alone", size), ("ddp", size - 1), ("zero2", size)]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(leg.model, "forward", signalling(leg.model.forward, 8))
-            with pytest.raises(SystemExit) if leg.comm.rank < ranks else nullcontext():
-                leg(name, "sizes", f"train.steps={STEPS}", ranks=ranks)
+        leg.on_wrap = signalling(8)
+        with pytest.raises(SystemExit) if leg.comm.rank < ranks else nullcontext():
+            leg(name, "sizes", f"train.steps={STEPS}", ranks=ranks)
+    leg.on_wrap = lambda model: None
     rows = leg("fsdp", "sizes", f"train.steps={STEPS}")
     assert losses(rows) == pytest.approx(leg.plain(STEPS), rel=CLOSE)
 
@@ -113,23 +111,12 @@ def test_an_evaluation_may_have_fewer_samples_than_ranks(leg: Legs) -> None:
 
 
 @pytest.fixture
-def poison(leg: Legs, monkeypatch: pytest.MonkeyPatch) -> Any:
+def poison(leg: Legs) -> Any:
     """Return a function that gives the last rank a NaN in the embedding's gradient, in some of its passes."""
 
     def set_passes(*passes: int) -> None:
-        forward = torch.nn.Embedding.forward
-        last = leg.comm.rank == leg.comm.size - 1
-        count = 0
-
-        def poisoned(self: Any, tokens: torch.Tensor) -> torch.Tensor:
-            nonlocal count
-            found = forward(self, tokens)
-            count += self.training
-            if last and self.training and count in passes:
-                found.register_hook(lambda gradient: gradient * math.nan)
-            return found
-
-        monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned)
+        if leg.comm.rank == leg.comm.size - 1:
+            leg.on_wrap = poisoning(passes)
 
     return set_passes
 

@@ -59,7 +59,7 @@ def _expect(job: Any, model: nn.Module, plain: nn.Module, tolerance: float = 1e-
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
 @pytest.mark.parametrize("form", ["after", "before", "in place"])
 def test_compiled_models_train_like_plain_ones(job: Any, strategy: str, form: str) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     plain, model, (x, y) = make_model(), make_model(), _batch()
     _train(plain, plain, x, y)
     called: Any = model
@@ -82,7 +82,7 @@ def test_compiled_models_train_like_plain_ones(job: Any, strategy: str, form: st
 def test_a_run_accepts_a_compiled_model_and_saves_plain_names(job: Any, tmp_path: Path, strategy: str) -> None:
     import hpctrain
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     folder = Path(job.comm.broadcast_object(str(tmp_path)))
     model, (x, y) = make_model(), _batch()
     plain = make_model()
@@ -104,7 +104,7 @@ def test_a_run_accepts_a_compiled_model_and_saves_plain_names(job: Any, tmp_path
 
 @pytest.mark.ranks(2)
 def test_synchronised_batch_norms_stay_out_of_compiled_graphs(job: Any) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3))
     plain, (x, y) = copy.deepcopy(model), _batch()

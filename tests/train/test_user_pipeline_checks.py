@@ -21,8 +21,8 @@ MSE = Objective(F.mse_loss)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("hpctrain"), "propagate", True)
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    logging.getLogger("hpctrain").propagate = True  # restored after each test
     caplog.set_level(logging.INFO, "hpctrain")
     return caplog
 

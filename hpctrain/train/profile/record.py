@@ -70,14 +70,22 @@ Report = dict[str, Any]  # of one rank: its mesh coordinates and its spans
 
 
 def merge_traces(
-    comm: Communicator, recording: Recording, path: Path, *, coordinates: str = "", host: str = ""
+    comm: Communicator,
+    recording: Recording,
+    path: Path,
+    *,
+    coordinates: str = "",
+    host: str = "",
+    ahead: float | None = None,
 ) -> None:
     """Write the recordings of all ranks into a file. Collective.
 
-    ``coordinates`` are those of this rank in the mesh, as text. If the file cannot be written, a
+    ``coordinates`` are those of this rank in the mesh, as text. ``ahead`` is the number of seconds
+    by which this rank's clock is ahead of rank 0's; by default it is measured. If the file cannot be written, a
     warning is logged and the run continues.
     """
-    ahead = clock_offsets(comm)[comm.rank]
+    if ahead is None:
+        ahead = clock_offsets(comm)[comm.rank]
     report = {
         "rank": comm.rank,
         "node": comm.node,

@@ -41,15 +41,17 @@ Attempts = Sequence[dict[str, Any]]
 class FailureRecord:
     """Failure record that a rank writes when it ends the job; ``folder`` is the run folder, ``rank`` the writer."""
 
-    def __init__(self, folder: Path, rank: int, *, call: atomic.Call = atomic.call_once) -> None:
-        self._path, self._rank, self._call = folder / FAILURE_NAME, rank, call
+    def __init__(
+        self, folder: Path, rank: int, *, call: atomic.Call = atomic.call_once, patience: float = PATIENCE
+    ) -> None:
+        self._path, self._rank, self._call, self._patience = folder / FAILURE_NAME, rank, call, patience
 
     def say(self, why: str, step: int | None) -> None:
-        """Write why the job ends; give up after one second."""
+        """Write why the job ends; give up after ``patience`` seconds."""
         facts = {"reason": first_line(why), "rank": self._rank, "host": socket.gethostname(), "step": step}
         writing = threading.Thread(target=self._write, args=({**facts, "unix_time": time.time()},), daemon=True)
         writing.start()
-        writing.join(PATIENCE)
+        writing.join(self._patience)
 
     def _write(self, facts: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the reason why the job ends has already been printed
