@@ -17,84 +17,90 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from comm.peers import process_group
-from comm.place import Place as Ranks
-from comm.sizes import parse_names, parse_sizes, size_text
-from harness import RESULTS, guarded, mpi_name, mpi_slug, provenance, write
-from saving import background, kept, ours, peers, plot, report, yardsticks
-from saving.candidates import Candidate
-from saving.disk import delete, filesystem_of
-from saving.figures import Row, by_name, to_json
-from saving.measure import measure
-from saving.names import ASYNC, BACKGROUND, FOREGROUND, READERS, WRITERS
-from saving.place import Place
-from saving.state import LEAST
-from saving.targets import Target, background_targets, targets
-from saving.work import Work
+import checkpoint_background as background
+from checkpoint_candidates import (
+    ASYNC,
+    BACKGROUND,
+    FOREGROUND,
+    READERS,
+    WRITERS,
+    Candidate,
+    own_readers,
+    own_writers,
+    raw_readers,
+    raw_writers,
+    save,
+    torch_readers,
+    torch_writers,
+)
+from checkpoint_figures import Row, by_name, draw, earlier_targets, measure, ratio_tables, row_table, targets
+from checkpoint_state import LEAST, Setting, Work, delete, filesystem_of
+from harness.report import left_out_lines, mpi_name, mpi_slug
+from harness.run import (
+    announce,
+    check_names,
+    check_rounds,
+    finish,
+    main,
+    make_parser,
+    parse_sizes,
+    process_group,
+    split,
+    start,
+    stop,
+)
+from harness.targets import target_table, targets_json
 
-import hpctrain
-from hpctrain.cli.main import Parser
 from hpctrain.errors import UsageError
+from hpctrain.util.format import format_bytes
 
 PARTS = ("write", "read", "background")
 SIZE, ROUNDS = "512MiB", 7
-WAYS = (FOREGROUND, BACKGROUND, ASYNC)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; rank 0 prints and writes. Return the exit code."""
-    return guarded(lambda: run(parse(argv)))
+LOOPS = (FOREGROUND, BACKGROUND, ASYNC)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="checkpoint.py", description=__doc__, formatter_class=raw)
+    parser = make_parser("checkpoint", __doc__, rounds=ROUNDS, quick=False)
     parser.add_argument("--size", default=SIZE, help="bytes of parameters and moments (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed turns of each candidate")
     parser.add_argument("--folder", type=Path, help="where the files go, and stay; default: a temporary one")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure (default: %(default)s)")
     parser.add_argument("--without", default="", help="candidates to leave out, as in torch.save,torch DCP")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--only-write", action="store_true", help="write a file for others to load, measure nothing")
     args = parser.parse_args(argv)
-    sizes, args.parts, args.without = parse_sizes(args.size), parse_names(args.parts), parse_names(args.without)
+    sizes = parse_sizes(args.size)
     if len(sizes) != 1 or sizes[0] < LEAST:
-        raise UsageError(f"--size {args.size}: give one size, at least {size_text(LEAST)}", everywhere=True)
+        raise UsageError(f"--size {args.size}: give one size, at least {format_bytes(LEAST)}")
     args.size = sizes[0]
-    _check(args)
-    return args
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.rounds < 1:
-        raise UsageError(f"{args.rounds} rounds: at least 1 is needed", everywhere=True)
+    check_rounds(args, 1)
     if args.only_write and not args.folder:
-        raise UsageError("--only-write needs --folder: a temporary folder is deleted at the end", everywhere=True)
-    candidates = (*WRITERS, *READERS, *WAYS)
-    for option, names, known in (("part", args.parts, PARTS), ("candidate", args.without, candidates)):
-        for name in names:
-            if name not in known:
-                raise UsageError(f"no {option} is called {name!r}: known are {', '.join(known)}", everywhere=True)
+        raise UsageError("--only-write needs --folder: a temporary folder is deleted at the end")
+    args.parts = check_names("part", split(args.parts), PARTS)
+    args.without = check_names("candidate", split(args.without), (*WRITERS, *READERS, *LOOPS))
+    return args
 
 
 def run(args: argparse.Namespace) -> None:
     """Join the job, measure the parts, report."""
-    job = hpctrain.init(device="cpu")
+    job = start("checkpoint", least=1)
     with folder_of(job, args.folder) as folder:
-        work = Work.of(Place(job.comm, folder), args.size)
+        work = Work.of(Setting(job.comm, folder), args.size)
         if args.only_write:
-            ours.save(work, work.from_ranks(job.size))
+            save(work, work.from_ranks(job.size))
             return
-        with process_group(Ranks(job.comm, job.device, torch.float32)):
-            rows, unable = measure_parts(work, args)
-            loops = measure_loops(work, job, args) if "background" in args.parts else []
+        with process_group(job.comm):
+            rows, left_out = measure_parts(work, args)
+            loops = []
+            if "background" in args.parts and not stop.number:  # it changes the values, so it comes last
+                announce(f"training with saves of {format_bytes(work.nbytes)}", job.comm)
+                savers = [one for one in background.savers(work) if one.name not in args.without]
+                loops = background.measure(work, job, savers, args.rounds)
         if job.rank == 0:
-            finish(work, args, rows, loops, unable)
+            report(work, args, rows, loops, left_out)
 
 
 @contextmanager
@@ -102,7 +108,7 @@ def folder_of(job: Any, asked: Path | None) -> Iterator[Path]:
     """Provide the folder that all ranks write into: the requested one, or a temporary one next to the results."""
     made = None
     if job.rank == 0 and asked is None:
-        made = Path(tempfile.mkdtemp(prefix="checkpoint.tmp-", dir=RESULTS.parent))
+        made = Path(tempfile.mkdtemp(prefix="checkpoint.tmp-", dir=Path(__file__).parent))
     elif job.rank == 0 and asked is not None:
         asked.mkdir(parents=True, exist_ok=True)
     try:
@@ -116,40 +122,31 @@ def folder_of(job: Any, asked: Path | None) -> Iterator[Path]:
 def measure_parts(work: Work, args: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     """Measure saving, then loading of the saved files."""
     rows: list[Row] = []
-    unable: dict[str, str] = {}
-    if "write" in args.parts:
-        announce(work, "saving")
-        found, problems = measure(work.place, "write", chosen(writers(work), args.without), args.rounds)
-        rows, unable = rows + found, unable | problems
-    if "read" in args.parts:
-        announce(work, "loading")
-        found, problems = measure(work.place, "read", chosen(readers(work), args.without), args.rounds)
-        rows, unable = rows + found, unable | problems
-    return rows, unable
-
-
-def measure_loops(work: Work, job: Any, args: argparse.Namespace) -> list[background.BackgroundRow]:
-    """Measure saving during training; it changes the values, so it comes last."""
-    announce(work, "training with saves of")
-    ways = [each for each in (*ours.ways(work), *peers.ways(work)) if each.name not in args.without]
-    return background.measure(work, job, ways, args.rounds)
+    left_out: dict[str, str] = {}
+    for kind, what, candidates in (("write", "saving", writers), ("read", "loading", readers)):
+        if kind in args.parts and not stop.number:
+            announce(f"{what} {format_bytes(work.nbytes)}", work.setting.comm)
+            chosen = [each for each in candidates(work) if each.name not in args.without]
+            found, problems = measure(work.setting, kind, chosen, args.rounds)
+            rows, left_out = rows + found, left_out | problems
+    return rows, left_out
 
 
 def writers(work: Work) -> Iterator[Candidate]:
     """Yield all candidates that save."""
-    yield from yardsticks.writers(work)
-    yield from ours.writers(work)
-    yield from peers.writers(work)
+    yield from raw_writers(work)
+    yield from own_writers(work)
+    yield from torch_writers(work)
 
 
 def readers(work: Work) -> Iterator[Candidate]:
     """Yield all candidates that load; a missing file is written first."""
-    own = work.from_ranks(work.place.size)
+    own = work.from_ranks(work.setting.size)
     if not own.exists():
-        ours.save(work, own)
-    yield from yardsticks.readers(work, own)
-    yield from ours.readers(work, written_by(work.place.folder))
-    yield from peers.readers(work)
+        save(work, own)
+    yield from raw_readers(work, own)
+    yield from own_readers(work, written_by(work.setting.folder))
+    yield from torch_readers(work)
 
 
 def written_by(folder: Path) -> list[int]:
@@ -157,54 +154,37 @@ def written_by(folder: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("from-")) for path in folder.glob("from-*.h5"))
 
 
-def chosen(candidates: Iterator[Candidate], without: Sequence[str]) -> list[Candidate]:
-    """Return the candidates without the excluded ones."""
-    return [each for each in candidates if each.name not in without]
-
-
-def announce(work: Work, what: str) -> None:
-    """Print a progress line."""
-    if work.place.rank == 0:
-        print(f"{what} {size_text(work.nbytes)} ...", file=sys.stderr, flush=True)
-
-
-def finish(
+def report(
     work: Work,
     args: argparse.Namespace,
     rows: list[Row],
     loops: list[background.BackgroundRow],
-    unable: dict[str, str],
+    left_out: dict[str, str],
 ) -> None:
-    """Print, write and plot a result."""
-    figures, filesystem = by_name(rows), filesystem_of(work.place.folder)
-    found: list[Target] = [*targets(figures), *background_targets(loops), *kept.targets(args.results)]
-    print(f"\ncheckpoint of {size_text(work.nbytes)}, {work.place.size} ranks, {filesystem}, {mpi_name()}\n")
+    """Print, write and draw a result."""
+    figures, filesystem, ranks = by_name(rows), filesystem_of(work.setting.folder), work.setting.size
+    found = [*targets(figures), *background.background_targets(loops), *earlier_targets(args.out)]
+    lines = [f"\ncheckpoint of {format_bytes(work.nbytes)}, {ranks} ranks, {filesystem}, {mpi_name()}\n"]
     if filesystem in ("tmpfs", "ramfs"):
-        print(f"the folder is in memory ({filesystem}), so these figures say nothing about a disk; set FOLDER\n")
-    report.print_targets(found)
-    report.print_ratios(figures)
-    report.print_rows(figures)
-    report.print_background(loops)
-    report.print_unable(unable)
-    content = {
+        lines.append(f"the folder is in memory ({filesystem}), so these figures say nothing about a disk; set FOLDER\n")
+    lines += [target_table(found), *ratio_tables(figures), *row_table(figures), background.background_table(loops)]
+    content: dict[str, Any] = {
         "benchmark": "checkpoint",
-        "ranks": work.place.size,
-        "nodes": work.place.comm.nodes,
+        "ranks": ranks,
+        "nodes": work.setting.comm.nodes,
         "dtype": "float32",
         "device": "cpu",
         "mpi": mpi_name(),
         "size": work.nbytes,
         "filesystem": filesystem,
-        "targets": report.targets_json(found),
-        "rows": to_json(rows),
-        "background": background.to_json(loops),
-        "left_out": unable,
-        "provenance": provenance(work.place.size, mpi_name()),
+        "targets": targets_json(found),
+        "rows": [asdict(row) for row in rows],
+        "background": [asdict(row) for row in loops],
+        "left_out": left_out,
     }
-    name = f"checkpoint-np{work.place.size}-{mpi_slug()}"
-    paths = [write(name, content, args.results), *plot.draw(content, args.results / name)]
-    print("written to " + ", ".join(str(path) for path in paths))
+    text = "\n".join([*lines, *left_out_lines(left_out)])
+    finish(args, f"checkpoint-np{ranks}-{mpi_slug()}", content, text, ranks=ranks, launched=True, draw=draw)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

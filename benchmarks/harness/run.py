@@ -323,9 +323,12 @@ def process_group(comm: Communicator, backend: str = "gloo") -> Iterator[None]:
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size)
     try:
         yield
-    finally:
-        comm.barrier()
-        dist.destroy_process_group()
+    except HpctrainError as error:
+        if error.everywhere:  # otherwise the other ranks still use the group: the guard ends the job
+            dist.destroy_process_group()
+        raise
+    comm.barrier()
+    dist.destroy_process_group()
 
 
 def mpiexec(ranks: int) -> list[str]:

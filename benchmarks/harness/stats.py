@@ -74,5 +74,10 @@ def spreads(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, ...
             yield from spreads(value, (*path, key))
     elif isinstance(content, list):
         for item in content:
-            words = [str(value) for value in item.values() if type(value) in (str, int)] if type(item) is dict else []
-            yield from spreads(item, (*path, " ".join(words)))
+            if isinstance(item, Mapping):
+                words = (
+                    [item["candidate"]]
+                    if "candidate" in item
+                    else [each for each in item.values() if type(each) in (str, int)]
+                )
+                yield from spreads(item, (*path, " ".join(map(str, words))))

@@ -9,7 +9,8 @@ from typing import Any
 
 import checkpoint
 import pytest
-from saving.names import (
+from benchmark_helpers import FOLDER, PROVENANCE, check_refused
+from checkpoint_candidates import (
     ASYNC,
     CRC,
     DCP,
@@ -27,9 +28,7 @@ from saving.names import (
 )
 from support.jobs import JobStarter
 
-from hpctrain.errors import UsageError
-
-PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "checkpoint.py"
+PROGRAM = FOLDER / "checkpoint.py"
 SMALL = ("--size", "2MiB", "--rounds", "2")
 WITHOUT = f"{TORCH},{DCP}"
 WHOLE = pytest.mark.benchmark
@@ -49,7 +48,7 @@ def test_all_candidates_are_measured_in_one_run(launch: JobStarter, tmp_path: Pa
     for ranks in (1, 4):
         done = launch(ranks, PROGRAM, "--size", "2MiB", "--only-write", "--folder", files, timeout=120)
         assert done.returncode == 0, done
-    done = launch(2, PROGRAM, *SMALL, "--folder", files, "--results", tmp_path / "results", timeout=300)
+    done = launch(2, PROGRAM, *SMALL, "--folder", files, "--out", tmp_path / "results", timeout=300)
     assert done.returncode == 0, done
     found = read(tmp_path / "results")
     assert re.fullmatch("checkpoint-np2-(mpich|openmpi)", found["name"])
@@ -68,13 +67,13 @@ def test_all_candidates_are_measured_in_one_run(launch: JobStarter, tmp_path: Pa
     (other_ranks,) = [value for what, value in targets.items() if what.startswith("load: time")]
     assert other_ranks == pytest.approx(worst)
     assert {FOREGROUND, ASYNC} <= {row["candidate"] for row in found["background"]}
-    assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
+    assert PROVENANCE <= found["provenance"].keys()
     assert done.stdout.index("target") < done.stdout.index("times as fast") < done.stdout.index("memory +MiB")
     assert (tmp_path / "results" / f"{found['name']}.png").stat().st_size > 1000
 
 
 WRONG_FILE = """
-from saving import ours
+import checkpoint_candidates as ours
 right_save = ours.save
 def wrong(work, path, **options):
     with __import__("torch").no_grad():
@@ -103,14 +102,15 @@ sys.path.insert(0, {str(PROGRAM.parent)!r})
 import hpctrain, checkpoint
 job = hpctrain.init(device="cpu")
 hpctrain.init = lambda **options: job
+run = lambda words: checkpoint.main(checkpoint.parse, checkpoint.run, words)
 folder, small = sys.argv[1], {list(SMALL)!r}
-codes = [checkpoint.main([*small, "--parts", "write", "--without", {WITHOUT!r}, "--results", folder + "/parts"])]
-small += ["--folder", folder + "/files", "--results", folder + "/wrong"]
+codes = [run([*small, "--parts", "write", "--without", {WITHOUT!r}, "--out", folder + "/parts"])]
+small += ["--folder", folder + "/files", "--out", folder + "/wrong"]
 {WRONG_FILE}
-codes.append(checkpoint.main([*small, "--parts", "write"]))
+codes.append(run([*small, "--parts", "write"]))
 ours.save = right_save
 {WRONG_LOAD}
-codes.append(checkpoint.main([*small, "--parts", "read"]))
+codes.append(run([*small, "--parts", "read"]))
 assert codes == [0, 1, 1], codes
 """
 
@@ -132,24 +132,23 @@ def test_parts_run_separately_and_wrong_values_end_the_benchmark(launch: JobStar
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (("--size", "1K"), "--size 1K: give one size, at least 1 MiB"),
-        (("--size", "1M,2M"), "give one size"),
-        (("--size", "x"), "'x' is not a size"),
-        (("--rounds", "0"), "0 rounds: at least 1 is needed"),
-        (("--parts", "wriet"), "no part is called 'wriet': known are write, read, background"),
-        (("--without", "DCP"), "no candidate is called 'DCP': known are raw pwrite"),
-        (("--only-write",), "--only-write needs --folder"),
+        ("--size 1K", "--size 1K: give one size, at least 1 MiB"),
+        ("--size 1M,2M", "give one size"),
+        ("--size x", "'x' is not a number of bytes"),
+        ("--rounds 0", "0 rounds: at least 1 is needed"),
+        ("--parts wriet", "no part is called 'wriet': known are write, read, background"),
+        ("--without DCP", "no candidate is called 'DCP': known are raw pwrite"),
+        ("--only-write", "--only-write needs --folder"),
     ],
 )
-def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        checkpoint.parse(arguments)
+def test_wrong_options_are_refused(words: str, message: str) -> None:
+    check_refused(checkpoint.parse, words, message)
 
 
 def test_sizes_are_parsed_with_their_units() -> None:
-    for text in ("512MiB", "512M", "512 mb", "536870912"):
+    for text in ("512MiB", "512M", "536870912"):
         assert checkpoint.parse(["--size", text]).size == 512 * 2**20
     assert checkpoint.parse([]).size == 512 * 2**20
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from saving.background import BackgroundRow, Times, measure, row_of
-from saving.candidates import WrongResult
-from saving.state import Values, make
-from saving.work import Snapshot, Work
+from checkpoint_background import BackgroundRow, Times, background_targets, measure, row_of
+from checkpoint_candidates import WrongResult
+from checkpoint_state import Snapshot, Values, Work, make_state
 
 MIB = 2**20
 STALL, BOUNDARY = 0.5, 0.02  # seconds
@@ -108,7 +108,7 @@ def test_without_a_step_during_a_write_its_time_is_missing(work: Work) -> None:
 
 
 def test_a_write_that_never_ends_is_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("saving.background.PATIENCE", 0.1)
+    monkeypatch.setattr("checkpoint_background.LIMIT", 0.1)
     with pytest.raises(WrongResult, match="slow: not written after 0.1 s"):
         measure(work, Alone(), [Slow(work, 10**6)], 1)
 
@@ -116,14 +116,38 @@ def test_a_write_that_never_ends_is_an_error(work: Work, monkeypatch: pytest.Mon
 def test_the_slowest_rank_counts_and_each_rank_copies_its_share() -> None:
     first = Times(copy=[2.0], stall=[1.0], free=[1.0, 2.0, 3.0], busy=[4.0], written=[5.0])
     second = Times(copy=[4.0], stall=[0.5], free=[3.0, 2.0, 1.0], busy=[6.0], written=[4.0])
-    assert row_of("a", [first, second], 2) == BackgroundRow("a", 1.0, 2.0, 3.0, 6.0, 5.0, 1, 1)
+    found = row_of("a", [first, second], 2)
+    assert replace(found, spread={}) == BackgroundRow("a", 1.0, 2.0, 3.0, 6.0, 5.0, 1, 1)
+    assert found.spread["free"]["min"] == 2.0 and found.spread["copy"]["median"] == 4.0
 
 
 def test_a_snapshot_keeps_its_values_while_training_continues() -> None:
-    state = make(MIB)
+    state = make_state(MIB)
     memory = torch.zeros(state.nbytes // 4)
     before = {name: tensor.clone() for name, tensor in state.tensors()}
     snapshot = Snapshot(state, memory)
     state.spoil()
     assert all(torch.equal(before[name], tensor) for name, tensor in snapshot.tensors())
     assert snapshot.seconds > 0
+
+
+def row(name: str, **changes: Any) -> BackgroundRow:
+    usual: dict[str, Any] = {"stall": 1.1, "floor": 1.0, "free": 1.0, "busy": 1.04}
+    return BackgroundRow(name, written=3.0, busy_steps=5, saves=2, **{**usual, **changes})
+
+
+def test_only_hpctrain_in_the_background_has_targets() -> None:
+    assert not list(background_targets([row("torch DCP async"), row("hpctrain foreground")]))
+    stall, slower = background_targets([row("torch DCP async"), row("hpctrain background")])
+    assert (stall.value, stall.met, slower.value, slower.met) == (1.1, True, 1.04, True)
+
+
+def test_long_stalls_and_slow_steps_miss_their_targets() -> None:
+    stall, slower = background_targets([row("hpctrain background", stall=1.3, busy=1.06)])
+    assert not stall.met and not slower.met
+    assert [one.wanted for one in (stall, slower)] == ["<= 1.2", "<= 1.05"]
+
+
+def test_a_write_shorter_than_a_step_has_no_target_for_steps() -> None:
+    (stall,) = background_targets([row("hpctrain background", busy=None)])
+    assert "stall" in stall.what

@@ -1,1 +1,0 @@
-"""Parts of the checkpoint benchmark: candidates for saving and loading, timing, and results."""
