@@ -149,7 +149,7 @@ class BackgroundWriter:
 
     def stage(self, share: WriteShare) -> None:
         """Copy the data to write."""
-        if self._process.poll() is not None:
+        if self.process.poll() is not None:
             self._start()
         self._copied = self._snapshot.copy(share.sources, share.parts)
 
@@ -214,7 +214,7 @@ class BackgroundWriter:
         request_end, self._requests = Pipe(duplex=False)
         self._answers, answer_end = Pipe(duplex=False)
         try:
-            self._process = _launch(self._snapshot.handle, request_end.fileno(), answer_end.fileno())
+            self.process = _launch(self._snapshot.handle, request_end.fileno(), answer_end.fileno())
         except OSError as error:
             self._requests.close()
             self._answers.close()
@@ -239,18 +239,18 @@ class BackgroundWriter:
             self._ended = True
 
     def _exit_reason(self) -> str:
-        code = self._process.wait()
+        code = self.process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
     def _end_process(self, timeout: float) -> None:
         """End the process: an idle one exits on request, a busy one is killed."""
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             self._outgoing.put((EXIT, ()))
             try:
-                self._process.wait(timeout)
+                self.process.wait(timeout)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._process.wait()
+                self.process.kill()
+        self.process.wait()
         self._outgoing.put(None)
         self._sender.join()
         self._requests.close()

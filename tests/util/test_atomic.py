@@ -46,16 +46,13 @@ def test_a_link_is_replaced_and_never_followed(tmp_path: Path, precious: Path, k
     assert precious.read_text() == "keep me" and not (tmp_path / "planted").exists()
 
 
-def test_a_planted_private_name_is_never_opened(
-    tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_private_name_is_never_opened(tmp_path: Path, precious: Path) -> None:
     names = {atomic.private_name(tmp_path / "x") for _ in range(100)}
     assert len(names) == 100
     planted = names.pop()
     planted.symlink_to(precious)
-    monkeypatch.setattr(atomic, "private_name", lambda path: planted)
     with pytest.raises(FileExistsError):
-        atomic.write_text(tmp_path / "x", "mine")
+        atomic.create(planted)
     assert precious.read_text() == "keep me"
 
 
@@ -87,20 +84,20 @@ def test_files_are_written_to_a_folder_in_memory() -> None:
         assert (Path(folder) / "x").read_text() == "text"
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "body"])
-def test_an_error_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+@pytest.mark.parametrize("failing", ["fsync", "rename", "body"])
+def test_an_error_leaves_the_old_file(tmp_path: Path, failing: str) -> None:
     target = tmp_path / "x"
     target.write_text("old")
 
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__.strip("_") == failing:
+            raise OSError(errno.ENOSPC, "full")
+        return function(*arguments)
 
-    if call != "body":
-        monkeypatch.setattr(os, call, fail)
-    with pytest.raises(OSError, match="full"), atomic.replacing(target) as file:
+    with pytest.raises(OSError, match="full"), atomic.replacing(target, call=call) as file:
         file.write(b"new")
-        if call == "body":
-            fail()
+        if failing == "body":
+            raise OSError(errno.ENOSPC, "full")
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 

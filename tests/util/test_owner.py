@@ -22,7 +22,7 @@ OTHER = os.geteuid() + 1  # another user, to whom this user's files are foreign
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create modules that leave a mark when they run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.syspath_prepend(tmp_path)
     mark = "open('ran', 'w').close()\n"
     Path("marked_models").mkdir()
     for name in ("marked_one.py", "marked_models/__init__.py", "marked_models/small.py"):

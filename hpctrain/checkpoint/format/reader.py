@@ -42,8 +42,9 @@ class Reader:
     would not have written.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, piece: int = layout.PIECE) -> None:
+        """Open a file; ``pieces`` yields at most ``piece`` bytes at a time."""
+        self.path, self._piece = Path(path), piece
         size = _check_superblock(self.path)
         with refusing(self.path):
             self._file = _open(self.path)
@@ -58,7 +59,7 @@ class Reader:
         self.size = size
         self.records: dict[str, Record] = found.records
         self.groups = found.groups
-        self._offsets = found.offsets
+        self.offsets = found.offsets
         self._extents: dict[str, list[Extent]] = {}
         try:
             self._check_manifest(found.manifest)
@@ -117,7 +118,7 @@ class Reader:
         if out.shape != extent or out.dtype != record.storage or not out.flags.c_contiguous:
             raise CheckpointError(f"{path} needs a contiguous array of {record.storage} {extent} to be read into")
         data, size = out.reshape(-1).view(np.uint8).data, record.storage.itemsize
-        offset = self._offsets.get(path, 0)
+        offset = self.offsets.get(path, 0)
         box = Shard(path, record.shape, record.dtype, start, extent, None)
         runs = [(offset + to * size, at * size, count * size) for to, at, count in box.runs()]
         self._read_runs(record, runs, data)
@@ -160,15 +161,15 @@ class Reader:
     def _extents_of(self, record: Record) -> list[Extent]:
         if not record.nbytes:
             return []
-        whole = [Extent(self._offsets[record.path], record.nbytes, record.crc32)]
+        whole = [Extent(self.offsets[record.path], record.nbytes, record.crc32)]
         return self._extents.get(record.path, whole)
 
     def pieces(self, path: str) -> Iterator[Array]:
         """Yield a tensor's elements in C order, in bounded pieces; raise at the end if its CRC-32 is wrong."""
         record, crc = self.records[path], 0
-        buffer = bytearray(min(layout.PIECE, record.nbytes))
-        for start in range(0, record.nbytes, layout.PIECE):
-            piece = memoryview(buffer)[: min(layout.PIECE, record.nbytes - start)]
+        buffer = bytearray(min(self._piece, record.nbytes))
+        for start in range(0, record.nbytes, self._piece):
+            piece = memoryview(buffer)[: min(self._piece, record.nbytes - start)]
             self._fill(record, piece, start)
             crc = crc32(piece, crc)
             yield np.frombuffer(piece, dtype=record.storage)
@@ -182,7 +183,7 @@ class Reader:
                     progress(piece.nbytes)
 
     def _fill(self, record: Record, piece: memoryview, start: int) -> None:
-        self._fill_from(record.path, piece, self._offsets[record.path] + start)
+        self._fill_from(record.path, piece, self.offsets[record.path] + start)
 
     def _fill_from(self, what: str, piece: memoryview, offset: int) -> None:
         done = 0
@@ -210,7 +211,7 @@ class Reader:
         paths = sorted(found.offsets, key=found.offsets.__getitem__)
         filled = [path for path in paths if self.records[path].nbytes]
         for path, of_tensor in zip(filled, integrity.by_tensor(found.table, len(filled))):
-            integrity.check_extents(of_tensor, self._offsets[path], self.records[path].nbytes, f"{path} of {self.path}")
+            integrity.check_extents(of_tensor, self.offsets[path], self.records[path].nbytes, f"{path} of {self.path}")
             self._extents[path] = of_tensor
 
     def _check_manifest(self, promised: str | None) -> None:

@@ -53,9 +53,12 @@ class Structure:
     table_range: list[Range] = field(default_factory=list)
 
 
-def walk(file: h5py.File, name: str, size: int) -> Structure:
-    """Return the structure of an open file of ``size`` bytes; ``name`` identifies it in errors."""
-    walker = _Walker(name, size)
+def walk(file: h5py.File, name: str, size: int, most: int = _MOST) -> Structure:
+    """Return the structure of an open file of ``size`` bytes; ``name`` identifies it in errors.
+
+    Its attributes and names may take ``most`` bytes of memory.
+    """
+    walker = _Walker(name, size, most)
     walker.seen.add(h5py.h5o.get_info(file.id).addr)
     walker.group(file.id, "/", 0)
     shared = overlap([*walker.found.checked, *walker.found.table_range])
@@ -83,8 +86,9 @@ def _read_attribute(attribute: h5py.h5a.AttrID, key: str, where: str, limit: int
 class _Walker:
     """Traversal with its limits: each object once, bytes up to the size of the file, a bounded structure."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.size, self.left, self.memory_left = name, size, size, _MOST
+    def __init__(self, name: str, size: int, most: int) -> None:
+        self.name, self.size, self.left, self.most = name, size, size, most
+        self.memory_left = most
         self.seen: set[int] = set()
         self.found = Structure()
 
@@ -216,7 +220,7 @@ class _Walker:
         """Count the memory of an object or attribute; raise if the limit is exceeded."""
         self.memory_left -= nbytes + _EACH
         if self.memory_left < 0:
-            raise self._refusal(path, f"and what comes before it take more than {_MOST} bytes besides the tensors")
+            raise self._refusal(path, f"and what comes before it take more than {self.most} bytes besides the tensors")
 
     def _check_unseen(self, address: int, path: str) -> None:
         if address in self.seen:

@@ -111,6 +111,11 @@ def plot(file: str | Path, output: str | Path) -> None:
     """Plot the curves of a checkpoint to an image. Raises ``UsageError`` without curves or without matplotlib."""
     target = Path(output)
     check_suffix(target)
+    save_figure(draw(file), target)
+
+
+def draw(file: str | Path) -> Any:
+    """Return the figure of the curves of a checkpoint."""
     with Reader(file) as reader:
         found, step = read_curves(reader), reader.root.get("step")
     curves = {name: drawable(np.asarray(values, dtype=np.float64)).tolist() for name, values in found.items()}
@@ -118,8 +123,7 @@ def plot(file: str | Path, output: str | Path) -> None:
     if not top:
         raise UsageError(f"{file} holds no curve to draw: hpctrain checkpoint show FILE lists what it holds")
     title = f"{without_math(Path(file).name)}: {', '.join(map(_label, top))} up to step {without_math(step)}"
-    figure = _figure(curves, top, title)
-    save_figure(figure, target)
+    return _figure(curves, top, title)
 
 
 def _losses(curves: Curves) -> list[str]:

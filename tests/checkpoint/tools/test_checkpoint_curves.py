@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.format.writer import write_file
@@ -17,12 +16,11 @@ from hpctrain.errors import CheckpointError
 
 
 @pytest.mark.parametrize("piece", [8, 24, 1 << 20])
-def test_long_curves_are_thinned_from_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_long_curves_are_thinned_from_their_end(tmp_path: Path, piece: int) -> None:
     path, values = tmp_path / "c.h5", np.arange(101.0)
     sources = [Source.of("/train/loss", values), Source.of("/train/grid", np.zeros((2, 2)))]
     write_file(path, [*sources, Source.of("/train/none", np.empty(0))], {})
-    monkeypatch.setattr(layout, "PIECE", piece)
-    with Reader(path) as reader:
+    with Reader(path, piece) as reader:
         assert read_curves(reader) == {"loss": values.tolist(), "none": []}
         for longest in (1, 2, 7, 100, 101):
             stride = -(-101 // longest)

@@ -37,17 +37,19 @@ def test_equal_contents_compare_equal_whatever_wrote_them(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", ["<f4", "<f8", "<f2"])
-def test_values_are_measured_as_numpy_measures_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
-    monkeypatch.setattr(layout, "PIECE", 64)
-    draw = np.random.default_rng(4)
-    a = draw.standard_normal(301).astype(dtype)
+def test_values_are_measured_as_numpy_measures_them(tmp_path: Path, dtype: str) -> None:
+    draw, count = np.random.default_rng(4), layout.PIECE // np.dtype(dtype).itemsize + 301  # two pieces
+    a = draw.standard_normal(count, dtype="f4").astype(dtype)
     b = a.copy()
-    b[::7] += draw.standard_normal(43).astype(dtype)
+    b[::7] += draw.standard_normal(len(b[::7]), dtype="f4").astype(dtype)
     (found,) = two_files(tmp_path, {"w": a}, {"w": b}).tensors
     x, y = a.astype("f8"), b.astype("f8")
-    assert (found.path, found.problem, found.elements, found.count) == ("/model/w", "values", 301, int((a != b).sum()))
+    assert (found.path, found.problem, found.elements, found.count) == (
+        "/model/w",
+        "values",
+        count,
+        int((a != b).sum()),
+    )
     assert found.maximum == np.abs(x - y).max() and found.nonfinite == 0
     assert found.relative == (np.abs(x - y) / np.maximum(np.abs(x), np.abs(y))).max()
 

@@ -71,10 +71,9 @@ def test_torch_continues_training_from_the_full_export(tmp_path: Path, kind: str
     assert same(dict(model.state_dict()), dict(other.state_dict()))
 
 
-def test_safetensors_exports_hold_every_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safetensors_exports_hold_every_dtype(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     path, arrays = every_type(tmp_path)
-    monkeypatch.setattr(layout, "PIECE", 8)
     assert export(path, "safetensors", tmp_path / "t.safetensors", model_only=True) == len(arrays) + 1
     loaded = library.load_file(tmp_path / "t.safetensors")
     for name, array in arrays.items():
@@ -85,9 +84,19 @@ def test_safetensors_exports_hold_every_dtype(tmp_path: Path, monkeypatch: pytes
         assert tensor.offset % STORAGE[tensor.dtype].itemsize == 0, "a tensor whose offset is not aligned for mapping"
 
 
-def test_npz_exports_hold_every_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["safetensors", "npz"])
+def test_a_tensor_longer_than_one_piece_is_exported_whole(tmp_path: Path, kind: str) -> None:
+    array = np.arange(layout.PIECE // 4 + 1001, dtype="<i4")
+    write_file(tmp_path / "a.h5", [Source.of("/model/w", array)], {})
+    export(tmp_path / "a.h5", kind, tmp_path / "w", model_only=True)
+    found = (
+        np.load(tmp_path / "w") if kind == "npz" else pytest.importorskip("safetensors.numpy").load_file(tmp_path / "w")
+    )
+    assert np.array_equal(found["w"], array)
+
+
+def test_npz_exports_hold_every_dtype(tmp_path: Path) -> None:
     path, arrays = every_type(tmp_path)
-    monkeypatch.setattr(layout, "PIECE", 8)
     export(path, "npz", tmp_path / "t.npz", model_only=True)
     with np.load(tmp_path / "t.npz", allow_pickle=False) as loaded:
         assert set(loaded) == {*arrays, "none"} and loaded["none"].shape == (0, 2)

@@ -67,12 +67,9 @@ def test_show_agrees_with_torch(run: Path) -> None:
     assert contents.root["step"] == 5 and contents.provenance["torch"] == torch.__version__
 
 
-def test_statistics_skip_nonfinite_values_and_are_computed_in_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "PIECE", 64)
-    values = np.linspace(-3, 5, 1001, dtype="<f4")
-    values[[0, 500, 1000]] = np.nan, np.inf, -np.inf
+def test_statistics_skip_nonfinite_values_and_are_computed_in_chunks(tmp_path: Path) -> None:
+    values = np.linspace(-3, 5, layout.PIECE // 4 + 1001, dtype="<f4")  # two pieces
+    values[[0, 500, -1]] = np.nan, np.inf, -np.inf
     write_file(tmp_path / "s.h5", [Source.of("/model/w", values), Source.of("/model/n", np.array([np.nan]))], {})
     finite = values[np.isfinite(values)].astype("f8")
     full, empty = inspect.show(tmp_path / "s.h5").tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
-from hpctrain.checkpoint.tools.curves import plot, running_mean
+from hpctrain.checkpoint.tools.curves import draw, plot, running_mean
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.staleness import MAX_BARS
 
@@ -26,34 +26,19 @@ def file_with(folder: Path, **curves: Any) -> Path:
     return folder / "step_00000009.h5"
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Collect the figures that are saved."""
-    figures: list[Any] = []
-    save = matplotlib.figure.Figure.savefig
-
-    def note(figure: Any, *arguments: Any, **settings: Any) -> None:
-        figures.append(figure)
-        save(figure, *arguments, **settings)
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", note)
-    return figures
-
-
-def test_losses_share_one_panel_and_each_other_metric_has_its_own(tmp_path: Path, drawn: list[Any]) -> None:
+def test_losses_share_one_panel_and_each_other_metric_has_its_own(tmp_path: Path) -> None:
     nothing = [np.nan] * 3
     curves = {"step": [1, 2, 3], "loss": nothing, "grad_norm": nothing, "g_loss_step": [1, 3], "g_loss": [3.0, 1.0]}
     curves |= {"d_loss_step": [2], "d_loss": [0.5], "accuracy_step": [3], "accuracy": [0.75]}
-    plot(file_with(tmp_path, **curves), tmp_path / "a.png")
-    top, below = drawn[0].axes
+    top, below = draw(file_with(tmp_path, **curves)).axes
     assert {line.get_label(): line.get_xydata().tolist() for line in top.lines} == {
         "g loss": [[1.0, 3.0], [3.0, 1.0]],
         "d loss": [[2.0, 0.5]],
     }
     assert below.get_ylabel() == "accuracy" and below.lines[0].get_xydata().tolist() == [[3.0, 0.75]]
     assert top.get_title(loc="left").endswith("g loss, d loss up to step 9")
-    plot(file_with(tmp_path, step=[1], reward_step=[1], reward=[2.0]), tmp_path / "b.png")
-    assert [axis.get_ylabel() for axis in drawn[1].axes] == ["reward"]
+    alone = draw(file_with(tmp_path, step=[1], reward_step=[1], reward=[2.0]))
+    assert [axis.get_ylabel() for axis in alone.axes] == ["reward"]
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -64,7 +49,7 @@ def test_every_image_format_is_written(tmp_path: Path, suffix: str, magic: bytes
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.name, f"loss.{suffix}"])
 
 
-def test_the_plotted_lines_equal_the_curves(tmp_path: Path, drawn: list[Any]) -> None:
+def test_the_plotted_lines_equal_the_curves(tmp_path: Path) -> None:
     steps = np.arange(1, 1001) * 10
     loss = 5 / np.sqrt(steps) + np.random.default_rng(1).normal(0, 0.05, steps.size)
     loss[400] = np.nan
@@ -79,9 +64,7 @@ def test_the_plotted_lines_equal_the_curves(tmp_path: Path, drawn: list[Any]) ->
         validation_step=at,
         validation_loss=validation,
     )
-    plot(file, tmp_path / "loss.png")
-    (figure,) = drawn
-    top, below = figure.axes  # no panel for a curve without a finite value
+    top, below = draw(file).axes  # no panel for a curve without a finite value
     raw, smooth, marks = top.lines
     assert np.array_equal(raw.get_xydata(), np.stack([steps, loss], 1), equal_nan=True)
     assert smooth.get_label() == "training, mean of 21 points"
@@ -91,18 +74,16 @@ def test_the_plotted_lines_equal_the_curves(tmp_path: Path, drawn: list[Any]) ->
     assert "step_00000009.h5" in top.get_title(loc="left") and below.get_xlabel() == "step"
 
 
-def test_the_staleness_histogram_has_its_own_panel(tmp_path: Path, drawn: list[Any]) -> None:
+def test_the_staleness_histogram_has_its_own_panel(tmp_path: Path) -> None:
     counts = [20, 300, 0, 1]
-    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=counts), tmp_path / "loss.png")
-    top, below = drawn[0].axes
+    top, below = draw(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=counts)).axes
     assert [bar.get_height() for bar in below.patches] == counts
     assert [round(bar.get_x() + bar.get_width() / 2) for bar in below.patches] == [0, 1, 2, 3]
     assert top.get_xlabel() == "step" and below.get_xlabel().startswith("staleness") and below.get_yscale() == "log"
     assert top.get_xlim()[1] > 9 > below.get_xlim()[1]
-    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[1] * MAX_BARS), tmp_path / "loss.png")
-    assert drawn[1].axes[1].get_xlabel().endswith("(the last bar: and above)")
-    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[]), tmp_path / "loss.png")
-    assert len(drawn[2].axes) == 1
+    full = draw(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[1] * MAX_BARS))
+    assert full.axes[1].get_xlabel().endswith("(the last bar: and above)")
+    assert len(draw(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[])).axes) == 1
 
 
 def test_running_mean_averages_a_centred_window() -> None:
@@ -111,9 +92,12 @@ def test_running_mean_averages_a_centred_window() -> None:
     assert np.isnan(running_mean(np.array([np.nan, np.nan, 1.0]), 2)).tolist() == [True, False, False]
 
 
-def test_curves_without_steps_are_drawn_over_their_indices(tmp_path: Path, drawn: list[Any]) -> None:
-    plot(file_with(tmp_path, loss=[3.0, 2.0, 1.0]), tmp_path / "loss.png")
-    assert drawn[0].axes[0].lines[0].get_xydata().tolist() == [[1, 3], [2, 2], [3, 1]]
+def test_curves_without_steps_are_drawn_over_their_indices(tmp_path: Path) -> None:
+    assert draw(file_with(tmp_path, loss=[3.0, 2.0, 1.0])).axes[0].lines[0].get_xydata().tolist() == [
+        [1, 3],
+        [2, 2],
+        [3, 1],
+    ]
 
 
 def test_user_errors_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,14 +109,7 @@ def test_user_errors_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UsageError, match="holds no curve to draw"):
         plot(file_with(tmp_path, step=[1]), tmp_path / "loss.png")
 
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
     file = file_with(tmp_path, step=[1], loss=[1.0])
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # an import of it fails
     with pytest.raises(UsageError, match=r"drawing needs matplotlib: pip install 'hpctrain\[plot\]'"):
         plot(file, tmp_path / "loss.png")
