@@ -21,7 +21,7 @@ from hpctrain.models.build import build
 from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.passes import Objective, cross_entropy
+from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
 from hpctrain.parallel.wrap import attach
 from hpctrain.train.job import Job

@@ -27,8 +27,8 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.models.gpt import GPT
 from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.offload.config import OffloadSettings
-from hpctrain.parallel.passes import Objective, cross_entropy
 from hpctrain.parallel.wrap import attach
 
 STEP_TARGET = 1.25  # times as long as a step without offload

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.models import GPT, GPTConfig
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.passes import Objective, cross_entropy
+from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.partition import balance
 from hpctrain.parallel.wrap import attach

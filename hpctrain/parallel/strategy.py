@@ -21,9 +21,8 @@ from hpctrain import trace
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.clip import clip_whole_gradients, element_values
-from hpctrain.parallel.inputs import CallArguments
 from hpctrain.parallel.model_agreement import trainable
-from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.objective import CallArguments, Objective
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.shard import Shard, Split

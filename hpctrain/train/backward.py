@@ -15,8 +15,7 @@ from hpctrain.data.random_streams import OuterState
 from hpctrain.data.split_loader import cut, rows_of, samples_in
 from hpctrain.errors import UsageError
 from hpctrain.parallel.config import ParallelSettings, microbatches_for
-from hpctrain.parallel.inputs import CallArguments
-from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.objective import CallArguments, Objective
 from hpctrain.parallel.pipeline.schedules import make
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.accumulate import (

@@ -24,10 +24,10 @@ from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.strategy import Strategy, broadcast_buffers, consensus_view
-from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means
 from hpctrain.train.loader_feed import feed_for
+from hpctrain.train.process import ALLOCATOR
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
 Measure = Callable[[Any], "Value | Mapping[str, Value]"]

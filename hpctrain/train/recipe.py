@@ -33,12 +33,12 @@ from hpctrain.parallel.objective import LOSSES, Objective, loss_named
 from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
-from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings, check_sizes
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.init import init
 from hpctrain.train.job import Job
 from hpctrain.train.metrics import SAMPLES
+from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.receipt import render
 from hpctrain.train.run import Run
 from hpctrain.util.text import printable_lines

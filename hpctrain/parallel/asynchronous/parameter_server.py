@@ -25,9 +25,8 @@ from hpctrain.parallel.asynchronous.remote_store import Store
 from hpctrain.parallel.asynchronous.replica import FlatParameters
 from hpctrain.parallel.asynchronous.sparse import RowReader, average_rows, find_tables
 from hpctrain.parallel.asynchronous.staleness import Bound, CommunicationTime, StalenessHistogram, check_bound
-from hpctrain.parallel.inputs import CallArguments
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
-from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.objective import CallArguments, Objective
 from hpctrain.parallel.strategy import AsyncStrategy, Metrics, ModelGradients, broadcast_buffers
 
 

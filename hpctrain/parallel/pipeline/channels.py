@@ -16,7 +16,7 @@ from hpctrain.comm.shm.spsc_ring import RingHandle, SpscRing
 from hpctrain.comm.transport.base import Work
 from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, timeout_seconds, until
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import ONE_TENSOR, Slot, named_leaves
+from hpctrain.parallel.objective import ONE_TENSOR, Slot, named_leaves
 from hpctrain.parallel.pipeline.schedules import ActionKind, Schedule
 
 _BLOCK = 64  # bytes: alignment of tensors for vector loads

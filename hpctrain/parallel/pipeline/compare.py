@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpctrain.cluster.shared_memory import free_memory
+from hpctrain.cluster.resources import free_memory
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.inputs import CallArguments, flatten
+from hpctrain.parallel.objective import CallArguments, flatten
 from hpctrain.parallel.pipeline.layers import ArgumentBinder, Layer, MicrobatchCall, find_layers, run_layers, tensors_in
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm

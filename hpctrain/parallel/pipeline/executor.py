@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain import trace
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import ONE_TENSOR, unflatten
-from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.objective import ONE_TENSOR, Objective, unflatten
 from hpctrain.parallel.pipeline.channels import Channel, ChunkChannels
 from hpctrain.parallel.pipeline.layers import MicrobatchCall
 from hpctrain.parallel.pipeline.schedules import Action, ActionKind, Schedule

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import CallArguments
+from hpctrain.parallel.objective import CallArguments
 
 _ADVICE = "write a method layers() that returns its layers in order, such that calling one after the other is the model"
 

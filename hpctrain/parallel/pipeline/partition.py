@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import map_leaves, tensors_of
+from hpctrain.parallel.objective import map_leaves, tensors_of
 from hpctrain.parallel.pipeline.layers import Layer, MicrobatchCall, call_layer
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.pipeline.split_backward import backward_from

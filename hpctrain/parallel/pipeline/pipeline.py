@@ -14,8 +14,7 @@ from hpctrain.comm.agreement import on_first_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.config import MICROBATCHES_PER_STAGE, ParallelSettings, largest_divisor, microbatches_for
-from hpctrain.parallel.inputs import ONE_TENSOR, CallArguments, cut, samples_of, unflatten
-from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.objective import ONE_TENSOR, CallArguments, Objective, cut, samples_of, unflatten
 from hpctrain.parallel.pipeline.channels import ChunkChannels, MessageFormat
 from hpctrain.parallel.pipeline.compare import LayersCheck
 from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StashedWeights, StepInput

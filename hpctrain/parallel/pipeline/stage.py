@@ -13,8 +13,8 @@ from torch.autograd.function import FunctionCtx
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import ONE_TENSOR, flatten, named_leaves, unflatten
 from hpctrain.parallel.meta_init import REMOVED
+from hpctrain.parallel.objective import ONE_TENSOR, flatten, named_leaves, unflatten
 from hpctrain.parallel.pipeline.layers import Layer, MicrobatchCall, run_layers, tensors_in
 from hpctrain.parallel.pipeline.skip import carried, carrying
 from hpctrain.parallel.pipeline.split_backward import backward_from

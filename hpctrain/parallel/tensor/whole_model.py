@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hpctrain.cluster.shared_memory import free_memory
+from hpctrain.cluster.resources import free_memory
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.log import logger
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.inputs import CallArguments, flatten
+from hpctrain.parallel.objective import CallArguments, flatten
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.stage import evaluation_mode
 from hpctrain.parallel.rng import has_dropout, restored_generators

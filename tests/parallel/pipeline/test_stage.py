@@ -16,7 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.models.build import ConvNet, MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
 from hpctrain.models.settings import GPTConfig
-from hpctrain.parallel.inputs import ONE_TENSOR, Slot, unflatten
+from hpctrain.parallel.objective import ONE_TENSOR, Slot, unflatten
 from hpctrain.parallel.pipeline.channels import MessageFormat
 from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.skip import Join, Keep

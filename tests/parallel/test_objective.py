@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.inputs import CallArguments, cut, flatten, samples_of, unflatten
+from hpctrain.parallel.objective import CallArguments, cut, flatten, samples_of, unflatten
 
 Pair = namedtuple("Pair", "first second")
 
