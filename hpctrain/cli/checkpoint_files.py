@@ -22,8 +22,8 @@ from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifferen
 from hpctrain.checkpoint.tools.inspect import Verification, all_of, newest_of
 from hpctrain.cli.main import add_action
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
-from hpctrain.util.child import safe_path
-from hpctrain.util.format import format_bytes
+from hpctrain.util.probe import safe_path
+from hpctrain.util.text import format_bytes
 from hpctrain.util.plotting import KINDS
 from hpctrain.util.text import columns, printable, printable_lines
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import pbs_server
+from hpctrain.cluster import accounting
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import HpctrainError, LaunchError, UsageError
 from hpctrain.jobs.render import ENDINGS
@@ -29,7 +29,7 @@ _ENDED = ("F", "X")  # PBS states of jobs that have ended
 CHAIN = "HPCTRAIN_CHAIN"
 
 
-def job_to_wait_for(scheduler: str, job_id: str, ask: pbs_server.Ask | None = None) -> str:
+def job_to_wait_for(scheduler: str, job_id: str, ask: accounting.Ask | None = None) -> str:
     """Return the id that the scheduler is to wait for; empty if that job, or its whole chain, has ended.
 
     sbatch itself rejects an unknown job, and a Slurm job keeps its id when it is requeued. qsub
@@ -41,7 +41,7 @@ def job_to_wait_for(scheduler: str, job_id: str, ask: pbs_server.Ask | None = No
         if not _SLURM_ID.fullmatch(job_id):
             raise UsageError(f"--after {job_id[:40]!r} is not the id of a job; allowed is one such as 1234 or 1234_5")
         return job_id
-    if not pbs_server.ID.fullmatch(job_id):
+    if not accounting.ID.fullmatch(job_id):
         raise UsageError(f"--after {job_id[:40]!r} is not the id of a job; allowed is one such as 1234 or 1234.server")
     if "[" in job_id:
         raise UsageError(
@@ -51,21 +51,21 @@ def job_to_wait_for(scheduler: str, job_id: str, ask: pbs_server.Ask | None = No
     return _newest_of_chain(job_id, ask)
 
 
-def _newest_of_chain(job_id: str, ask: pbs_server.Ask | None) -> str:
-    known = pbs_server.jobs([job_id], ask)
+def _newest_of_chain(job_id: str, ask: accounting.Ask | None) -> str:
+    known = accounting.jobs([job_id], ask)
     if known is None:
         return job_id  # no answer: qsub will report the reason
     if job_id not in known:
         raise UsageError(f"--after {job_id}: PBS knows no such job; allowed are jobs that qstat -x shows; see qstat")
     facts = known[job_id]
     chain = _variables(facts).get(CHAIN, facts["id"])
-    own = pbs_server.own_jobs(getpass.getuser(), ask) or {}
+    own = accounting.own_jobs(getpass.getuser(), ask) or {}
     alive = [name for name, job in own.items() if chain in (name, _variables(job).get(CHAIN))]
     alive += [facts["id"]] if facts.get("job_state") not in _ENDED and facts["id"] not in alive else []
     return max(alive, key=_number, default="")
 
 
-def _variables(facts: pbs_server.Facts) -> dict[str, str]:
+def _variables(facts: accounting.Facts) -> dict[str, str]:
     found = facts.get("Variable_List")
     return found if isinstance(found, dict) else {}
 
@@ -77,23 +77,23 @@ def _number(job_id: str) -> int:
 # Warnings about limitations of a PBS, at submission instead of when a checkpoint is lost ------------------------------
 
 
-def pbs_warnings(queue: str, folder: str, save_seconds: float, ask: pbs_server.Ask | None = None) -> list[str]:
+def pbs_warnings(queue: str, folder: str, save_seconds: float, ask: accounting.Ask | None = None) -> list[str]:
     """Return warnings for a job in a queue (empty: the default one) whose checkpoints took up to ``save_seconds``.
 
     Empty if PBS does not answer.
     """
-    server = pbs_server.server(ask)
+    server = accounting.server(ask)
     if server is None:
         return []
     found = []
-    if not pbs_server.may_submit_itself(server):
+    if not accounting.may_submit_itself(server):
         found.append(
             "this PBS lets no job submit jobs (flatuid is not set), so the job cannot resubmit itself; "
             f"{folder}/output.txt will say how to submit it again; ask the site to set flatuid = True"
         )
     name = queue or str(server.get("default_queue", ""))
-    facts = pbs_server.queue(name, ask) if name else None
-    if facts is not None and save_seconds > (seconds := pbs_server.kill_delay(facts)):
+    facts = accounting.queue(name, ask) if name else None
+    if facts is not None and save_seconds > (seconds := accounting.kill_delay(facts)):
         found.append(
             f"a checkpoint of this run has taken {save_seconds:.1f} s, and qdel leaves {seconds} s (kill_delay of "
             f"queue {name}): it would be lost; to save and end: touch {folder}/STOP"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.cluster import pbs_server
+from hpctrain.cluster import accounting
 from hpctrain.cluster.accounting import JobAccount, ask_pbs
 
 PRESENT = {"12.head": {"job_state": "R"}, "5[1].head": {"job_state": "Q"}}
@@ -36,7 +36,7 @@ class Qstat:
 @pytest.mark.parametrize("history", [True, False])
 def test_jobs_are_found_by_id(history: bool) -> None:
     qstat = Qstat(history=history)
-    found = pbs_server.jobs(["12", "12.head", "5[1].head", "7.head", "99", "x;y"], qstat)
+    found = accounting.jobs(["12", "12.head", "5[1].head", "7.head", "99", "x;y"], qstat)
     assert found is not None
     assert {name: job["id"] for name, job in found.items()} == {
         **{"12": "12.head", "12.head": "12.head", "5[1].head": "5[1].head"},
@@ -57,8 +57,8 @@ def test_ended_jobs_are_recognised() -> None:
 
 @pytest.mark.parametrize("printed", ["", "{", "[]", "{}", "qstat.pl: error"])
 def test_without_a_valid_answer_the_result_is_empty(printed: str) -> None:
-    assert pbs_server.jobs(["12"], lambda command: printed) is None and ask_pbs(["12"], lambda command: printed) == {}
-    assert pbs_server.server(lambda command: printed) is None and pbs_server.queue("q", lambda command: printed) is None
+    assert accounting.jobs(["12"], lambda command: printed) is None and ask_pbs(["12"], lambda command: printed) == {}
+    assert accounting.server(lambda command: printed) is None and accounting.queue("q", lambda command: printed) is None
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_without_a_valid_answer_the_result_is_empty(printed: str) -> None:
 )
 def test_jobs_may_submit_jobs_if_flatuid_is_set(facts: dict[str, Any], may: bool) -> None:
     told = json.dumps({"pbs_version": "23", "Server": {"head": facts}})
-    found = pbs_server.server(lambda command: told)
-    assert found is not None and pbs_server.may_submit_itself(found) is may
+    found = accounting.server(lambda command: told)
+    assert found is not None and accounting.may_submit_itself(found) is may
 
 
 @pytest.mark.parametrize("facts, seconds", [({}, 10), ({"kill_delay": 120}, 120), ({"kill_delay": "30"}, 30)])
 def test_the_kill_delay_of_qdel_is_read(facts: dict[str, Any], seconds: int) -> None:
-    assert pbs_server.kill_delay(facts) == seconds
+    assert accounting.kill_delay(facts) == seconds

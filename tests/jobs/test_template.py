@@ -1,10 +1,24 @@
+"""None"""
+
 from __future__ import annotations
 
 import subprocess
+from itertools import product
 
 import pytest
 
-from hpctrain.jobs.template import Raw, fill, package_templates, read_template
+from hpctrain.errors import UsageError
+from hpctrain.jobs.template import (
+    KINDS,
+    Raw,
+    check,
+    check_number,
+    clock,
+    fill,
+    package_templates,
+    read_template,
+    seconds,
+)
 
 
 def test_lines_without_a_value_are_dropped_and_lists_repeat_lines() -> None:
@@ -50,3 +64,104 @@ def test_the_common_part_of_train_and_array_is_identical() -> None:
 
 def test_the_shipped_folder_has_templates_and_profiles() -> None:
     assert {entry.name for entry in package_templates().iterdir()} >= {"slurm", "pbs", "profiles"}
+
+
+GOOD = {
+    "job name": ["gpt-tiny", "a", "Run_2.b+c"],
+    "name": ["m1234_g", "project_465000001", "user@site"],
+    "names": ["gpu", "gpu,cpu"],
+    "features": ["gpu&hbm80g", "[rack1|rack2]", "a,b"],
+    "nodes": ["n[001-003,7],m5"],
+    "memory": ["200G", "64000", "0"],
+    "time": ["04:00:00", "1-12:00:00", "720:00:00"],
+    "path": ["runs/a", "/scratch/me/run.1", "Müller/läufe", "a@b=c"],
+    "image": ["docker://site/image:1.0", "/apps/torch.sif"],
+    "module": ["hpctrain/1.0", "PrgEnv-gnu"],
+    "version": ["1.0", "0.1.0-foss-2024a", "2.0rc1"],
+    "variable": ["A", "_b2"],
+    "text": ["", "a b $(c) `d` 'e' \"f\"", "-x"],
+    "setting": ["a.b=c d", "train.prompt=$(x)", "a.b="],
+    "option": ["--exclusive", "-k doe", "-l filesystems=home:eagle", "--mail-type=END,FAIL"],
+    "resource": ["system=polaris", "mem=200gb"],
+    "placement": ["scatter", "scatter:excl", "vscatter:shared:group=rack"],
+    "interface": ["hsn0,hsn1", "^lo"],
+    "address": ["https://example.org/a?b=c#d"],
+}
+# Characters that end a line in a shell, a scheduler, an editor or str.splitlines, and invisible ones.
+INVISIBLE = "\n\r\0\t\x0b\x0c\x1b\x1c\x7f\x85\u2028\u2029\u200b\u202e\ufeff"
+
+
+def test_every_kind_has_examples() -> None:
+    assert GOOD.keys() == KINDS.keys()
+
+
+def test_allowed_values_pass_unchanged() -> None:
+    for kind, values in GOOD.items():
+        for value in values:
+            assert check("field", value, kind) == value
+
+
+def test_no_kind_accepts_invisible_characters() -> None:
+    for kind, character in product(KINDS, INVISIBLE):
+        for good in GOOD[kind]:
+            for value in (good + character, character + good, good[:1] + character + good[1:]):
+                with pytest.raises(UsageError, match=rf"^the field .*U\+{ord(character):04X}"):
+                    check("the field", value, kind)
+
+
+def test_shell_and_scheduler_syntax_is_refused() -> None:
+    hostiles = ("$(touch x)", "`touch x`", "a;b", "a b", "a'b", 'a"b', "a\\b", "a>b", "a<b", "a#b c", "-x", "--wrap=x")
+    for kind, hostile in product(KINDS.keys() - {"text", "option", "setting"}, hostiles):
+        with pytest.raises(UsageError, match="^the field = "):
+            check("the field", hostile, kind)
+
+
+@pytest.mark.parametrize("value", ["-x", "--wrap=touch"])
+def test_a_setting_that_looks_like_an_option_is_refused(value: str) -> None:
+    with pytest.raises(UsageError, match="begins with -"):
+        check("settings", value + "=1", "setting")
+
+
+@pytest.mark.parametrize("value", ["-x;touch y", "--a b c", "--wrap=a b", "x", "--a=$(b)", "--a='b'", "-N a #b"])
+def test_only_a_single_option_is_accepted(value: str) -> None:
+    with pytest.raises(UsageError, match="^directives = "):
+        check("directives", value, "option")
+
+
+def test_long_values_are_refused_and_not_repeated() -> None:
+    for kind in KINDS:
+        with pytest.raises(UsageError, match="characters: at most") as caught:
+            check("name", "a" * 20_000, kind)
+        assert len(str(caught.value)) < 200
+    with pytest.raises(UsageError) as caught:
+        check("name", "a;" * 100, "name")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("value", [None, 3, ["a"], b"a"])
+def test_values_that_are_not_text_are_refused(value: object) -> None:
+    with pytest.raises(UsageError, match="expected text"):
+        check("name", value, "name")
+
+
+@pytest.mark.parametrize("value", [0, 5, True, 1.5, "2", None])
+def test_numbers_outside_of_the_range_are_refused(value: object) -> None:
+    with pytest.raises(UsageError, match=r"nodes = .*: must be a whole number from 1 to 4"):
+        check_number("nodes", value, 1, 4)
+    assert check_number("nodes", 4, 1, 4) == 4
+
+
+@pytest.mark.parametrize(
+    "time, number, text",
+    [("04:00:00", 14400, "04:00:00"), ("1-12:00:01", 129601, "36:00:01"), ("100:01:00", 360060, "100:01:00")],
+)
+def test_times_are_parsed_and_written(time: str, number: int, text: str) -> None:
+    assert seconds(check("time", time, "time")) == number
+    assert clock(number) == text
+
+
+@pytest.mark.parametrize("time", ["4", "04:00", "1-12", "01:60:00", "01:00:60", "1:0:0", "INFINITE", "٠١:٠٠:٠٠"])
+def test_ambiguous_times_are_refused(time: str) -> None:
+    # Slurm reads 04:00 as four minutes.
+    with pytest.raises(UsageError, match="hours:minutes:seconds"):
+        check("time", time, "time")

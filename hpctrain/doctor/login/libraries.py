@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.util.child import SAFE_PATH, python
+from hpctrain.util.probe import SAFE_PATH, python
 from hpctrain.util.probe import Answer, facts_in, run_program
 
 LOAD_TIMEOUT = 60.0  # seconds that a library may take to load, from a filesystem with cold caches

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster.binding import cpu_affinity, format_cpus
-from hpctrain.cluster.shared_memory import SEGMENTS, Segment, left_over
+from hpctrain.cluster.resources import cpu_affinity, format_cpus
+from hpctrain.cluster.resources import SEGMENTS, Segment, left_over
 from hpctrain.doctor.findings import Finding, advice, error, note, ok, warning
 from hpctrain.doctor.login.libraries import run_probe
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 from hpctrain.util.probe import TIMEOUT, Answer
 
 _MIN_DESCRIPTORS = 4096  # descriptors; shards of data and sockets to other ranks need thousands

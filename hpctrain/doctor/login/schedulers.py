@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hpctrain.cluster import pbs_server
+from hpctrain.cluster import accounting
 from hpctrain.doctor.findings import Finding, note, ok, warning
 from hpctrain.util.probe import Answer, run_program
 
@@ -127,8 +127,8 @@ class Pbs:
     """Answers of PBS's commands, and the programs with which a launcher can start ranks on other nodes."""
 
     version: Answer
-    server: pbs_server.Facts | None = None
-    queue: pbs_server.Facts | None = None  # the default queue
+    server: accounting.Facts | None = None
+    queue: accounting.Facts | None = None  # the default queue
     remote_start: Mapping[str, str] = field(default_factory=dict)  # paths of pbs_tmrsh and ssh
 
     @property
@@ -145,9 +145,9 @@ def query_pbs() -> Pbs:
     found = Pbs(version, remote_start=remote_start)
     if not found.release or _TORQUE.search(version.text):
         return found
-    server = pbs_server.server(_output)
+    server = accounting.server(_output)
     name = str((server or {}).get("default_queue", ""))
-    return Pbs(version, server, pbs_server.queue(name, _output) if name else None, remote_start)
+    return Pbs(version, server, accounting.queue(name, _output) if name else None, remote_start)
 
 
 def _output(command: object) -> str:
@@ -176,8 +176,8 @@ def check_pbs(pbs: Pbs, environ: Mapping[str, str], slurm: bool) -> Iterator[Fin
         yield _check_remote_start(pbs.remote_start)
 
 
-def _check_server(server: pbs_server.Facts, queue: pbs_server.Facts) -> Iterator[Finding]:
-    if pbs_server.may_submit_itself(server):
+def _check_server(server: accounting.Facts, queue: accounting.Facts) -> Iterator[Finding]:
+    if accounting.may_submit_itself(server):
         yield ok("PBS", "jobs may submit jobs (flatuid = True), so they can resubmit themselves")
     else:
         yield warning(
@@ -192,7 +192,7 @@ def _check_server(server: pbs_server.Facts, queue: pbs_server.Facts) -> Iterator
             "no history of jobs (job_history_enable is not set)",
             "only its own files show how a job ended; hpctrain --after accepts jobs that wait or run",
         )
-    seconds = pbs_server.kill_delay(queue)
+    seconds = accounting.kill_delay(queue)
     yield note(
         "PBS",
         f"qdel leaves a job {seconds} s between SIGTERM and SIGKILL (kill_delay of the default queue)",

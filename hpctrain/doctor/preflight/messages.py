@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.comm.composite import answer_clock, ask_clock, offset
 from hpctrain.doctor.findings import Finding, error, ok, warning
-from hpctrain.util.format import format_bytes, format_seconds
+from hpctrain.util.text import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch

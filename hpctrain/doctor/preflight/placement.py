@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.cluster.binding import cpu_affinity, format_cpus
+from hpctrain.cluster.resources import cpu_affinity, format_cpus
 from hpctrain.doctor.findings import Finding, Level, advice, error, note, ok
 from hpctrain.doctor.login import resources
 from hpctrain.doctor.login.resources import ProcessLimits
-from hpctrain.util.format import counted
+from hpctrain.util.text import counted
 from hpctrain.util.probe import Answer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from hpctrain.cluster.binding import format_cpus
+from hpctrain.cluster.resources import format_cpus
 from hpctrain.cluster.nodes import compress_node_list
 from hpctrain.doctor.findings import Finding, advice, note, ok, warning
 from hpctrain.doctor.preflight import messages, placement
@@ -15,7 +15,7 @@ from hpctrain.doctor.preflight.messages import Pair
 from hpctrain.doctor.preflight.placement import RankPlacement
 from hpctrain.doctor.preflight.rates import LEAST, check_writes, slow
 from hpctrain.doctor.preflight.survey import PreflightReport
-from hpctrain.util.format import counted, format_bandwidth, format_bytes, format_seconds
+from hpctrain.util.text import counted, format_bandwidth, format_bytes, format_seconds
 from hpctrain.util.plotting import INK, add_grid, new_figure
 from hpctrain.util.text import columns, without_math
 

@@ -14,7 +14,7 @@ from hpctrain.doctor.preflight.messages import ReductionCheck, Skew, Tournament
 from hpctrain.doctor.preflight.placement import Host, RankPlacement
 from hpctrain.doctor.preflight.rates import Written
 from hpctrain.train.calibration import RateKernel
-from hpctrain.util.format import counted
+from hpctrain.util.text import counted
 
 if TYPE_CHECKING:
     import torch

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
-from support.doctoring import MISSING, facts, mpi, slurm, told
+import pytest
+from support.doctoring import MISSING, OPENMPI, facts, mpi, only, slurm, told
 
 from hpctrain.doctor.login import resources
 from hpctrain.doctor.login.environment import Interpreter
-from hpctrain.doctor.login.examine import LoginFacts, check
+from hpctrain.doctor.login.examine import LoginFacts, check, check_script, read_script, starts
 from hpctrain.doctor.login.libraries import Gpus
 from hpctrain.doctor.login.resources import ProcessLimits
 from hpctrain.doctor.login.schedulers import Pbs
+from hpctrain.errors import UsageError
 from hpctrain.util.probe import Answer
 
 ROOM = facts(there=True, writable=True, size=2**40, free=2**38, files=0, files_free=0)
@@ -57,3 +60,104 @@ def test_json_facts_contain_no_environment_variables() -> None:
     told_facts = json.dumps(replace(FINE, environ={"SECRET": "swordfish"}).to_json())
     assert "swordfish" not in told_facts
     assert {"host": "login1", "srun_mpi": "pmi2"}.items() <= json.loads(told_facts).items()
+
+
+# Checks of a job script: its lines that start ranks are compared with the installed MPI and Slurm ---------------------
+
+
+HEAD = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --cpus-per-task=8\n#SBATCH --time=60\n"
+GOOD = "srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task=8 hpctrain train a.toml"
+OLD, NEW = slurm(kill=0), slurm(kill=0, version="slurm 24.05.1")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_good_script_is_no_finding() -> None:
+    assert told(check_script(f"{HEAD}{GOOD}\n", mpi(), OLD, {})) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "golden").glob("*.sbatch")), ids=lambda path: path.stem)
+def test_scripts_of_hpctrain_submit_are_no_finding(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    own = mpi(OPENMPI) if "--mpi=pmix" in text else mpi()
+    assert [finding for finding in check_script(text, own, OLD, {}) if finding.level in ("warning", "error")] == []
+
+
+@pytest.mark.parametrize(
+    "line, level, words",
+    [
+        (GOOD.replace(" --kill-on-bad-exit=1", ""), "warning", "without --kill-on-bad-exit=1"),
+        (GOOD.replace("exit=1", "exit=0"), "warning", "without --kill-on-bad-exit=1"),
+        (GOOD.replace("pmi2", "pmix"), "error", "with --mpi=pmix"),
+        (GOOD.replace(" --mpi=pmi2", ""), "note", "without --mpi="),
+        (GOOD.replace(" --cpus-per-task=8", ""), "warning", "without --cpus-per-task"),
+    ],
+)
+def test_missing_options_of_srun_are_findings(line: str, level: str, words: str) -> None:
+    found = only(check_script(f"{HEAD}\n{line}\n", mpi(), slurm(kill=0, default=""), {}))
+    assert (found.level, found.topic) == (level, "script") and found.found.startswith("line 7: srun ")
+    assert words in found.found
+
+
+def test_options_that_slurm_sets_by_default_may_be_omitted() -> None:
+    bare = "srun hpctrain train a.toml"
+    head = HEAD.replace("#SBATCH --cpus-per-task=8\n", "")
+    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(kill=1, default="pmi2"), {})) == []
+    assert told(check_script(f"{head}export SLURM_KILL_BAD_EXIT=1\n{bare}\n", mpi(), slurm(kill=0), {})) == []
+    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"})) == []
+    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(default="none"), {})) == [("error", "script")]
+
+
+def test_cpus_per_task_may_be_omitted_if_slurm_passes_it_on() -> None:
+    line = GOOD.replace(" --cpus-per-task=8", "")
+    assert told(check_script(f"{HEAD}{line}\n", mpi(), NEW, {})) == []
+    assert told(check_script(f"{HEAD}export SRUN_CPUS_PER_TASK=8\n{line}\n", mpi(), OLD, {})) == []
+
+
+def test_short_options_are_recognized() -> None:
+    line = "srun -K1 -c 8 --mpi pmi2 -n 8 hpctrain train a.toml"
+    assert told(check_script(f"{HEAD}{line}\n", mpi(), OLD, {})) == []
+
+
+@pytest.mark.parametrize("launcher", [GOOD, "mpirun -n 8 hpctrain train a.toml"])
+def test_a_trap_is_delayed_by_a_foreground_launcher(launcher: str) -> None:
+    text = f"{HEAD}trap 'echo saved' USR1\n{launcher}"
+    assert only(check_script(f"{text}\n", mpi(), OLD, {})).found.endswith("the script has a trap for USR1")
+    assert told(check_script(f"{text} &\nwait\n", mpi(), OLD, {})) == []
+    assert told(check_script(f"{HEAD}trap - USR1\n{launcher}\n", mpi(), OLD, {})) == []
+    assert (
+        told(check_script(f"{HEAD}{launcher}\ntrap 'echo saved' USR1\n", mpi(), OLD, {})) == []
+    )  # set after the launch
+
+
+def test_misspelt_directives_are_an_error() -> None:
+    text = f"{HEAD}#SBATCH --gpus-per-nod=4\n{GOOD}\n"
+    found = only(check_script(text, mpi(), OLD, {}))
+    assert found.level == "error" and "--gpus-per-node" in found.found
+
+
+def test_a_script_without_a_launcher_is_a_note() -> None:
+    assert told(check_script(f"{HEAD}hpctrain train a.toml\n", mpi(), OLD, {})) == [("note", "script")]
+
+
+def test_launchers_are_found_anywhere_in_a_line() -> None:
+    text = """\
+# srun in a comment
+echo "srun in a text"
+FOO=1 srun -n 2 \\
+    --mpi=pmi2 a && mpirun b &
+if ! /usr/bin/mpiexec -n 2 c; then exec srun d; fi
+x="a text
+of two lines"
+"""
+    found = [(start.line, start.launcher, start.in_background) for start in starts(text)]
+    assert found == [(3, "srun", False), (3, "mpirun", True), (5, "mpiexec", False), (5, "srun", False)]
+    first = starts(text)[0]
+    assert (first.value("--mpi"), first.value("--ntasks", "-n"), first.value("-K")) == ("pmi2", "2", None)
+
+
+def test_an_unreadable_script_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read the script .*: No such file"):
+        read_script(tmp_path / "lost.sbatch")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="it is not UTF-8 text"):
+        read_script(tmp_path / "binary")

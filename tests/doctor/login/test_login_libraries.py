@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.doctoring import MISSING, SILENT, facts, only, told
 
-from hpctrain.doctor.login.libraries import Gpus, build, check_gpus, check_hdf5, check_torch
+from hpctrain.doctor.login.libraries import PREFIX, Gpus, build, check_gpus, check_hdf5, check_torch, run_probe
 from hpctrain.util.probe import Answer
 
 
@@ -131,3 +132,33 @@ def test_variables_that_change_hdf5_are_noted(variable: str, value: str) -> None
 @pytest.mark.parametrize("answer", [SILENT, Answer(error="No module named 'h5py'")])
 def test_missing_h5py_is_an_error(answer: Answer) -> None:
     assert told(check_hdf5(answer, {})) == [("error", "HDF5")]
+
+
+# Probes of libraries and folders: the facts that they return, and the environment in which they run -------------------
+
+
+def test_a_probe_returns_facts(tmp_path: Path) -> None:
+    found = run_probe("space", str(tmp_path), isolated=True)
+    assert found.facts["there"] and found.facts["writable"] and 0 < found.facts["free"] <= found.facts["size"]
+
+
+def test_a_missing_folder_is_a_fact(tmp_path: Path) -> None:
+    assert run_probe("space", str(tmp_path / "gone"), isolated=True).facts == {"there": False}
+
+
+def test_output_of_libraries_does_not_disturb_a_probe(tmp_path: Path) -> None:
+    program = tmp_path / "probes.py"
+    program.write_text(f"print('warning: x')\nprint('{PREFIX}{{\"a\": 1}}')\nprint('bye')")
+    assert run_probe("any", program=program).facts == {"a": 1}
+    program.write_text("print('nothing')")
+    assert run_probe("any", program=program).error == "it printed nothing"
+    assert not run_probe("any", program=program).facts
+
+
+def test_a_probe_has_no_rank_variables_of_this_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "probes.py"
+    values = "{name: os.environ.get(name) for name in ('PMI_RANK', 'KEPT')}"
+    program.write_text(f"import json, os\nprint('{PREFIX}' + json.dumps({values}))")
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("KEPT", "yes")
+    assert run_probe("any", program=program).facts == {"PMI_RANK": None, "KEPT": "yes"}

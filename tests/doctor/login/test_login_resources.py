@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.doctoring import only, told
 
-from hpctrain.cluster.shared_memory import Segment
+from hpctrain.cluster.resources import Segment
 from hpctrain.doctor.login.resources import (
     FolderFacts,
     ProcessLimits,

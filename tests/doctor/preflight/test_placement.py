@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.doctoring import LIMITS, only, rank_placement, told
 
-from hpctrain.cluster.binding import cpu_affinity
+from hpctrain.cluster.resources import cpu_affinity
 from hpctrain.doctor.preflight.placement import (
     Host,
     RankPlacement,
