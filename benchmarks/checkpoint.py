@@ -56,7 +56,7 @@ from harness.run import (
 from harness.targets import target_table, targets_json
 
 from hpctrain.errors import UsageError
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 
 PARTS = ("write", "read", "background")
 SIZE, ROUNDS = "512MiB", 7

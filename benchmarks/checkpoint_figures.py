@@ -36,7 +36,7 @@ from harness.run import interleave, no_garbage_collection, wait_asleep
 from harness.stats import slowest
 from harness.targets import Target, at_least
 
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 
 RAW_TARGET, TORCH_TARGET, DCP_TARGET = 0.95, 3.0, 1.0  # times as fast
 CORE = 2.0  # 10^9 bytes per second that a core can verify; the limit if the file is read faster

@@ -61,7 +61,7 @@ from harness.stats import slowest
 from harness.targets import target_table, targets_json
 
 from hpctrain.errors import UsageError
-from hpctrain.util.format import counted, format_bytes
+from hpctrain.util.text import counted, format_bytes
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 SIZES = "4,64K,1M,4M,25M,64M"

@@ -33,7 +33,7 @@ from harness.report import table
 from harness.stats import percentile
 from harness.targets import Target, at_least
 
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 from hpctrain.util.plotting import add_grid
 
 FACTORS: dict[str, Callable[[int], float]] = {

@@ -41,7 +41,7 @@ from harness.run import interleave
 from harness.stats import slowest
 from torch import Tensor
 
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 
 EDGE = 64  # rows of the square matrices: one product takes about 10 us on a core
 CALLS = 20  # calls per repeat, for small sizes

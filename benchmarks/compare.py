@@ -25,7 +25,7 @@ from harness.run import main
 
 from hpctrain.cli.main import Parser
 from hpctrain.errors import EXIT_FAILURE, UsageError
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 
 SAME = ("benchmark", "ranks", "nodes", "dtype", "device")
 TOLERANCE = 0.1

@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from hpctrain.errors import UsageError
 from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.util.format import parse_bytes
+from hpctrain.util.text import parse_bytes
 
 STEPS = 5
 BUDGET = 5.0  # multiple of the parameters; on four ranks FSDP needed 2.7 to 3.7 times, DDP 8.3 to 8.7 times

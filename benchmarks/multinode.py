@@ -39,7 +39,7 @@ from harness.run import (
 from harness.targets import Target, target_table, targets_json
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 
 LINK = "link"  # the time of the transfer at the rate of plain TCP
 TARGETS = {LINK: 1.05, LIBRARY: 1.0}  # maximum time of an all_reduce, relative to theirs

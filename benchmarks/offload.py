@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import HpctrainError
 from hpctrain.parallel.offload.one_pass import OnePass
-from hpctrain.util.format import counted
+from hpctrain.util.text import counted
 
 OURS = "hpctrain one pass"
 TORCH = "torch: clip, AdamW fused, cast"

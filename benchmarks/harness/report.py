@@ -18,7 +18,7 @@ from typing import Any
 from harness.stats import Times, spreads
 
 from hpctrain.util.atomic import write_text
-from hpctrain.util.child import python
+from hpctrain.util.probe import python
 from hpctrain.util.probe import output_of
 from hpctrain.util.text import columns
 

@@ -31,7 +31,7 @@ from hpctrain.cli.main import Parser, report
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.train.exit import in_world
-from hpctrain.util.format import format_seconds, parse_bytes
+from hpctrain.util.text import format_seconds, parse_bytes
 
 Value = TypeVar("Value")
 

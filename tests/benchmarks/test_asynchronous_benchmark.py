@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import asynchronous
 import numpy as np
 import pytest
-from racing.names import DDP, DIGITS, EASGD, EASGD_APART, GPT, HOGWILD, LOCKED, MEMBERS, ROUND_ROBIN, SERVER, SILENT
+from asynchronous_members import (
+    DDP,
+    DIGITS,
+    EASGD,
+    EASGD_ASYNC,
+    GPT,
+    HOGWILD,
+    LOCKED,
+    MEMBERS,
+    ROUND_ROBIN,
+    SERVER,
+    SILENT,
+)
+from benchmark_helpers import FOLDER, PROVENANCE, check_refused, jobs_of_make
 from support.jobs import JobStarter
 from support.programs import be_alone, in_one_job
 
 from hpctrain.data.dataset import write_arrays
 from hpctrain.data.pack import pack
-from hpctrain.errors import UsageError
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAM = FOLDER / "asynchronous.py"
 WHOLE = pytest.mark.benchmark
 
@@ -46,15 +55,15 @@ def options(data: dict[str, Path]) -> list[str]:
 @pytest.mark.limit(400)
 def test_all_members_train_are_timed_and_compared(launch: JobStarter, data: dict[str, Path], tmp_path: Path) -> None:
     """Run in one job, after a run of one part that writes its result as JSON."""
-    part = "--task", "digits", "--only", "ddp,server", "--parts", "race", "--json", "--results", tmp_path / "json"
+    part = "--task", "digits", "--only", "ddp,server", "--parts", "race", "--json", "--out", tmp_path / "json"
     quick = "--quick", "--rounds", "2", *options(data)
-    done = launch(2, in_one_job(PROGRAM, (*quick, *part), (*quick, "--results", tmp_path)), timeout=300)
+    done = launch(2, in_one_job(PROGRAM, (*quick, *part), (*quick, "--out", tmp_path)), timeout=300)
     assert done.returncode == 0, done
     check_json(json.JSONDecoder().raw_decode(done.stdout)[0], tmp_path / "json")
     (path,) = tmp_path.glob("*.json")
     assert path.name.startswith("asynchronous-np2-")
     found = json.loads(path.read_text())
-    assert list(found["tasks"]) == [DIGITS, GPT] and {"commit", "processor", "mpi"} <= found["provenance"].keys()
+    assert list(found["tasks"]) == [DIGITS, GPT] and PROVENANCE <= found["provenance"].keys()
     assert found["provenance"]["threads_per_rank"] == 1
     for one in found["tasks"].values():
         assert list(one["members"]) == list(MEMBERS)
@@ -82,7 +91,7 @@ def check_race(found: dict[str, Any]) -> None:
         assert updates == pytest.approx(points[-1]["samples"] / (2 if name == DDP else 1))
         if one["samples_over_ddp"] is None:
             assert points[-1]["samples"] == 2 * mark["samples"]
-        counted = name in (SERVER, LOCKED, HOGWILD, EASGD_APART, ROUND_ROBIN)
+        counted = name in (SERVER, LOCKED, HOGWILD, EASGD_ASYNC, ROUND_ROBIN)
         assert (sum(one["staleness_histogram"]) > 0) == counted, name
 
 
@@ -93,31 +102,27 @@ def check_json(printed: dict[str, Any], folder: Path) -> None:
 
 def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     be_alone(monkeypatch, comm)
-    assert asynchronous.main(["--quick"]) == 2
-    assert "one worker cannot exchange: at least 2 are needed" in capsys.readouterr().err
+    assert asynchronous.main(asynchronous.parse, asynchronous.run, ["--quick"]) == 2
+    assert "asynchronous needs 2 ranks or more, not 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, message",
     [
-        (("--rounds", "1"), "1 rounds: at least 2 are needed"),
-        (("--task", "mnist"), "no task is called 'mnist': known are digits, gpt"),
-        (("--parts", "run"), "no part is called 'run': known are race, exchange, pace"),
-        (("--without", "adam"), "no member is called 'adam': known are ddp, easgd, easgd-4, easgd-async, easgd-turns"),
-        (("--only", "ddp", "--without", "ddp"), "every task, part or member is left out"),
+        ("--rounds 1", "1 rounds: at least 2 are needed"),
+        ("--task mnist", "no task is called 'mnist': known are digits, gpt"),
+        ("--parts run", "no part is called 'run': known are race, exchange, pace"),
+        ("--without adam", "no member is called 'adam': known are ddp, easgd, easgd-4, easgd-async, easgd-turns"),
+        ("--only ddp --without ddp", "every task, part or member is left out"),
     ],
 )
-def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        asynchronous.parse(arguments)
+def test_wrong_options_are_refused(words: str, message: str) -> None:
+    check_refused(asynchronous.parse, words, message)
 
 
 def test_variables_of_make_become_valid_options_of_the_program() -> None:
     words = ["asynchronous", "NP=3", "ROUNDS=5", "TASK=gpt", "ONLY=ddp,easgd,hogwild", "WITHOUT=hogwild"]
-    command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", *words]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-    program = re.search(r'PROGRAM="benchmarks/asynchronous.py (.*?)" +NP=3 MPI=mpich', text)
-    assert program and text.index("_race_data") < text.index("_ranks")
-    printed = subprocess.run(["sh", "-c", f"printf '%s\\n' {program[1]}"], capture_output=True, text=True).stdout
-    args = asynchronous.parse(printed.splitlines())
+    data, job = jobs_of_make(*words)
+    assert len(data) == 1 and job[:2] == ["3", "benchmarks/asynchronous.py"]
+    args = asynchronous.parse(job[2:])
     assert (args.rounds, args.task, args.names) == (5, [GPT], [DDP, EASGD])

@@ -1,14 +1,104 @@
-"""Figures of the asynchronous benchmark: costs of exchanges, throughput, and comparison with the targets."""
+"""Figures of the asynchronous benchmark: members that continue, costs of exchanges, throughput, targets, pictures."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from racing.exchange import Turns, costs
-from racing.names import DDP, EASGD, EASGD_PERIOD, HOGWILD, ROUND_ROBIN, SERVER, SILENT
-from racing.pace import pace
-from racing.targets import targets
+from asynchronous import draw, histograms, targets
+from asynchronous_members import (
+    BY_NAME,
+    DDP,
+    DIGITS,
+    EASGD,
+    EASGD_PERIOD,
+    FULL,
+    GPT,
+    HOGWILD,
+    MEMBERS,
+    ROUND_ROBIN,
+    SERVER,
+    SILENT,
+    SMALL,
+    TASKS,
+    WORDS,
+)
+from asynchronous_timing import (
+    DdpTarget,
+    Point,
+    Record,
+    Turns,
+    alike,
+    costs,
+    goes_on,
+    pace,
+    reached,
+    target_of,
+)
+from benchmark_helpers import texts_of
+
+from hpctrain.errors import UsageError
+
+SEGMENTS = 4
+
+
+def record(name: str, *accuracies: float) -> Record:
+    """Return the record of a member: 10 samples and 1 s per segment, where the first point precedes training."""
+    points = [Point(10 * number, float(number), accuracy, 1.0) for number, accuracy in enumerate(accuracies)]
+    return Record(BY_NAME[name], points)
+
+
+def test_target_is_the_best_accuracy_of_ddp_and_all_its_samples() -> None:
+    assert target_of(record(DDP, 0.1, 0.9, 0.97, 0.95).points) == DdpTarget(0.97, 30)
+
+
+def test_target_is_reached_at_the_first_point_that_is_close_enough() -> None:
+    points = record(SERVER, 0.1, 0.95, 0.961, 0.98).points
+    assert reached(points, DdpTarget(0.97, 30)) is points[2]
+    assert reached(points, DdpTarget(0.99, 30)) is points[3]
+    assert reached(points, DdpTarget(0.995, 30)) is None
+
+
+def test_members_train_as_long_as_ddp_and_those_behind_up_to_twice_as_long() -> None:
+    ddp = record(DDP, 0.1, 0.5, 0.8, 0.9, 0.9)
+    assert goes_on(record(DDP, 0.1, 0.5, 0.8, 0.9), None, SEGMENTS) and not goes_on(ddp, ddp, SEGMENTS)
+    early, late = (0.1, 0.9, 0.9, 0.9), (0.1, 0.2, 0.3, 0.4, 0.5)
+    assert goes_on(record(SERVER, *early), ddp, SEGMENTS)  # for the plot
+    assert not goes_on(record(SERVER, *early, 0.8), ddp, SEGMENTS)
+    assert goes_on(record(SERVER, *late), ddp, SEGMENTS) and not goes_on(record(SERVER, *late), None, SEGMENTS)
+    assert goes_on(record(SERVER, *late, 0.5, 0.5, 0.6), ddp, SEGMENTS)
+    assert not goes_on(record(SERVER, *late, 0.5, 0.5, 0.6, 0.6), ddp, SEGMENTS)
+
+
+def test_runs_agree_if_all_ranks_have_equal_digests_up_to_the_shorter_run() -> None:
+    assert alike([(["a", "b", "c"], ["a", "b"]), (["a", "b", "d"], ["a", "b"])])
+    assert not alike([(["a", "b", "c"], ["a", "x"]), (["a", "b", "c"], ["a", "x"])])  # another run, other bits
+    assert not alike([(["a", "b"], ["a", "b"]), (["a", "x"], ["a", "x"])])  # another rank, another centre
+
+
+def test_every_member_has_a_name_and_rates_and_every_turn_is_whole_periods() -> None:
+    assert list(WORDS.values()) == list(MEMBERS) and set(BY_NAME) == {*MEMBERS, SILENT}
+    for one in BY_NAME.values():
+        assert set(one.rates) == set(TASKS)
+    for task in (*FULL.values(), *SMALL.values()):
+        assert all(task.turn % BY_NAME[name].period == 0 for name in MEMBERS)
+        for workers in (2, 4):
+            trained = task.segments * task.steps(workers) * task.batch * workers
+            assert abs(trained / task.samples - 1) < 0.15
+
+
+def test_missing_data_are_named_with_the_command_that_makes_them(tmp_path: Path) -> None:
+    for name, command in ((DIGITS, "make digits"), (GPT, "hpctrain data pack -o runs/gpt-tiny.h5")):
+        with pytest.raises(UsageError, match=f"none.h5 is missing: {command} makes it"):
+            replace(FULL[name], file=str(tmp_path / "none.h5")).dataset("train")
+
+
+def test_the_rate_is_divided_by_workers_that_share_parameters_and_is_warmed_up() -> None:
+    assert BY_NAME[SERVER].rate(GPT, 4) == BY_NAME[SERVER].rates[GPT] / 4
+    assert BY_NAME[EASGD].rate(GPT, 4) == BY_NAME[EASGD].rates[GPT]
+    assert FULL[GPT].warmup(2) * FULL[GPT].batch * 2 == FULL[GPT].samples / 10
 
 
 def test_an_exchange_costs_the_extra_time_of_a_step_in_the_same_round() -> None:
@@ -63,3 +153,41 @@ def test_throughput_has_a_target_on_two_ranks() -> None:
     found = result(pace={SILENT: {"times": 1.9}, SERVER: {"times": 1.85}, HOGWILD: {"times": 1.7}})
     assert met(2, found) == [(1.85, True), (1.7, False)]
     assert met(4, found) == []
+
+
+def member(*bars: int) -> dict[str, Any]:
+    points = [
+        {"samples": 10 * number, "seconds": number / 2, "accuracy": accuracy, "loss": 1 - accuracy}
+        for number, accuracy in enumerate((0.1, 0.8, 0.95))
+    ]
+    return {"points": points, "best_accuracy": 0.95, "staleness_histogram": list(bars)}
+
+
+def test_curves_and_histograms_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    stale = {name: member(3, 1) if name in (SERVER, HOGWILD) else member() for name in MEMBERS}
+    mark = {"accuracy": 0.95, "samples": 20}
+    result: dict[str, Any] = {
+        "ranks": 2,
+        "tasks": {DIGITS: {"members": stale, "mark": mark}, GPT: {"members": {DDP: member()}}},
+    }
+    files = draw(result, tmp_path / "asynchronous-np2")
+    names = [f"asynchronous-np2-{what}.{kind}" for what in (DIGITS, GPT, "staleness") for kind in ("png", "svg")]
+    assert [file.name for file in files] == names and all(file.stat().st_size for file in files)
+    digits = texts_of(files[1]).splitlines()
+    assert {*MEMBERS, "seconds of training", "a point below ddp's best", "convnet on digits, 2 workers"} <= set(digits)
+    assert (
+        EASGD not in texts_of(files[3]).splitlines()
+        and "a point below ddp's best" not in texts_of(files[3]).splitlines()
+    )
+    bars = texts_of(files[5]).splitlines()
+    assert {SERVER, HOGWILD, "staleness, 2 workers"} <= set(bars) and EASGD not in bars and GPT not in bars
+
+
+def test_histograms_show_shares_of_the_counted_updates() -> None:
+    assert histograms({DDP: member(), SERVER: member(3, 0, 1)}) == {SERVER: [0.75, 0.0, 0.25]}
+
+
+def test_timings_alone_give_no_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert draw({"ranks": 2, "tasks": {DIGITS: {"exchange": {}}}}, tmp_path / "asynchronous-np2") == []
