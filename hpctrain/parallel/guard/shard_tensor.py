@@ -24,49 +24,23 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.guard.operators import (
+    BY_POSITION,
+    ELEMENTWISE,
+    FILLS,
+    MOVES,
+    PRODUCTS,
+    REDUCES_TOO,
+    is_elementwise,
+    is_in_place,
+    name_of,
+)
 from hpctrain.plain_tensors import plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.strategy import SplitStrategy
 
 ATTRIBUTE = "_hpctrain_part"  # attribute of parameters, and of tensors computed from them
-
-# Element-wise functions whose operators are not tagged as such, or have other names.
-_ELEMENTWISE = frozenset(
-    "add and copy_ detach detach_ div eq fill_ float half double bfloat16 floor_divide floordiv ge gt iadd iand imul "
-    "int invert ior ipow isub itruediv le long lt masked_fill_ mod mul ne neg nextafter or pos pow radd rdiv rfloordiv "
-    "rmod rmul rpow rsub rtruediv sub to truediv type type_as xor zero_ bool constant_ ones_ zeros_".split()
-)
-# Functions that return the same elements in another order or memory, or new memory of the same
-# shape.
-_MOVES = frozenset(
-    "T H mT mH data grad real imag as_strided cat chunk concat concatenate contiguous cpu cuda empty_like flatten "
-    "full_like getitem index_select narrow new_empty new_full new_ones new_tensor new_zeros ones_like permute "
-    "pin_memory rand_like randn_like randint_like ravel reshape select slice split squeeze stack swapaxes t "
-    "transpose unbind unflatten unsqueeze view view_as expand expand_as reshape_as zeros_like requires_grad_ to_dense "
-    "resolve_conj resolve_neg __setitem__ setitem hsplit vsplit dsplit tensor_split".split()
-)
-# Functions that return no element values: only tensors among their results are marked.
-_METADATA = frozenset(
-    "as_subclass backward data_ptr dim ndimension element_size get_device hash has_names is_coalesced is_complex "
-    "is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size "
-    "is_set_to is_shared is_signed len nelement numel record_stream register_hook register_post_accumulate_grad_hook "
-    "repr retain_grad share_memory_ size storage storage_offset storage_type stride str format typed_storage "
-    "untyped_storage dir is_tensor is_storage contains iter result_type can_cast promote_types retains_grad "
-    "_is_view _make_subclass".split()
-)
-# Functions that select elements by position, which differs between a part and the whole.
-_BY_POSITION = frozenset(
-    "getitem setitem select narrow slice chunk split unbind hsplit vsplit dsplit tensor_split iter len diagonal tril "
-    "triu index_select index_fill_ index_add_ index_copy_ take gather scatter_".split()
-)
-_REDUCES_TOO = frozenset({"max", "min"})  # element-wise only with a second tensor
-_FILLS = frozenset(
-    "normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ log_normal_ geometric_ trunc_normal_".split()
-)
-_PRODUCTS = frozenset("matmul mm mv bmm addmm addmv dot einsum bilinear linear embedding conv1d conv2d conv3d".split())
-_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max")
-_ALLOWED: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -88,8 +62,10 @@ def part_of(tensor: object) -> ShardInfo | None:
     return found if isinstance(found, ShardInfo) else None
 
 
-class ShardTensor(Tensor):
-    """Tensor that was computed from parts of parameters."""
+class _Guarded:
+    """Mixin of tensor classes whose functions are restricted to those that a part of a parameter allows."""
+
+    __slots__ = ()  # the class of tensors can only be switched if the memory of their objects stays alike
 
     @classmethod
     def __torch_function__(
@@ -100,7 +76,14 @@ class ShardTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``UsageError``: a file would contain only this rank's part."""
-        raise _write_error(self)
+        raise UsageError(
+            f"writing {_text(self)}: the file would hold this rank's part only; write job.state_dict(model), which "
+            "every rank calls and which returns whole tensors; run.save() writes checkpoints"
+        )
+
+
+class ShardTensor(_Guarded, Tensor):
+    """Tensor that was computed from parts of parameters."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         with plain_tensors():
@@ -108,43 +91,35 @@ class ShardTensor(Tensor):
         return mark(copied, getattr(self, ATTRIBUTE, None))
 
 
-class ShardParameter(nn.Parameter):
+class ShardParameter(_Guarded, nn.Parameter):
     """This rank's part of a parameter; an exact ``nn.Parameter`` during updates."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an element-wise function and mark its results; raise ``UsageError`` for others."""
-        return _dispatch(func, args, kwargs or {})
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise ``UsageError``: a file would contain only this rank's part."""
-        raise _write_error(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Raise ``UsageError``: a copy of the module would have no strategy that unshards the parameter."""
-        part = part_of(self)
         raise UsageError(
-            f"deepcopy of {part.text if part else 'a part of a parameter'}: the copy of a model that is split over "
-            "ranks would compute with parts; make the copy, such as an average of weights, before job.wrap, wrap it "
-            "too, and keep it up to date by mean.lerp_(value, 0.01) over both parameters(); whole tensors are "
-            "job.state_dict(model)"
+            f"deepcopy of {_text(self)}: the copy of a model that is split over ranks would compute with parts; make "
+            "the copy, such as an average of weights, before job.wrap, wrap it too, and keep it up to date by "
+            "mean.lerp_(value, 0.01) over both parameters(); whole tensors are job.state_dict(model)"
         )
 
 
+def _text(tensor: object) -> str:
+    part = part_of(tensor)
+    return part.text if part else "a part of a parameter"
+
+
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = name_of(func)
     if name == "__set__" or name == "__delete__":
         with plain_tensors():
             return func(*args, **kwargs)
     if name == "_has_compatible_shallow_copy_type":
         _check_converted(args[0], args[1])
-    elif name in _BY_POSITION and (found := _indexed(name, args, kwargs)) is not None:
+    elif name in BY_POSITION and (found := _indexed(name, args, kwargs)) is not None:
         raise _position_error(name, found)
     elif not _allowed(name, func, args, kwargs):
         raise _not_allowed_error(name, func, args, kwargs)
-    if _is_in_place(func, kwargs):
+    if is_in_place(func, kwargs):
         _notify_write(args, kwargs)
     try:
         with plain_tensors():
@@ -156,11 +131,15 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _marked(name, result, args, kwargs)
 
 
+def _origin(tensor: object) -> tuple[ShardInfo | None, SplitStrategy | None]:
+    part = part_of(tensor)
+    return part, None if part is None else part.strategy()
+
+
 def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardInfo | None:
     """Return the parameter whose part is indexed by position; None for masks and for all elements."""
     first = args[0] if args else kwargs.get("input")
-    part = part_of(first)
-    strategy = part.strategy() if part is not None else None
+    part, strategy = _origin(first)
     if part is None or strategy is None or not isinstance(first, Tensor):
         return None
     if name in ("getitem", "setitem") and len(args) > 1:
@@ -191,64 +170,31 @@ def _check_converted(parameter: Tensor, converted: Tensor) -> None:
     with plain_tensors():
         before, after = (parameter.dtype, parameter.device), (converted.dtype, converted.device)
     if before != after:
-        part = part_of(parameter)
         raise UsageError(
-            f"conversion of {part.text if part else 'a part of a parameter'} from {before[0]} on {before[1]} to "
+            f"conversion of {_text(parameter)} from {before[0]} on {before[1]} to "
             f"{after[0]} on {after[1]}: the strategy holds its memory; convert the model before job.wrap; "
             'parallel.mixed_precision = "bfloat16" computes in bfloat16',
             everywhere=True,
         )
 
 
-def _name(func: Any) -> str:
-    """Return the name of a function; for a property access, the name of the property."""
-    name: str = getattr(func, "__name__", "")
-    if name == "__get__":
-        return str(getattr(func.__self__, "__name__", ""))
-    return name.strip("_") if name.startswith("__") and name not in ("__set__", "__delete__") else name
-
-
 def _allowed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if getattr(func, "__name__", "") == "__get__":
         return True
     if getattr(func, "__module__", "") in ("torch.nn.init", "torch.autograd"):
-        return name in _ELEMENTWISE
-    if name in _FILLS or name.rstrip("_") + "_" in _FILLS:
-        return name in _FILLS and not _writes_parameter(args)
-    if name in _REDUCES_TOO:
+        return name in ELEMENTWISE
+    if name in FILLS or name.rstrip("_") + "_" in FILLS:
+        return name in FILLS and not _writes_parameter(args)
+    if name in REDUCES_TOO:
         return len(args) == 2 and isinstance(args[1], Tensor) and "dim" not in kwargs
-    known = _ALLOWED.get(name)
-    if known is None:
-        known = _ALLOWED[name] = _is_elementwise(name)
-    return known
-
-
-def _is_elementwise(name: str) -> bool:
-    """Return whether a function works element by element, or only moves elements."""
-    if name in _ELEMENTWISE or name in _MOVES or name in _METADATA:
-        return True
-    if name.startswith("_foreach_"):
-        return name not in _FOREACH_REDUCTIONS
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
-
-
-def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a function changes a tensor in place."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__") or name == "__setitem__"
-    return name.endswith("_") or "out" in kwargs
+    return is_elementwise(name)
 
 
 def _notify_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Notify strategies that code other than an optimizer is about to change parameters."""
     changed = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
     for tensor in _tensors_in(changed):
-        part = part_of(tensor)
-        strategy = part.strategy() if part is not None else None
+        _, strategy = _origin(tensor)
         if strategy is not None and _writes_parameter((tensor,)):
             with plain_tensors():
                 strategy.before_write()
@@ -260,8 +206,7 @@ def _writes_parameter(args: tuple[Any, ...]) -> bool:
     first = args[0] if args else None
     if isinstance(first, ShardParameter):
         return True
-    part = part_of(first)
-    strategy = part.strategy() if part is not None else None
+    part, strategy = _origin(first)
     if part is None or strategy is None or not isinstance(first, Tensor):
         return False
     with plain_tensors():
@@ -274,13 +219,11 @@ def _writes_parameter(args: tuple[Any, ...]) -> bool:
 
 def _marked(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parts = [one for one in _tensors_in((args, kwargs)) if isinstance(one, (ShardParameter, ShardTensor))]
-    if name not in _MOVES and isinstance(result, Tensor):
+    if name not in MOVES and isinstance(result, Tensor):
         _check_shapes(name, result, parts)
     found = {id(getattr(one, ATTRIBUTE, None)): getattr(one, ATTRIBUTE, None) for one in parts}
     part = next(iter(found.values())) if len(found) == 1 else None
-    if isinstance(result, Tensor):
-        return mark(result, part)
-    for one in result:
+    for one in (result,) if isinstance(result, Tensor) else result:
         if isinstance(one, Tensor):
             mark(one, part)
     return result
@@ -307,11 +250,10 @@ def _mismatch_error(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _shape_error(name: str, tensor: Tensor, other: Tensor) -> UsageError:
-    part = part_of(tensor)
     with plain_tensors():
         shapes = tuple(tensor.shape), tuple(other.shape)
     return UsageError(
-        f"{name} of {part.text if part else 'a part of a parameter'}: it has the shape {shapes[0]} and another tensor "
+        f"{name} of {_text(tensor)}: it has the shape {shapes[0]} and another tensor "
         f"{shapes[1]}; allowed are numbers and tensors made of it, such as zeros_like; work with whole tensors before "
         "job.wrap, or inside of with job.unshard(model, write=True)"
     )
@@ -352,7 +294,7 @@ def _not_allowed_error(name: str, func: Any, args: tuple[Any, ...], kwargs: dict
     part = next(filter(None, map(part_of, found)), None)
     description = part.text if part else "parts of parameters"
     module = getattr(func, "__module__", None) or ""
-    if name in _FILLS or module == "torch.nn.init":
+    if name in FILLS or module == "torch.nn.init":
         return UsageError(
             f"{name} on {description}: each rank would draw its part by itself, and one process other numbers; "
             "initialise the model before job.wrap, or inside of with job.unshard(model, write=True)"
@@ -368,7 +310,7 @@ def _not_allowed_error(name: str, func: Any, args: tuple[Any, ...], kwargs: dict
             f"{prefix}; whole tensors are job.state_dict(model), or inside of with job.unshard(model); if this rank's "
             "are meant, write tensor.as_subclass(torch.Tensor) first"
         )
-    if module.startswith(("torch._C._nn", "torch.nn.functional")) or name in _PRODUCTS:
+    if module.startswith(("torch._C._nn", "torch.nn.functional")) or name in PRODUCTS:
         return UsageError(
             f"{prefix}; modules have whole parameters while the wrapped model itself is called; call the model, and "
             "let its forward use the parameter, or compute inside of with job.unshard(model)"
@@ -377,12 +319,4 @@ def _not_allowed_error(name: str, func: Any, args: tuple[Any, ...], kwargs: dict
         f"{prefix}; run.clip(max_norm) returns the norm of all gradients, torch.nn.utils.get_total_norm(tensors) "
         "that of chosen gradients or parameters, with job.unshard(model) gives whole parameters; all ranks call these; "
         "if this rank's elements are meant, write tensor.as_subclass(torch.Tensor)"
-    )
-
-
-def _write_error(tensor: Tensor) -> UsageError:
-    part = part_of(tensor)
-    return UsageError(
-        f"writing {part.text if part else 'a part of a parameter'}: the file would hold this rank's part only; write "
-        "job.state_dict(model), which every rank calls and which returns whole tensors; run.save() writes checkpoints"
     )

@@ -163,7 +163,7 @@ def _alternatives(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + f" or {names[-1]}"
 
 
-# Parsing and validation --------------------------------------------------------------------------------------------
+# Parsing and validation -----------------------------------------------------------------------------------------------
 
 
 Plan = Mapping[str, str]

@@ -1,7 +1,9 @@
-"""Deferred gradients of weights: equal to those of autograd, bit for bit."""
+"""Deferred weight gradients: the same bits as those of autograd, and backward passes from given gradients."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import product
 
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.parallel.pipeline.split_backward import WeightGradStore
+from hpctrain.parallel.pipeline.split_backward import WeightGradStore, backward_from
 from hpctrain.parallel.recompute import recompute
 
 SIZES = [(64, 48), (7, 5), (33, 257), (1, 3), (3, 1), (1, 1)]
@@ -275,3 +277,39 @@ def test_deferral_works_on_a_gpu_with_a_separate_backward_thread() -> None:
     for one, other in zip(gradients_of(model), gradients_of(plain)):
         if other is not None:
             torch.testing.assert_close(one, other)
+
+
+# Backward passes from given gradients ---------------------------------------------------------------------------------
+
+
+def test_gradients_equal_those_of_torch() -> None:
+    torch.manual_seed(0)
+    found = []
+    for run in (torch.autograd.backward, backward_from):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(3, 4, generator=generator).requires_grad_()
+        outputs = [x.sin(), (x * 2).sum(0)]
+        run(outputs, [torch.randn(one.shape, generator=generator) for one in outputs])  # type: ignore[operator]
+        found.append(x.grad)
+    assert torch.equal(found[0], found[1])  # type: ignore[arg-type]
+
+
+def test_a_leaf_accumulates_gradients() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        backward_from([x], [torch.full((2,), 3.0)])
+    assert torch.equal(x.grad, torch.full((2,), 6.0))  # type: ignore[arg-type]
+
+
+def test_shapes_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\) for an output of \(2,\)"):
+        backward_from([torch.ones(2, requires_grad=True) * 1], [torch.ones(3)])
+
+
+def test_no_compiler_is_imported() -> None:
+    code = (
+        "import sys, torch; from hpctrain.parallel.pipeline.stage import backward\n"
+        "x = torch.ones(2, requires_grad=True); backward([x * 2], [torch.ones(2)], [x])\n"
+        "assert 'sympy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
