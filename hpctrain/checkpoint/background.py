@@ -32,7 +32,7 @@ from hpctrain.checkpoint.writer_process import EXIT
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.log import logger
 from hpctrain.util import atomic
-from hpctrain.util.child import python
+from hpctrain.util.probe import python
 
 _ALIGNMENT = 64  # bytes: alignment of each part, sufficient for any element type
 

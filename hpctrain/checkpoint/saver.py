@@ -22,7 +22,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Split
-from hpctrain.util.claim import Claim
+from hpctrain.util.atomic import Claim
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

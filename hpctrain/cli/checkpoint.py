@@ -21,8 +21,7 @@ from hpctrain.cli import checkpoint_files
 from hpctrain.cli.checkpoint_files import chosen, one_line, print_json, progress
 from hpctrain.cli.main import add_action, add_verb
 from hpctrain.errors import UsageError
-from hpctrain.util.text import counted, format_bytes
-from hpctrain.util.text import columns, printable, printable_lines
+from hpctrain.util.text import columns, counted, format_bytes, printable, printable_lines
 
 _EPILOG = """\
 examples:

@@ -22,10 +22,9 @@ from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifferen
 from hpctrain.checkpoint.tools.inspect import Verification, all_of, newest_of
 from hpctrain.cli.main import add_action
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
-from hpctrain.util.probe import safe_path
-from hpctrain.util.text import format_bytes
 from hpctrain.util.plotting import KINDS
-from hpctrain.util.text import columns, printable, printable_lines
+from hpctrain.util.probe import safe_path
+from hpctrain.util.text import columns, format_bytes, printable, printable_lines
 
 _VERIFY_EPILOG = """\
 examples:

@@ -19,9 +19,8 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
 from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
-from hpctrain.util.format import counted
 from hpctrain.util.plotting import check_suffix, save_figure
-from hpctrain.util.text import columns, printable_lines
+from hpctrain.util.text import columns, counted, printable_lines
 
 _EPILOG = """\
 examples:

@@ -16,8 +16,7 @@ from hpctrain.forecast.machine import preset
 from hpctrain.forecast.run import Device, PlannedRun
 from hpctrain.settings import check_code
 from hpctrain.train.config import LOSSES, Settings
-from hpctrain.util.format import format_bytes, parse_bytes
-from hpctrain.util.text import columns, printable_lines
+from hpctrain.util.text import columns, format_bytes, parse_bytes, printable_lines
 
 
 def plan(args: argparse.Namespace, settings: Settings) -> int:

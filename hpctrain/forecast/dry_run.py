@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from hpctrain.cluster.launcher import without_launcher
-from hpctrain.cluster.shared_memory import free_memory
+from hpctrain.cluster.resources import free_memory
 from hpctrain.forecast.dry_run_process import READY, DryRunTask
 from hpctrain.forecast.memory import memory_of
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_layers import dtype_of
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
-from hpctrain.util.child import python
+from hpctrain.util.probe import python
 
 MOST_RANKS = 8  # maximum number of processes; each imports torch, which takes seconds of a core
 MOST_SECONDS = 2.0  # maximum forecast time of a step's passes

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hpctrain.cluster.binding import threads_for
+from hpctrain.cluster.resources import threads_for
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 

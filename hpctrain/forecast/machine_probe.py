@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.cluster.binding import cpu_affinity
+from hpctrain.cluster.resources import cpu_affinity
 from hpctrain.errors import UsageError
 from hpctrain.forecast.machine import DEVICES, Curve, LinkModel, MachineRates, preset
-from hpctrain.train.calibration import processor
-from hpctrain.train.calibration import product_kernel, stream_kernel
+from hpctrain.train.calibration import processor, product_kernel, stream_kernel
 
 SIDE = 512  # rows and columns of the products: large enough for a core, small enough for a burst of milliseconds
 STREAM = 2**24  # bytes of each streamed array: three of them exceed most caches

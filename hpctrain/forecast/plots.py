@@ -11,9 +11,8 @@ from hpctrain.forecast.memory import CATEGORIES
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.scaling import Curve, Point
 from hpctrain.forecast.time_step import StepTime
-from hpctrain.util.format import format_bytes, unit_of_bytes
 from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
-from hpctrain.util.text import without_math
+from hpctrain.util.text import format_bytes, unit_of_bytes, without_math
 
 COLOURS = dict(
     zip(CATEGORIES, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9", "#e8c9a8", "#a8c4c4"))

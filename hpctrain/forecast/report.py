@@ -15,7 +15,7 @@ from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.scaling import MARGIN, START, Curve, RunTime, run_time
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.forecast.time_step import StepTime
-from hpctrain.util.format import counted, format_bytes, format_number, format_seconds
+from hpctrain.util.text import counted, format_bytes, format_number, format_seconds
 
 
 def heading(run: PlannedRun) -> str:

@@ -13,8 +13,7 @@ from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.forecast.time_step import StepTime
 from hpctrain.train.optimizer import state_per_element
-from hpctrain.util.format import format_number, format_seconds
-from hpctrain.util.text import columns
+from hpctrain.util.text import columns, format_number, format_seconds
 
 START = 30.0  # seconds: importing torch from a parallel filesystem, MPI, the model's first weights
 MARGIN = 1.2  # multiple of the forecast: other jobs use the network and the filesystem, too

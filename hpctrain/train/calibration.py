@@ -25,8 +25,7 @@ from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, members
 from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
 from hpctrain.util import atomic
-from hpctrain.util.child import python
-from hpctrain.util.probe import run_program
+from hpctrain.util.probe import python, run_program
 from hpctrain.util.reading import read_json
 
 if TYPE_CHECKING:

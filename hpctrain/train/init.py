@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.binding import Binding, cpu_affinity
-from hpctrain.cluster.binding import table as binding_table
-from hpctrain.cluster.binding import threads_for
+from hpctrain.cluster.resources import Binding, cpu_affinity
+from hpctrain.cluster.resources import table as binding_table
+from hpctrain.cluster.resources import threads_for
 from hpctrain.errors import DeviceError, MismatchError, SettingsError
 from hpctrain.train import control
 
@@ -302,10 +302,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested settings as a flat dict from ``section.key`` to text."""
     flat: dict[str, str] = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = repr(value)
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: repr(value)}
     return flat
 
 

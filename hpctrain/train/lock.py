@@ -22,7 +22,7 @@ from typing import Any
 from hpctrain.errors import HpctrainError, LockError
 from hpctrain.log import logger
 from hpctrain.util import atomic
-from hpctrain.util.claim import Claim
+from hpctrain.util.atomic import Claim
 from hpctrain.util.reading import read_json
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries
 

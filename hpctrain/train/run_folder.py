@@ -15,7 +15,7 @@ from hpctrain.train.lock import FolderLock, process_started
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.receipt.write import NAME, Receipt, earlier_attempts, first_line
 from hpctrain.util import atomic
-from hpctrain.util.claim import Claim
+from hpctrain.util.atomic import Claim
 from hpctrain.util.reading import reason as why
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries, writing
 

@@ -1,4 +1,4 @@
-"""Execution of programs as subprocesses with a time limit, and of probes, which print their results as JSON."""
+"""Child processes: command lines of Python programs, execution with a time limit, and probes that print JSON."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,3 +104,31 @@ def _reason(code: int, text: str) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return lines[-1][:300] if lines else f"exit code {code}"
+
+
+# Command lines of child processes that are Python programs of this package --------------------------------------------
+#
+# ``python -c`` and ``python -m`` put the current folder first on the module path, so that a foreign
+# file ``pickle.py`` there would be executed. ``-P`` (Python 3.11) leaves the folder out.
+
+
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
+def python(*arguments: str) -> list[str]:
+    """Return the command that runs this interpreter without the current folder on its module path."""
+    return [sys.executable, "-P", *arguments]
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Make all Python processes started within the block, also indirectly, leave the current folder out."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(SAFE_PATH, None)
+        else:
+            os.environ[SAFE_PATH] = before

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpctrain.cluster.binding import Binding, cpu_affinity, format_cpus, table, threads_for
+from hpctrain.cluster.resources import Binding, cpu_affinity, format_cpus, table, threads_for
 
 
 def test_affinity_is_that_of_the_system() -> None:
@@ -16,7 +16,7 @@ def test_affinity_is_that_of_the_system() -> None:
 
 def test_affinity_follows_taskset() -> None:
     (first, *_) = cpu_affinity()
-    code = f"import os; os.sched_setaffinity(0, [{first}]); from hpctrain.cluster import binding as b; "
+    code = f"import os; os.sched_setaffinity(0, [{first}]); from hpctrain.cluster import resources as b; "
     code += "print(b.cpu_affinity())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"({first},)"

@@ -17,7 +17,7 @@ from hpctrain.forecast import time_forecasts
 from hpctrain.forecast.candidates import MemoryLimits, candidates
 from hpctrain.forecast.report import ForecastOption, TimeReport, as_option, recommend, time_report
 from hpctrain.forecast.time_forecasts import Forecasts
-from hpctrain.util.format import format_seconds
+from hpctrain.util.text import format_seconds
 
 GIB = 2**30
 

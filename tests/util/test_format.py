@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.util.format import (
+from hpctrain.util.text import (
     counted,
     format_bandwidth,
     format_bytes,

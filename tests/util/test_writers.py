@@ -62,7 +62,7 @@ def problems(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def children(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.List, ast.Tuple)) and node.elts and name_of(node.elts[0]) == "sys.executable":
-            yield node.lineno, "a child process without util.child.python"
+            yield node.lineno, "a child process without util.probe.python"
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def test_only_one_module_opens_files_for_writing() -> None:
 @pytest.mark.xdist_group("sources")
 def test_only_one_module_starts_this_interpreter() -> None:
     found = [
-        f"{name}:{line}: {what}" for name, tree in sources() if name != "util/child.py" for line, what in children(tree)
+        f"{name}:{line}: {what}" for name, tree in sources() if name != "util/probe.py" for line, what in children(tree)
     ]
     assert not found
 

@@ -25,7 +25,7 @@ from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.shard import Shard
 from hpctrain.util import atomic
-from hpctrain.util.claim import Claim
+from hpctrain.util.atomic import Claim
 from hpctrain.util.retry import NO_SPACE, TRANSIENT, free_bytes, retries
 
 Offsets = Mapping[str, int | None]  # offset in the file by dataset; None for a dataset without bytes

@@ -28,8 +28,7 @@ from torch import Tensor
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.comm.transport.base import Transport
 from hpctrain.errors import CommunicationError
-from hpctrain.util.child import python
-from hpctrain.util.probe import facts_in, run_program
+from hpctrain.util.probe import facts_in, python, run_program
 
 PREFIX = "hpctrain-canary "  # of the line with the verdict: MPI libraries print warnings of their own
 SIZES = (2, 1000, 300_000, 4_000_000)  # elements: one size per protocol that MPI libraries use for a message

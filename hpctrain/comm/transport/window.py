@@ -21,7 +21,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.cluster.shared_memory import ENLARGE, FOLDER, free_bytes
+from hpctrain.cluster.resources import ENLARGE, FOLDER, free_bytes
 from hpctrain.comm.transport.base import Recordable
 from hpctrain.comm.transport.mpi import MpiTransport
 from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, SpinWait, timeout_seconds, until

@@ -17,7 +17,7 @@ from torch import Tensor
 from hpctrain.comm.prepared import REDUCTIONS
 from hpctrain.comm.tuning.table import OPERATIONS, AlgorithmTable, Key, RankLayout, Steps, algorithms_of, fastest
 from hpctrain.errors import CommunicationError
-from hpctrain.util.format import format_bytes
+from hpctrain.util.text import format_bytes
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

@@ -16,8 +16,7 @@ from typing import Any
 
 from hpctrain.comm.prepared import ALGORITHMS, REDUCTIONS
 from hpctrain.errors import SettingsError
-from hpctrain.util.format import format_bytes
-from hpctrain.util.text import columns
+from hpctrain.util.text import columns, format_bytes
 
 OPERATIONS = tuple(ALGORITHMS)
 LOCATIONS = ("window", "host", "cuda")  # a tensor of comm.empty, any other host tensor, a GPU tensor

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.util.probe import SAFE_PATH, python
-from hpctrain.util.probe import Answer, facts_in, run_program
+from hpctrain.util.probe import SAFE_PATH, Answer, facts_in, python, run_program
 
 LOAD_TIMEOUT = 60.0  # seconds that a library may take to load, from a filesystem with cold caches
 PREFIX = "hpctrain-doctor "  # of the line with a probe's facts
@@ -44,11 +43,6 @@ def run_probe(
 _OLDEST_TORCH = (2, 11)
 _SLOW = 20.0  # seconds; from a warm local disk it takes two
 _BUSY = 2.0  # processes per core
-
-
-def load_torch() -> Answer:
-    """Load torch in a subprocess."""
-    return run_probe("torch")
 
 
 def check_torch(torch: Answer) -> Iterator[Finding]:
@@ -203,11 +197,6 @@ def _nccl(code: int) -> str:
 
 
 # Checks of h5py and its HDF5, which checkpoints and data files need ---------------------------------------------------
-
-
-def load_hdf5() -> Answer:
-    """Load h5py in a subprocess."""
-    return run_probe("hdf5")
 
 
 def check_hdf5(hdf5: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpctrain.cluster.resources import cpu_affinity, format_cpus
-from hpctrain.cluster.resources import SEGMENTS, Segment, left_over
+from hpctrain.cluster.resources import SEGMENTS, Segment, cpu_affinity, format_cpus, left_over
 from hpctrain.doctor.findings import Finding, advice, error, note, ok, warning
 from hpctrain.doctor.login.libraries import run_probe
-from hpctrain.util.text import format_bytes
 from hpctrain.util.probe import TIMEOUT, Answer
+from hpctrain.util.text import format_bytes
 
 _MIN_DESCRIPTORS = 4096  # descriptors; shards of data and sockets to other ranks need thousands
 _MIN_MEMORY = 4 * 2**30  # bytes; torch and a small model need two GiB

@@ -10,9 +10,8 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.train.receipt.read import Attempt, RunReceipt, load
-from hpctrain.util.format import counted, format_number
 from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
-from hpctrain.util.text import columns, without_math
+from hpctrain.util.text import columns, counted, format_number, without_math
 
 # Categories of an attempt's time: the name in JSON, and the label in text.
 PARTS = {
