@@ -41,23 +41,14 @@ logger = logging.getLogger("hpctrain")
 LARGEST = 2**18  # bytes of a TOML file: tomllib takes seconds for a MiB
 _MOST_PARTS = 32  # of a key
 _LONGEST_NAME = 80  # characters of a key or a choice in an error
-_STRINGS = re.compile(
-    r'''"""(?:\\.|[^\\])*?"""|\'{3}.*?\'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''', re.DOTALL
-)
+_STRINGS = re.compile(r'''"""(?:\\.|[^\\])*?"""|\'{3}.*?\'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''', re.DOTALL)
 _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED = {"site-packages", "dist-packages"}
 _BETWEEN = re.compile(r"[\n=\[\]{},]")
 
 # Other names for allowed values: they are not accepted, but the error suggests the allowed one.
-_SPELLINGS = {
-    "zero3": "fsdp",
-    "zero-3": "fsdp",
-    "fully_shard": "fsdp",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    "async": "asynchronous",
-    "sync": "synchronous",
-}
+_SPELLINGS = {"zero3": "fsdp", "zero-3": "fsdp", "fully_shard": "fsdp", "bf16": "bfloat16", "fp32": "float32"}
+_SPELLINGS |= {"async": "asynchronous", "sync": "synchronous"}
 
 
 def read_toml(path: str | Path) -> Tree:
@@ -234,17 +225,12 @@ class UserCodeError(HpctrainError):
 
 def _location_of(error: Exception) -> str:
     """Return file and line of the innermost frame of the user's code: of no installed package, if there is one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [one for one in frames if not one.filename.startswith("<") and not _is_below(one.filename, _PACKAGE)]
+    frames = [(Path(one.filename), one.lineno) for one in traceback.extract_tb(error.__traceback__)]
+    outside = [one for one in frames if one[0].name[:1] != "<" and not one[0].is_relative_to(_PACKAGE)]
     standard = Path(sysconfig.get_paths()["stdlib"])
-    user_frames = [one for one in outside if not _INSTALLED & {*Path(one.filename).parts}]
-    user_frames = [one for one in user_frames if not _is_below(one.filename, standard)]
-    frame = user_frames[-1] if user_frames else outside[0] if outside else None
-    return "" if frame is None else f" ({frame.filename}:{frame.lineno})"
-
-
-def _is_below(file: str, folder: Path) -> bool:
-    return Path(file).is_relative_to(folder)
+    own = [one for one in outside if not _INSTALLED & {*one[0].parts} and not one[0].is_relative_to(standard)]
+    file, line = own[-1] if own else outside[0] if outside else (None, None)
+    return "" if file is None else f" ({file}:{line})"
 
 
 def check_code(path: str, setting: str, uid: int | None = None) -> None:
@@ -266,11 +252,7 @@ def check_code(path: str, setting: str, uid: int | None = None) -> None:
 
 
 def _add_working_folder() -> None:
-    """Append the current folder to the module path.
-
-    ``python -m`` searches it too: a console script has its own folder on the path, but not the
-    current one.
-    """
+    """Append the current folder to the module path, which ``python -m`` searches and a console script does not."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -341,7 +323,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             raise SettingsError(f"setting {path} is a section, not the value {short_repr(value)}")
         return build(typing.cast(type, hint), value, f"{path}.")
     if origin in (typing.Union, types.UnionType):
-        return _convert(_without_none(hint), value, path)
+        (kind,) = [option for option in typing.get_args(hint) if option is not type(None)]
+        return _convert(kind, value, path)
     if origin is typing.Literal:
         allowed = typing.get_args(hint)
         if not isinstance(value, (str, int, float)) or value not in allowed:
@@ -388,11 +371,6 @@ def _hints(kind: type) -> dict[str, Any]:
 def _key_text(key: str) -> str:
     """Return a key for an error message; keys may come from untrusted files."""
     return shorten(printable(key), _LONGEST_NAME)
-
-
-def _without_none(hint: Any) -> Any:
-    (kind,) = [option for option in typing.get_args(hint) if option is not type(None)]
-    return kind
 
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}

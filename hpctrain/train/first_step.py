@@ -10,7 +10,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,7 +129,7 @@ class FirstStepChecks:
             self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         for name in LOSSES:
             plain = self._plain[name] = getattr(functional, name)
-            setattr(functional, name, self._watching(name, plain))
+            setattr(functional, name, _watched(name, plain, self._look))
 
     def close(self) -> None:
         """Remove all hooks and replaced functions that ``attach`` installed."""
@@ -162,24 +162,9 @@ class FirstStepChecks:
             data = strategy.data
             self._record_of_step.inputs[key] = (_digest(tensors), data.rank, data.size)
 
-    def _watching(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(plain)
-
-        @functools.wraps(plain)
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() and not self._weighted and not torch.compiler.is_compiling():
-                self._look(name, signature, args, kwargs)
-            return plain(*args, **kwargs)
-
-        return recording
-
-    def _look(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
-            return  # the function itself will raise this error
-        bound.apply_defaults()
-        given = bound.arguments
+    def _look(self, name: str, given: Mapping[str, Any]) -> None:
+        if not torch.is_grad_enabled() or self._weighted:
+            return
         if given.get("reduction") == "sum":
             self._record_of_step.sums.append(name)
         if uneven := _not_over_samples(name, given):
@@ -254,28 +239,35 @@ def watching_means(found: list[str]) -> Iterator[None]:
     """Record losses in the ``with`` block whose mean is not over the samples."""
     plain = {name: getattr(functional, name) for name in BY_CLASS}
 
-    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def recording(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if not torch.compiler.is_compiling():
-                bound = signature.bind(*args, **kwargs)
-                bound.apply_defaults()
-                if uneven := _not_over_samples(name, bound.arguments):
-                    found.append(uneven)
-            return result
-
-        return recording
+    def look(name: str, given: Mapping[str, Any]) -> None:
+        if uneven := _not_over_samples(name, given):
+            found.append(uneven)
 
     for name, original in plain.items():
-        setattr(functional, name, watched(name, original))
+        setattr(functional, name, _watched(name, original, look))
     try:
         yield
     finally:
         for name, original in plain.items():
             setattr(functional, name, original)
+
+
+def _watched(
+    name: str, plain: Callable[..., Any], look: Callable[[str, Mapping[str, Any]], None]
+) -> Callable[..., Any]:
+    """Return a function that calls ``look`` with its name and arguments, and then the plain function."""
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            with suppress(TypeError):  # the function itself will raise this error
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                look(name, bound.arguments)
+        return plain(*args, **kwargs)
+
+    return recording
 
 
 def _not_over_samples(name: str, given: Mapping[str, Any]) -> str:

@@ -40,20 +40,6 @@ def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
     return leg
 
 
-@pytest.mark.few(2)
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(
-    "mesh", [PIPE, TENSOR, [*PIPE, "parallel.schedule=zb-h1"], [*TENSOR, "parallel.sequence=true"]]
-)
-def test_the_loss_curve_equals_that_of_a_plain_loop(leg: Legs, mesh: list[str]) -> None:
-    steps = STEPS if leg.comm.size == 2 else 12  # errors with more ranks show early
-    rows = leg("ddp", "_".join(mesh).replace("/", ""), *WORDS, *mesh, f"train.steps={steps}")
-    plain = leg.plain(steps)
-    assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - (0.5 if steps == STEPS else 0.2)
-    assert all(row["grad_norm"] > 0 for row in rows) and 0 < rows[-1]["validation_loss"] < 6
-    assert rows[-1]["tokens"] == steps * 12 * 16
-
-
 @pytest.mark.ranks(2, 4)
 def test_a_run_may_resume_on_another_mesh(leg: Legs) -> None:
     words = [*WORDS, "optimizer.schedule=constant"]
@@ -63,6 +49,7 @@ def test_a_run_may_resume_on_another_mesh(leg: Legs) -> None:
     for number, (variant, mesh) in enumerate(legs, 1):
         rows = leg(variant, "passed", *words, *mesh, f"train.steps={number * steps // len(legs)}")
     assert losses(rows) == pytest.approx(losses(straight), rel=CLOSE)
+    assert rows[-1]["tokens"] == steps * 12 * 16
     assert rows[-1]["validation_loss"] == pytest.approx(straight[-1]["validation_loss"], rel=CLOSE)
 
 
