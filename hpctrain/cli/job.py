@@ -18,6 +18,7 @@ from hpctrain.jobs.modulefile import venv_of
 from hpctrain.jobs.profile import Profile, srun_type
 from hpctrain.jobs.render import render, script_path
 from hpctrain.jobs.request import PROGRAM, TEMPLATES, Request, Template, combine, run_folder
+from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.settings import assign, read_toml
 from hpctrain.train.config import load as load_settings
 from hpctrain.util.reading import read_text, reason
@@ -38,7 +39,6 @@ examples:
 The job saves before its time is over and restarts, at most --restarts times, and --retries times in a row
 without a new checkpoint. hpctrain submit has the same options and submits it.
 """
-_DEFAULTS = {"slurm": "generic-slurm", "pbs": "generic-pbs"}
 _LONGEST_NAME = 15  # characters of a job name that every PBS version accepts
 
 
@@ -46,8 +46,8 @@ def add_parser(verbs: Any) -> None:
     """Add the verb and its actions to the command line."""
     parser = add_verb(verbs, "job", "Print or check the script of a job for Slurm or PBS.", _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
-    for scheduler, name in {"slurm": "Slurm", "pbs": "PBS"}.items():
-        one = add_scheduler(actions, scheduler, f"print a job script for {name}", _print)
+    for name, scheduler in SCHEDULERS.items():
+        one = add_scheduler(actions, name, f"print a job script for {scheduler.title}", _print)
         one.add_argument("--show-profile", action="store_true", help="explain the profile instead")
     example = "examples:\n  %(prog)s my.sbatch"
     checking = add_action(actions, "check", "check the directives of a job script", example, _check, as_json=False)
@@ -74,7 +74,7 @@ def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
 
 
 def _profile(args: argparse.Namespace) -> tuple[Profile, str]:
-    name = args.profile or os.environ.get("HPCTRAIN_PROFILE") or _DEFAULTS[args.scheduler]
+    name = args.profile or os.environ.get("HPCTRAIN_PROFILE") or f"generic-{args.scheduler}"
     profile, where = profiles.load(name)
     if profile.scheduler != args.scheduler:
         raise UsageError(f"profile {where} is for {profile.scheduler}, not for {args.scheduler}")

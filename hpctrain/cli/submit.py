@@ -17,6 +17,7 @@ from hpctrain.jobs import submit as pbs_limits
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
 from hpctrain.jobs.submit import NAME, Submitted, submit
+from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.train.receipt import write
 from hpctrain.train.receipt.write import number
 from hpctrain.util.text import printable
@@ -38,8 +39,8 @@ def add_parser(verbs: Any) -> None:
     what = "Write the script of a job to the run's folder, submit it, and record the job's id there."
     parser = add_verb(verbs, "submit", what, _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
-    for scheduler, name in {"slurm": "sbatch", "pbs": "qsub"}.items():
-        one = add_scheduler(actions, scheduler, f"submit a job with {name}", _submit)
+    for name, scheduler in SCHEDULERS.items():
+        one = add_scheduler(actions, name, f"submit a job with {scheduler.submit[0]}", _submit)
         one.add_argument("--after", default="", metavar="JOB", help="start when this job has ended")
         one.add_argument("--json", action="store_true", help="print JSON")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs.template import clock
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
-from hpctrain.jobs.template import Raw, Value, join
+from hpctrain.jobs.template import Raw, Value, clock, join
 
 
 def slurm_values(request: Request, profile: Profile) -> dict[str, Value]:

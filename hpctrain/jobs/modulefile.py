@@ -18,8 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from hpctrain._version import __version__
 from hpctrain.errors import UsageError
-from hpctrain.jobs.template import check, check_all
-from hpctrain.jobs.template import fill
+from hpctrain.jobs.template import check, check_all, fill
 from hpctrain.util import atomic
 
 # Language of a modulefile, and the prefix of comment lines that are only for readers of its

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from hpctrain.cluster import world_check
 from hpctrain.errors import UsageError
-from hpctrain.jobs.template import check, check_all, check_number
-from hpctrain.jobs.template import package_templates
+from hpctrain.jobs.template import check, check_all, check_number, package_templates
 from hpctrain.settings import Tree, build, read_toml, toml_value, unknown
 
 # Wheels of the Python package index, and the library name in each.

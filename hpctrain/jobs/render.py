@@ -12,7 +12,7 @@ from hpctrain.jobs import directives
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import FOLDER, Request
-from hpctrain.jobs.template import Raw, Value, fill, join, read_template
+from hpctrain.jobs.template import SCHEDULERS, Raw, Value, fill, join, read_template
 
 Words = list[str]
 MODULE = "hpctrain"  # name of the project's own modulefiles
@@ -130,7 +130,6 @@ _PROGRAMS: dict[str, Callable[[Request], Words]] = {"train": _train, "array": _a
 
 
 _VALUES = {"slurm": directives.slurm_values, "pbs": directives.pbs_values}
-ENDINGS = {"slurm": "sbatch", "pbs": "pbs"}
 
 
 def render(request: Request, profile: Profile) -> str:
@@ -154,7 +153,7 @@ def with_defaults(request: Request, profile: Profile) -> Request:
 
 def script_path(request: Request, profile: Profile) -> str:
     """Return the path of the script; a job that resubmits itself finds it there."""
-    return str(PurePosixPath(request.folder) / f"job.{ENDINGS[profile.scheduler]}")
+    return str(PurePosixPath(request.folder) / f"job.{SCHEDULERS[profile.scheduler].ending}")
 
 
 def _shared(request: Request, profile: Profile) -> dict[str, Value]:

@@ -19,7 +19,7 @@ from typing import Any
 from hpctrain.cluster import accounting
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import HpctrainError, LaunchError, UsageError
-from hpctrain.jobs.render import ENDINGS
+from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.reading import read_text, reason
@@ -118,7 +118,6 @@ _OVERRIDES = (
     "HPCTRAIN_ASKED_BY",
 )
 _LOCATIONS = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "PBS_CONF_FILE", "PBS_DEFAULT", "PBS_EXEC", "PBS_SERVER"}
-_COMMANDS = {"slurm": ["sbatch", "--parsable"], "pbs": ["qsub"]}
 # 1234, 1234;cluster of --parsable, 1234.server, 1234[].server of an array.
 _ID = re.compile(r"[0-9]+(?:_[0-9]+|\[[0-9]*\])?(?:\.[\w.-]+)?", re.ASCII)
 _PRINTED_ID = re.compile(rf"({_ID.pattern})(?:;[\w.-]+)?", re.ASCII)
@@ -154,7 +153,7 @@ def submit(
     environment, removed = clean(environ)
     waits = _after(scheduler, job_to_wait_for(scheduler, after) if after else "")
     path = write(script, Path(folder), scheduler)
-    command = [*_COMMANDS[scheduler], *waits, str(path)]
+    command = [*SCHEDULERS[scheduler].submit, *waits, str(path)]
     job_id = _run(command, environment, timeout)
     done = Submitted(job_id, path, removed)
     on_submitted(done)  # first: the job exists from here on, even if recording it fails
@@ -181,7 +180,7 @@ def clean(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
 
 def write(script: str, folder: Path, scheduler: str) -> Path:
     """Write a script into the run's folder atomically, as a running job may be reading the previous one."""
-    path = folder / f"job.{ENDINGS[scheduler]}"
+    path = folder / f"job.{SCHEDULERS[scheduler].ending}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, script, mode=0o755)

@@ -126,6 +126,20 @@ class Raw(str):
     """Shell code written by this package, which is inserted unquoted."""
 
 
+@dataclass(frozen=True)
+class Scheduler:
+    """Names of a batch system; its directives are in ``directives``, its checks in ``check``."""
+
+    title: str
+    submit: tuple[str, ...]  # command that submits a script
+    ending: str  # of the names of scripts
+
+
+SCHEDULERS = {
+    "slurm": Scheduler("Slurm", ("sbatch", "--parsable"), "sbatch"),
+    "pbs": Scheduler("PBS", ("qsub",), "pbs"),
+}
+
 # One value, several lines (tuple), or the words of one command (list).
 Value = str | int | tuple[str, ...] | list[str] | None
 
@@ -137,8 +151,8 @@ def package_templates() -> Traversable:
 
 def read_template(scheduler: str, name: str) -> str:
     """Return the template of this name: train, benchmark or array."""
-    ending = {"slurm": "sbatch", "pbs": "pbs"}[scheduler]
-    return (package_templates() / scheduler / f"{name}.{ending}.in").read_text(encoding="utf-8")
+    file = f"{name}.{SCHEDULERS[scheduler].ending}.in"
+    return (package_templates() / scheduler / file).read_text(encoding="utf-8")
 
 
 def fill(

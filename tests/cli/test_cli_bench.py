@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Terminal
 from support.jobs import JobStarter
 
 from hpctrain.cli.bench import BenchProgress
@@ -118,11 +119,6 @@ def test_show_names_the_reason_why_a_file_is_not_used(tmp_path: Path, capsys: py
     path.write_text("nonsense")
     assert main(["bench", "show", str(path)]) == 2
     assert capsys.readouterr().err == f"hpctrain: error: {path} is damaged: it is not JSON\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.commands import call
+from support.commands import Terminal, call
 
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
@@ -121,11 +121,6 @@ def test_a_missing_file_is_a_user_error(run_folder: Path) -> None:
     assert caught.value.exit_code == 2
     with pytest.raises(UsageError, match="is not a folder"):
         call("checkpoint", "ls", run_folder / "none")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_progress_bar_is_shown_only_on_a_terminal_and_for_large_files(run_folder: Path) -> None:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Iterator
 
 from hpctrain.cli.main import VERBS, make_parser, parser_with
+
+
+class Terminal(io.StringIO):
+    """Text stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def call(*words: object) -> int:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hpctrain.doctor.login.mpi import Mpi, fits, needed_type
 from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.jobs.check import problems
+from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.util.probe import Answer
 from hpctrain.util.reading import read_text, reason
 
@@ -57,10 +59,10 @@ class LoginFacts:
 def gather(environ: Mapping[str, str] = os.environ) -> LoginFacts:
     """Collect all facts concurrently; the slowest probe, which has a time limit, determines the duration."""
     tasks: dict[str, Callable[[], Any]] = {
-        "torch": libraries.load_torch,
+        "torch": partial(libraries.run_probe, "torch"),
         "gpus": libraries.query_gpus,
         "mpi": mpi.query_mpi,
-        "hdf5": libraries.load_hdf5,
+        "hdf5": partial(libraries.run_probe, "hdf5"),
         "slurm": schedulers.query_slurm,
         "pbs": schedulers.query_pbs,
         "storage": lambda: resources.query_storage(environ),
@@ -110,7 +112,9 @@ def _check_node(facts: LoginFacts) -> Iterator[Finding]:
     except LaunchError as failure:
         yield note("node", f"{facts.host}: {failure}", "variables of a launcher are left over in this shell")
         return
-    job = f"in job {launch.job_id} of {_NAMES[launch.scheduler]}" if launch.scheduler else "outside of any job"
+    job = (
+        f"in job {launch.job_id} of {SCHEDULERS[launch.scheduler].title}" if launch.scheduler else "outside of any job"
+    )
     yield ok("node", f"{facts.host}, {job}")
     if (launch.size or 1) > 1:
         yield note(
@@ -119,9 +123,6 @@ def _check_node(facts: LoginFacts) -> Iterator[Finding]:
             "the binding and communication of the ranks were not checked",
             "add --preflight for that",
         )
-
-
-_NAMES = {"slurm": "Slurm", "pbs": "PBS"}
 
 
 # Checks of a job script: its directives, and the lines that start ranks -----------------------------------------------
