@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from hpctrain.forecast.run import Group
+
+Record = Callable[[str, Tensor, Group], None]
+Allocate = Callable[[int, torch.dtype, int], Tensor]
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _INDEX = torch.ops.aten.index.Tensor
@@ -100,58 +106,112 @@ def storage_key(tensor: Tensor) -> int:
 # fused attention applies dropout itself, while the CPU materializes the attention matrix for it.
 
 
-class FakeCommunicator:
-    """Fake communicator of ``size`` ranks for code that splits a model: it is rank 0, and collectives do nothing.
+class RecordingCommunicator:
+    """Communicator of one rank of a group that performs no communication and passes each operation to ``record``.
 
-    ``requested_bytes`` counts the bytes of memory that were requested.
+    ``record(operation, tensor, group)`` gets the whole tensor of a collective, and ``allocate(numel, dtype, sharing)``
+    returns memory that ``sharing`` ranks share. All ranks of a node share memory if there are several on each. The
+    rank is the second one, so that its number among the ranks of its node differs from the number of its node. By
+    these numbers ``split`` recognises the ranks of the node, and those with the same position on other nodes.
     """
 
-    shares_memory = True
     oversubscribed = False
-    rank = 0
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.requested_bytes = 0
+    def __init__(self, group: Group, record: Record, allocate: Allocate) -> None:
+        self.group, self._record, self._allocate = group, record, allocate
+        self.size, self.nodes, self.local_size, self.uniform = group.size, group.nodes, group.local, group.uniform
+        self.rank = min(1, group.size - 1)
+        self.node, self.local_rank = (0, self.rank) if group.local > 1 else (self.rank, 0)
+        self.shares_memory = group.shares_memory
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FakeCommunicator:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecordingCommunicator:
         return self
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory that ``Ledger`` does not count as an allocation of the pass."""
-        self.requested_bytes += numel * dtype.itemsize
-        with torch.utils._python_dispatch._disable_current_modes():
-            blank = torch.empty(numel, dtype=dtype, device="meta")
-        return exclude(to_fake(blank))
+        """Return memory of the communicator; as an array, it contains ones."""
+        made = self._allocate(numel, dtype, 1)
+        vars(made)["numpy"] = lambda: np.ones(numel, np.uint8)
+        return made
+
+    def common(self, numel: int, dtype: torch.dtype = torch.float32, *, must_share: bool = False) -> Tensor:
+        """Return memory that the ranks of the node share."""
+        return self._allocate(numel, dtype, self.local_size if self.shares_memory else 1)
+
+    def has_space(self, nbytes: int) -> bool:
+        """Return True."""
+        return True
+
+    def split(self, color: int, key: int | None = None) -> RecordingCommunicator:
+        """Return the ranks of this node, or those with this rank's position on each node."""
+        local = self.local_size
+        part = Group(local, 1, local) if color == self.node else Group(self.nodes, self.nodes, 1)
+        assert color in (self.node, self.local_rank)
+        return RecordingCommunicator(part, self._record, self._allocate)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Return the tensor unchanged."""
+        """Record a broadcast; return the tensor unchanged."""
+        self._note("broadcast", tensor)
         return tensor
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
+        """Return this rank's share."""
+        return out
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """Return the value unchanged."""
         return value
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, which are equal to this one."""
-        return [value] * self.size
+        """Return one object: those of all ranks are equal to it."""
+        return [value]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Return the tensor, or a completed handle."""
+        """Record an all-reduce; return the tensor, or a completed handle."""
+        self._note("all_reduce", tensor)
         return _CompletedWork() if async_op else tensor
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Return the output shard, or a completed handle."""
+        """Record a reduce-scatter; return the output shard, or a completed handle."""
+        self._note("reduce_scatter", tensor)
         return _CompletedWork() if async_op else out
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Return the gathered tensor."""
+        """Record an all-gather; return the gathered tensor."""
+        self._note("all_gather", out)
         return out
 
     @contextmanager
-    def bucket(self) -> Iterator[FakeCommunicator]:
+    def bucket(self) -> Iterator[RecordingCommunicator]:
         """Return a bucket that reduces several tensors together."""
         yield self
+
+    def _note(self, operation: str, tensor: Tensor) -> None:
+        if self.size > 1:
+            self._record(operation, tensor, self.group)
+
+
+class FakeCommunicator(RecordingCommunicator):
+    """Communicator of rank 0 of ``size`` ranks on a node, for code that splits a model's matrices.
+
+    ``requested_bytes`` counts the bytes of memory that were requested.
+    """
+
+    def __init__(self, size: int, record: Record = lambda *args: None) -> None:
+        super().__init__(Group(size, 1, size), record, self._fake)
+        self.rank = self.local_rank = 0
+        self.shares_memory = True
+        self.requested_bytes = 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, which are equal to this one."""
+        return [value] * self.size
+
+    def _fake(self, numel: int, dtype: torch.dtype, sharing: int) -> Tensor:
+        """Return memory that a ``MemoryTracker`` does not count as an allocation of the pass."""
+        self.requested_bytes += numel * dtype.itemsize
+        with torch.utils._python_dispatch._disable_current_modes():
+            blank = torch.empty(numel, dtype=dtype, device="meta")
+        return exclude(to_fake(blank))
 
 
 class _CompletedWork:

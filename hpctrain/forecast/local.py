@@ -75,7 +75,6 @@ class LocalLayer:
 class LocalModel:
     """Part of a model that a rank of a tensor group has, with the memory of its layers' passes."""
 
-    numels: dict[str, int]  # elements of each parameter on this rank, by name
     layers: tuple[LocalLayer, ...]
     loss: LayerMemory
     reduction_bytes: int  # bytes of the buffers for tensor-parallel reductions
@@ -101,7 +100,7 @@ def local_model(facts: ModelFacts, config: PassSettings) -> LocalModel:
         with outputs:
             layers, last = _layers(facts, layer_modules, config)
         loss = _loss(facts, last, compare, config)
-        return LocalModel(_numels(facts, layer_modules), tuple(layers), loss, ranks.requested_bytes)
+        return LocalModel(tuple(layers), loss, ranks.requested_bytes)
 
 
 def _recomputed(
@@ -122,13 +121,17 @@ def _split(model: nn.Module, ranks: FakeCommunicator, config: PassSettings) -> T
     return apply(model, cast(Communicator, ranks), plan, sequence=config.sequence)
 
 
-def _numels(facts: ModelFacts, layer_modules: Sequence[nn.Module]) -> dict[str, int]:
-    """Return the number of elements of each parameter on this rank."""
-    numels = {}
-    for names, module in zip(facts.layer_parameters, layer_modules):
-        held = dict(module.named_parameters())
-        numels.update({name: held[own].numel() for own, name in names.items()})
-    return numels
+@lru_cache(maxsize=64)
+def split_counts(facts: ModelFacts, tensor: int, tensor_plan: tuple[str, ...], *, sequence: bool) -> dict[str, int]:
+    """Return the number of elements of each parameter on a tensor rank; raises ``UsageError`` as ``local_model``."""
+    if tensor == 1:
+        return {one.name: one.numel for one in facts.parameters}
+    with fake_mode():
+        model = fake_copy(facts.model)
+        plan = plan_of(model, tensor_plan)
+        check(choose(model, plan), tensor)
+        apply(model, cast(Communicator, FakeCommunicator(tensor)), plan, sequence=sequence)
+        return {name: one.numel() for name, one in model.named_parameters()}
 
 
 # Passes ---------------------------------------------------------------------------------------------------------------

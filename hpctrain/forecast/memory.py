@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch.nn.modules.conv import _ConvNd
 
 from hpctrain.forecast.pass_memory import MemoryEvent, PassMemory
-from hpctrain.forecast.persistent_memory import MemoryItem, gradients_in_buckets, memory_items
+from hpctrain.forecast.persistent_memory import MemoryItem, memory_items
 from hpctrain.forecast.rank import RankModel, rank_models
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.parallel.pipeline.schedules import ActionKind
@@ -30,51 +30,21 @@ def memory_events(run: PlannedRun, model: RankModel) -> list[MemoryEvent]:
     else:
         (number,) = model.chunks
         found = _pass_events(run, model, model.chunk(number))
-    remaining = 0 if _frees_grads_at_once(run, model) and run.settings.train.accumulate == 1 else model.gradient_bytes
-    return [*found, MemoryEvent("update", 0, 0 if _no_autograd_grads(run, model) else remaining)]
-
-
-def _frees_grads_at_once(run: PlannedRun, model: RankModel) -> bool:
-    """Return whether a backward pass with reduction moves each gradient to its bucket or shard immediately."""
-    if run.parallel.pipe > 1:
-        return False
-    return model.sharded or model.data.size > 1 and gradients_in_buckets(run)
-
-
-def _no_autograd_grads(run: PlannedRun, model: RankModel) -> bool:
-    """Return whether no gradient remains in its own autograd tensor at the optimizer step."""
-    return model.sharded or model.data.size > 1 and gradients_in_buckets(run)
+    remaining = model.gradient_bytes if model.keeps_gradients else 0
+    return [*found, MemoryEvent("update", 0, remaining)]
 
 
 def _pass_events(run: PlannedRun, model: RankModel, passes: PassMemory) -> list[MemoryEvent]:
     """Return the memory events of a step's passes without a pipeline; with accumulation there are several passes."""
     whole = model.gradient_bytes
     several = run.settings.train.accumulate > 1
-    local = not (model.sharded and run.parallel.reduces_early)
-    if not _frees_grads_at_once(run, model):
+    if model.keeps_gradients:
         again = _with_gradients(passes.backward_in_place, whole) if several else []
         return passes.forward + passes.backward + (again + _with_gradients(passes.forward, whole) if several else [])
-    if several and local:
+    reduces_each = bool(model.strategy.groups) and run.parallel.reduces_early
+    if several and not reduces_each:
         return passes.backward + _with_gradients(passes.forward + passes.backward_in_place, whole)
-    return passes.forward + _with_targets(passes, _targets(run, model), whole)
-
-
-def _targets(run: PlannedRun, model: RankModel) -> int:
-    """Return the bytes of separate buffers for the reduced gradient shards; 0 if they are reduced in place."""
-    if run.offload.any_update:
-        return 0  # offloaded to the host immediately
-    accumulates = run.settings.train.accumulate > 1 and run.parallel.reduces_early
-    if model.sharded and (accumulates or run.parallel.mixed_precision != "none"):
-        return sum(one.narrow_shard for one in model.groups.trained)
-    return 0
-
-
-def _with_targets(passes: PassMemory, targets: int, gradients: int) -> list[MemoryEvent]:
-    """Return the events of a backward pass whose reduction targets are allocated as gradients appear."""
-    return [
-        replace(one, temporary=one.temporary + targets * backward.gradients // max(gradients, 1))
-        for one, backward in zip(passes.backward_in_place, passes.backward)
-    ]
+    return passes.forward + passes.backward_in_place
 
 
 def _with_gradients(events: Iterable[MemoryEvent], gradients: int) -> list[MemoryEvent]:
@@ -95,13 +65,13 @@ def _pipeline_events(run: PlannedRun, model: RankModel) -> list[MemoryEvent]:
 
 def _gathered(run: PlannedRun, model: RankModel) -> int:
     """Return the bytes of parameters that are gathered for a step, or stashed in several versions (pipedream)."""
-    if model.sharded and model.unshards_on_demand:
-        return model.groups.whole
+    found = model.strategy.forward.values() if model.is_synchronous else ()
+    gathered = max((one.unsharded for one in found), default=0)
     schedule = run.schedule
     assert schedule is not None
     live = schedule.live(model.stage)
     stashed = schedule.name == "pipedream" and live > 1
-    return live * model.parameter_bytes if stashed else 0
+    return gathered + (live * model.parameter_bytes if stashed else 0)
 
 
 def _simulate_schedule(

@@ -184,12 +184,13 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class SequenceLayer:
-    """Layer of a sequence: the memory of its passes, its gradients by name, and the bytes gathered for it."""
+    """Layer of a sequence: the memory of its passes, its gradients by name, and the strategy's bytes in each pass."""
 
     name: str
     memory: LayerMemory
     gradients: dict[str, int]
-    gathered: int = 0
+    gathered: int = 0  # in the forward pass
+    gathered_backward: int = 0
     offloaded: bool = False  # its input is offloaded to the host until the backward pass
 
 
@@ -210,9 +211,14 @@ class PassMemory:
     weight_grads: list[MemoryEvent]  # while deferred weight gradients are computed
 
 
-def simulate_passes(steps: Sequence[SequenceLayer], loss: LayerMemory | None, *, keep_outputs: bool) -> PassMemory:
-    """Simulate a sequence that ends in ``loss``, if any; ``keep_outputs``: its outputs live until backward ends."""
-    layers = [*steps, SequenceLayer("loss", loss, {})] if loss is not None else list(steps)
+def simulate_passes(
+    steps: Sequence[SequenceLayer], loss: LayerMemory | None, *, keep_outputs: bool, at_loss: int = 0
+) -> PassMemory:
+    """Simulate a sequence that ends in ``loss``, if any; ``keep_outputs``: its outputs live until backward ends.
+
+    ``at_loss`` are bytes that the strategy has between the passes.
+    """
+    layers = [*steps, SequenceLayer("loss", loss, {}, at_loss, at_loss)] if loss is not None else list(steps)
     last = len(steps) - 1  # index of the layer whose outputs are kept
     live = offloaded = 0
     forward = []
@@ -259,7 +265,8 @@ def _backward(
         temporary = found.backward if new else found.backward_in_place
         if index > 1 and layers[index - 1].offloaded:
             temporary += layers[index - 2].memory.output  # prefetched meanwhile
-        events.append(MemoryEvent(f"backward of {step.name}", live, sum(gradients.values()), step.gathered, temporary))
+        held = sum(gradients.values())
+        events.append(MemoryEvent(f"backward of {step.name}", live, held, step.gathered_backward, temporary))
         if new_gradients:
             gradients.update(step.gradients)
         live -= found.saved

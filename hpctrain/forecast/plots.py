@@ -35,7 +35,9 @@ def memory_figure(title: str, found: Sequence[Configuration]) -> Any:
     axes[0].set_yticks(range(len(found)), [one.name for one in found], fontsize=9)
     for label, one in zip(axes[0].get_yticklabels(), found):
         label.set_fontweight("bold" if one.chosen else "normal")
-    handles, labels = axes[0].get_legend_handles_labels()
+    shown = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels())}
+    labels = [label for label in (*CATEGORIES, "limit") if label in shown]
+    handles = [shown[label] for label in labels]
     drawn.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES) + 1, frameon=False, fontsize=8)
     drawn.suptitle(without_math(title), x=0.01, ha="left", fontsize=11, color=INK)
     return drawn
@@ -48,6 +50,8 @@ def _panel(axis: Any, location: str, found: Sequence[Configuration]) -> None:
     unit, scale = unit_of_bytes(most)
     begins = [0.0] * len(found)
     for part in CATEGORIES:
+        if not any(each[part] for each in parts):
+            continue  # nothing to draw, and nothing to explain in the legend
         widths = [each[part] / scale for each in parts]
         axis.barh(range(len(found)), widths, _BAR, left=begins, color=COLOURS[part], label=part, zorder=2)
         begins = [begin + width for begin, width in zip(begins, widths)]

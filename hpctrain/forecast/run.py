@@ -10,6 +10,7 @@ from typing import Literal
 from torch.nn.modules.conv import _ConvNd
 
 from hpctrain.comm.mesh import Shape
+from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.errors import UsageError
 from hpctrain.forecast.facts import ModelFacts
 from hpctrain.parallel.config import ParallelSettings, microbatches_for
@@ -18,6 +19,36 @@ from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.partition import balance, parse_partition
 from hpctrain.parallel.pipeline.schedules import Schedule, make
 from hpctrain.train.config import Settings
+
+
+@dataclass(frozen=True)
+class Group:
+    """Placement of the ranks of a group: their number, the number of nodes, and the number on the fullest node."""
+
+    size: int
+    nodes: int
+    local: int
+    uniform: bool = True  # equally many ranks on each node
+
+    @property
+    def layout(self) -> RankLayout:
+        """Return the layout that a calibration stores it under."""
+        return RankLayout(self.size, self.nodes, self.local)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether ranks of the group share memory."""
+        return self.uniform and self.local > 1
+
+
+def group_of(shape: Shape, axis: str, ranks_per_node: int) -> Group:
+    """Return the placement of the first group along an axis; nodes are filled one after the other."""
+    stride = shape.stride(axis)
+    nodes: dict[int, int] = {}
+    for index in range(shape.length(axis)):
+        node = index * stride // ranks_per_node
+        nodes[node] = nodes.get(node, 0) + 1
+    return Group(shape.length(axis), len(nodes), max(nodes.values()), len(set(nodes.values())) == 1)
 
 
 @dataclass(frozen=True)
@@ -38,6 +69,11 @@ class AxisGroup:
     def shares_memory(self) -> bool:
         """Return whether ranks of the group share memory."""
         return self.uniform and self.size > self.nodes
+
+    @property
+    def group(self) -> Group:
+        """Return its placement."""
+        return Group(self.size, self.nodes, self.on_node, self.uniform)
 
 
 def line_of(run: PlannedRun, axis: str, rank: int) -> AxisGroup:

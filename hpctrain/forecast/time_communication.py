@@ -11,42 +11,18 @@ the ranks of the same local index on the other nodes, over its share of the node
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
-from math import ceil, exp, log
+from math import exp, log
 
 from hpctrain.comm.algorithms.cost import FORMULAS, cost
-from hpctrain.comm.mesh import Shape
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.forecast.machine import MachineRates, RankShare
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import Group, PlannedRun, group_of
+from hpctrain.forecast.simulate import MOST_PASSES, NEVER, PASSES, Call
 from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES, is_asynchronous
 from hpctrain.parallel.config import SHARDED
 from hpctrain.train.calibration import Measurement
-
-
-@dataclass(frozen=True)
-class Group:
-    """Placement of the ranks of a group: their number, the number of nodes, and the number on the fullest node."""
-
-    size: int
-    nodes: int
-    local: int
-
-    @property
-    def layout(self) -> RankLayout:
-        """Return the layout that a calibration stores it under."""
-        return RankLayout(self.size, self.nodes, self.local)
-
-
-def group_of(shape: Shape, axis: str, ranks_per_node: int) -> Group:
-    """Return the placement of the first group along an axis; nodes are filled one after the other."""
-    stride = shape.stride(axis)
-    nodes: dict[int, int] = {}
-    for index in range(shape.length(axis)):
-        node = index * stride // ranks_per_node
-        nodes[node] = nodes.get(node, 0) + 1
-    return Group(shape.length(axis), len(nodes), max(nodes.values()))
 
 
 @dataclass(frozen=True)
@@ -125,30 +101,27 @@ def _neighbours(sizes: Sequence[int], nbytes: float) -> tuple[int, int]:
 
 # Communication of the data axis in a step, and the part of it that overlaps with the passes ---------------------------
 #
-# With S the bytes of a rank's gradients and p the ranks: ddp reduces them, 2 S (p - 1) / p bytes.
-# zero1 and zero2 reduce-scatter gradients and all-gather parameters, the same volume. fsdp gathers
-# parameters once more for the backward pass, 3 S (p - 1) / p bytes. In the shared memory of one node,
-# parameters are not gathered: all ranks read the same copy.
+# Synchronous strategies: the calls that the strategy itself makes in a simulation (``simulate``), priced
+# one by one. Formulas describe only asynchronous strategies.
 #
-# Note: overlap. On a GPU, reductions start as buckets fill and overlap with the backward pass;
-# parameters are prefetched one unit ahead. The exposed time is the excess over the pass, and at least
-# the first or last message. On a CPU, the cores that would copy the bytes are those that compute, so
-# there is no overlap.
+# Note: overlap. On a GPU, calls run one after the other next to the passes. Each begins when the pass
+# has reached the moment at which the strategy made the call. The pass waits where it uses gathered
+# parameters, and at its end. Calls between passes are exposed. On a CPU, the cores that would copy the
+# bytes are those that compute, so there is no overlap.
 
 
-MIB = 2**20
 FLOAT = 4  # bytes
 SERVER_BYTES = 16  # bytes per parameter: parameters read into the model, gradients into a vector
 EASGD_BYTES = 40  # bytes per parameter: into the window, the worker towards the centre, the centre towards all workers
+GATHER = "all_gather"
 
 
 @dataclass(frozen=True)
 class ParameterTotals:
-    """Trained elements, parameters and units that a rank holds, unsharded."""
+    """Trained elements and parameters that a rank holds, unsharded."""
 
     numel: float
     tensors: float
-    units: int  # units that are gathered one by one
 
 
 @dataclass(frozen=True)
@@ -160,33 +133,66 @@ class Exchange:
     hidden: float = 0.0
 
 
-def exchange_of(run: PlannedRun, held: ParameterTotals, network: Network, forward: float, backward: float) -> Exchange:
-    """Return the communication time of the data axis in a step with these compute times of its passes."""
+def exchange_of(
+    run: PlannedRun, held: ParameterTotals, calls: Sequence[Call], network: Network, forward: float, backward: float
+) -> Exchange:
+    """Return the communication time of the data axis in a step with these compute times of its passes.
+
+    ``calls`` are those of a simulated step of at most ``MOST_PASSES`` passes.
+    """
     data = group_of(run.shape, "data", run.ranks_per_node)
     if data.size == 1:
         return Exchange()
+    if run.parallel.data in PER_WORKER_UPDATES:
+        return Exchange(_asynchronous(run, held, network, data))
     passes = run.settings.train.accumulate
-    reducing = passes if run.parallel.reduces_early else 1  # reductions per step
-    gradients = reducing * _gradients(run, held, network, data)
-    width, copies = gradient_bytes(run), 0.0
-    if run.parallel.data not in PER_WORKER_UPDATES:  # every gradient is copied into its place in a bucket
-        copies = (
-            (FLOAT + width) * held.numel / network.rank_share.bandwidth + held.tensors * network.rank_share.op_overhead
-        ) * passes
-    gathers = gathers_of(run, data)
-    parameters = passes * gathers * _gather(run, held, network, data) if run.parallel.data in SHARDED else 0.0
-    if gathers == 1:  # once per step, after the optimizer step
-        parameters /= passes
-    if run.device == "cpu":
-        return Exchange(gradients + copies, parameters)
-    messages = max(ceil(width * held.numel / (run.parallel.bucket_mib * MIB)), 1)
-    exposed = max(gradients / messages, gradients - backward * reducing / passes)
-    exposed_gather = (
-        max(parameters / max(held.units, 1), parameters - forward - backward) if gathers > 1 else parameters
-    )
-    # Both use the same links: the part that exceeds the passes is not overlapped.
-    exposed += max(gradients + parameters - forward - backward - exposed - exposed_gather, 0.0)
-    return Exchange(exposed + copies, exposed_gather, gradients - exposed + parameters - exposed_gather)
+    simulated = min(passes, MOST_PASSES)
+    found = Exchange()
+    for number in range(simulated):
+        times = passes - simulated + 1 if number == simulated - 2 or simulated == 1 else 1
+        of_pass = [call for call in calls if call.number == number and call.phase in PASSES]
+        one = exposed(of_pass, network, forward / passes, backward / passes)
+        found = _sum(found, one, times)
+    between = [call for call in calls if call.phase not in PASSES]
+    found = _sum(found, exposed(between, network, 0.0, 0.0), 1)
+    # every gradient is copied into its place in a bucket
+    copied = (FLOAT + gradient_bytes(run)) * held.numel / network.rank_share.bandwidth
+    copies = (copied + held.tensors * network.rank_share.op_overhead) * passes
+    return _sum(found, Exchange(copies), 1)
+
+
+def _sum(one: Exchange, two: Exchange, times: int) -> Exchange:
+    return Exchange(*(a + times * b for a, b in zip(astuple(one), astuple(two))))
+
+
+def exposed(calls: Sequence[Call], network: Network, forward: float, backward: float) -> Exchange:
+    """Return the exposed time of the calls of one pass, forward and backward; those of all-gathers separately."""
+    seconds = [network.seconds(call.operation, call.nbytes, call.group) for call in calls]
+    if network.machine.shares_memory:  # a CPU
+        moments = [(0.0, 0.0)] * len(calls)
+    else:
+        moments = [
+            (_moment(call, call.issued, forward, backward), _moment(call, call.needed, forward, backward))
+            for call in calls
+        ]
+    free = delay = gathers = 0.0  # when the last call has ended; how long the pass has waited, and for gathers
+    finished: dict[int, float] = {}
+    events = [(issued, 0, number) for number, (issued, _) in enumerate(moments)]
+    events += [(needed, 1, number) for number, (_, needed) in enumerate(moments)]
+    for moment, kind, number in sorted(events):
+        if kind == 0:
+            free = finished[number] = max(free, moment + delay) + seconds[number]
+            continue
+        wait = max(finished[number] - moment - delay, 0.0)
+        delay += wait
+        gathers += wait if calls[number].operation == GATHER else 0.0
+    return Exchange(delay - gathers, gathers, sum(seconds) - delay)
+
+
+def _moment(call: Call, part: float, forward: float, backward: float) -> float:
+    if part == NEVER:
+        return forward + backward
+    return part * forward if call.phase == "forward" else forward + part * backward
 
 
 def gradient_bytes(run: PlannedRun) -> int:
@@ -195,34 +201,12 @@ def gradient_bytes(run: PlannedRun) -> int:
     return 2 if narrow else FLOAT
 
 
-def gathers_of(run: PlannedRun, data: Group) -> int:
-    """Return how often parameters are gathered: for both passes, or once after the optimizer step."""
-    shared_copy = run.device == "cpu" and (data.nodes == 1 or run.parallel.shard_within == "node")
-    return 2 if run.parallel.data == "fsdp" and not shared_copy else 1
-
-
-def shard_group(run: PlannedRun) -> Group:
-    """Return the ranks that share one replica's optimizer states."""
+def shard_ranks(run: PlannedRun) -> int:
+    """Return the number of ranks that share one replica's optimizer states."""
     data = group_of(run.shape, "data", run.ranks_per_node)
     if run.parallel.data not in SHARDED:
-        return Group(1, 1, 1)
-    return Group(data.local, 1, data.local) if run.parallel.shard_within == "node" and data.nodes > 1 else data
-
-
-def _gradients(run: PlannedRun, held: ParameterTotals, network: Network, data: Group) -> float:
-    """Return the seconds of one reduction of all gradients, in buckets."""
-    whole = gradient_bytes(run) * held.numel
-    buckets = max(ceil(whole / (run.parallel.bucket_mib * MIB)), 1)
-    if run.parallel.data in PER_WORKER_UPDATES:
-        return _asynchronous(run, held, network, data)
-    if run.parallel.data not in SHARDED:
-        return buckets * network.seconds("all_reduce", whole / buckets, data)
-    shard_ranks = shard_group(run)
-    found = buckets * network.seconds("reduce_scatter", whole / buckets, shard_ranks)
-    if shard_ranks.size < data.size:  # hybrid sharding: ranks with the same shard index all-reduce their shards
-        others = replace(data, size=data.nodes, local=1)
-        found += buckets * network.seconds("all_reduce", whole / buckets / shard_ranks.size, others) * shard_ranks.size
-    return found
+        return 1
+    return data.local if run.parallel.shard_within == "node" and data.nodes > 1 else data.size
 
 
 def _asynchronous(run: PlannedRun, held: ParameterTotals, network: Network, data: Group) -> float:
@@ -236,11 +220,3 @@ def _asynchronous(run: PlannedRun, held: ParameterTotals, network: Network, data
         remote = whole * (data.nodes - 1) / data.nodes  # read, and written back
         return (seconds + (2 * network.message(remote, crosses=True) if data.nodes > 1 else 0.0)) / exchange.period
     return (seconds + network.seconds("all_reduce", whole, data)) / exchange.period
-
-
-def _gather(run: PlannedRun, held: ParameterTotals, network: Network, data: Group) -> float:
-    """Return the seconds of gathering all parameters once."""
-    shard_ranks = shard_group(run)
-    whole = (2 if run.parallel.mixed_precision == "bfloat16" else FLOAT) * held.numel
-    messages = max(held.units if gathers_of(run, data) > 1 else 1, 1)
-    return messages * network.seconds("all_gather", whole / messages, shard_ranks)

@@ -49,7 +49,7 @@ class Forecasts:
             timer = replace(timer, timed=self._times[key])
             if timer.timed is not None:
                 timer = replace(timer, dry_run_ratio=self._dry_run_ratio(key, timer))
-        return Forecast(self.machine, timer, self.calibrated)
+        return Forecast(self.machine, timer, self.calibrated, self._first.ranks)
 
     def step(self, run: PlannedRun) -> StepTime:
         """Return the time of a step of a run."""

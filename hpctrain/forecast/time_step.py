@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from math import prod
 
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.forecast.machine import MachineRates, RankShare
-from hpctrain.forecast.run import PlannedRun, cuts_of
+from hpctrain.forecast.rank import RankPart, rank_parts
+from hpctrain.forecast.run import Group, PlannedRun, cuts_of, group_of
+from hpctrain.forecast.simulate import Call
 from hpctrain.forecast.time_communication import (
     FLOAT,
     Network,
     ParameterTotals,
     exchange_of,
     gradient_bytes,
-    group_of,
-    shard_group,
+    shard_ranks,
 )
 from hpctrain.forecast.time_layers import LayerTime, LayerTimer
+from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES
 from hpctrain.parallel.pipeline.timeline import Costs, simulate
 from hpctrain.train.calibration import Measurement
 from hpctrain.train.optimizer import state_per_element
@@ -53,8 +55,7 @@ def update_of(
     run: PlannedRun, held: ParameterTotals, machine: MachineRates, rank_share: RankShare, backward: float
 ) -> Update:
     """Return the time after the passes; copies to the host may overlap with ``backward`` seconds."""
-    owned = held.numel / shard_group(run).size
-    tensors = held.tensors / shard_group(run).size if run.parallel.data != "ddp" else held.tensors
+    owned, tensors = held.numel / shard_ranks(run), held.tensors / shard_ranks(run)
     each = (
         EACH * tensors * rank_share.op_overhead if machine.kind == "cpu" else EACH * rank_share.op_overhead
     )  # a GPU has one kernel for many
@@ -139,6 +140,7 @@ def _sum(passes: Iterable[LayerTime]) -> LayerTime:
 
 PARTS = ("forward", "backward", "activations", "bubble", "gradients", "parameters", "clip", "optimizer", "offload")
 BESIDE = "beside"
+MOST_NODES = 2  # of a simulation that represents other numbers of ranks
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class Forecast:
     machine: MachineRates
     timer: LayerTimer
     calibrated: Mapping[RankLayout, Measurement] = field(default_factory=dict)
+    ranks: int = 0  # number of ranks whose groups are simulated as they are
 
     def network(self, run: PlannedRun) -> Network:
         """Return the timing of collectives between a run's ranks."""
@@ -207,8 +210,9 @@ class Forecast:
         else:
             passed = _flat(layers)
         parts = {name: seconds * accumulate for name, seconds in passed.items()}
-        largest = max(held, key=lambda one: one.numel)
-        exchange = exchange_of(run, largest, network, parts["forward"], parts["backward"])
+        fullest = max(range(len(held)), key=lambda stage: held[stage].numel)
+        largest, calls = held[fullest], self._calls(run, fullest)
+        exchange = exchange_of(run, largest, calls, network, parts["forward"], parts["backward"])
         update = update_of(run, largest, self.machine, network.rank_share, parts["backward"])
         parts |= {"gradients": exchange.gradients, "parameters": exchange.parameters}
         parts |= {"clip": update.clip, "optimizer": update.optimizer, "offload": update.offload}
@@ -224,6 +228,19 @@ class Forecast:
             peak=self.machine.peak,
         )
 
+    def _calls(self, run: PlannedRun, stage: int) -> Sequence[Call]:
+        """Return the calls of a rank of a stage.
+
+        A group of other numbers of ranks is simulated with at most two nodes, for speed: only the
+        padding of slices depends on the number of nodes.
+        """
+        if run.parallel.data in PER_WORKER_UPDATES or run.shape.data == 1:
+            return ()
+        part = rank_parts(run)[stage]
+        if run.ranks == self.ranks:
+            return part.record().calls
+        return [replace(call, group=_enlarged(call.group, part)) for call in part.record(MOST_NODES).calls]
+
     def _send(self, run: PlannedRun, cuts: Sequence[range]) -> float:
         """Return the seconds of the largest message between stages."""
         line = group_of(run.shape, "pipe", run.ranks_per_node)
@@ -237,10 +254,14 @@ class Forecast:
         found = []
         for stage in range(pipe):
             own = [layers[number] for cut in cuts[stage::pipe] for number in cut]
-            with_parameters = sum(1 for layer in own if layer.numel)
-            numel, tensors = sum(layer.numel for layer in own), sum(layer.tensors for layer in own)
-            found.append(ParameterTotals(numel, tensors, with_parameters))
+            found.append(ParameterTotals(sum(layer.numel for layer in own), sum(layer.tensors for layer in own)))
         return found
+
+
+def _enlarged(group: Group, part: RankPart) -> Group:
+    """Return the group that a group of a simulation with few nodes represents."""
+    nodes = part.data.nodes if group.nodes > 1 else 1
+    return replace(group, nodes=nodes, size=group.size // group.nodes * nodes)
 
 
 def stages_of(run: PlannedRun, layers: int) -> list[range]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.forecast.facts import LayerFacts, ModelFacts
 from hpctrain.forecast.fake_tensors import FakeCommunicator, fake_copy, fake_mode, to_fake
 from hpctrain.forecast.op_counter import OpCounter, OpCounts, OpRecorder, tensors
+from hpctrain.forecast.run import Group
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import cross_entropy, loss_named
 from hpctrain.parallel.pipeline.skip import carrying
@@ -47,7 +49,7 @@ def profiled_layers(
     with ExitStack() as stack:
         stack.enter_context(fake_mode())
         model = fake_copy(facts.model, dtype)
-        ranks = RecordingCommunicator(parallel.tensor, recorder)
+        ranks = FakeCommunicator(parallel.tensor, lambda *call: recorder.add(_work_of(*call)))
         plan = plan_of(model, parallel.tensor_plan)
         check(choose(model, plan), parallel.tensor)
         split = apply(model, cast(Communicator, ranks), plan, sequence=parallel.sequence)
@@ -74,27 +76,11 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class RecordingCommunicator(FakeCommunicator):
-    """Fake communicator that records the tensor-parallel communication."""
-
-    def __init__(self, size: int, recorder: OpRecorder) -> None:
-        super().__init__(size)
-        self._recorder = recorder
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Record an all-reduce."""
-        self._recorder.add(OpCounts(reduced=float(tensor.nbytes), reductions=1))
-        return super().all_reduce(tensor, op, async_op=async_op)
-
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Record a reduce-scatter."""
-        self._recorder.add(OpCounts(moved=float(tensor.nbytes), moves=1))
-        return super().reduce_scatter(out, tensor, op, async_op=async_op)
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Record an all-gather."""
-        self._recorder.add(OpCounts(moved=float(out.nbytes), moves=1))
-        return super().all_gather(out, tensor)
+def _work_of(operation: str, tensor: Tensor, group: Group) -> OpCounts:
+    """Return an operation of a tensor-parallel group as work."""
+    if operation == "all_reduce":
+        return OpCounts(reduced=float(tensor.nbytes), reductions=1)
+    return OpCounts(moved=float(tensor.nbytes), moves=1)
 
 
 # Operation count of a model's passes, layer by layer, on tensors without memory ---------------------------------------
@@ -127,13 +113,14 @@ class LayerWork:
     tensors: float = 0.0  # number of these parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelWork:
     """Work of all layers, the loss last, as straight lines over the number of samples."""
 
     fixed: tuple[LayerWork, ...]
     each: tuple[LayerWork, ...]
 
+    @lru_cache(maxsize=64)  # noqa: B019 (few models exist)
     def at(self, samples: float) -> tuple[LayerWork, ...]:
         """Return the work of each layer on ``samples`` samples."""
         return tuple(_blend(one, 1.0, two, samples) for one, two in zip(self.fixed, self.each))

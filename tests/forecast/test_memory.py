@@ -13,6 +13,7 @@ from hpctrain.errors import SettingsError, UsageError
 from hpctrain.forecast.candidates import MemoryLimits, candidates, name_of
 from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.memory import CATEGORIES, Memory, memory_of
+from hpctrain.forecast.plots import memory_figure
 from hpctrain.forecast.run import Device, PlannedRun
 from hpctrain.settings import build
 from hpctrain.train.config import Settings
@@ -111,6 +112,16 @@ def test_candidates_contain_the_chosen_strategy_once(facts: ModelFacts) -> None:
     assert found[0].excess == (0, found[0].memory.node.host_total - 1)
     more = [one.name for one in candidates(run, MemoryLimits(), everything=True)]
     assert set(names) < set(more)
+
+
+def test_the_legend_lists_only_what_is_drawn(facts: ModelFacts) -> None:
+    legends = []
+    for device in ("cpu", "cuda"):
+        run = PlannedRun(settings_of(), facts, 4, 4, device)  # type: ignore[arg-type]
+        (legend,) = memory_figure("a run", candidates(run, MemoryLimits(host=2**33))).legends
+        legends.append([text.get_text() for text in legend.get_texts()])
+    assert legends[0] == [*CATEGORIES, "limit"]
+    assert legends[1] == [category for category in CATEGORIES if category not in ("allocator", "program")] + ["limit"]
 
 
 def test_an_impossible_mesh_is_a_user_error(facts: ModelFacts) -> None:

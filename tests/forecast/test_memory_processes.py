@@ -10,10 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import forecast  # noqa: E402
-from forecasting.cases import CASES  # noqa: E402
 
 LONG = ["mlp-wide ddp on 1", "embedding 1f1b on 2"]
-KNOWN = {case.name: case for case in CASES}
+KNOWN = {case.name: case for case in forecast.CASES}
 
 
 @pytest.mark.limit(200)

@@ -9,7 +9,8 @@ from support.forecasts import CPU, GPU
 
 from hpctrain.comm.mesh import Shape
 from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
-from hpctrain.forecast.time_communication import Group, Network, cheapest, group_of, interpolate
+from hpctrain.forecast.run import Group, group_of
+from hpctrain.forecast.time_communication import Network, cheapest, interpolate
 from hpctrain.train.calibration import Measurement
 
 MB = 1e6

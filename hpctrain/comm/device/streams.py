@@ -124,7 +124,7 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Streams of the host itself, which executes all work immediately; of the meta device, whose tensors have no memory."""
+    """Streams of the host itself, or of the meta device, where all work is executed immediately."""
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:
         self.device = device
