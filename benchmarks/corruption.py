@@ -14,27 +14,190 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
+import re
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import h5py
 import numpy as np
-from damage import Mutation, Patient, at_random, every_bit
-from harness import provenance, table, write
+from harness.report import table
+from harness.run import Progress, finish, main, make_parser, stop, until_stopped
 
 from hpctrain.checkpoint.format.plan import Source
-from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.format.writer import write_file
+from hpctrain.errors import CheckpointError
 
 LARGER = (64 << 10, 1 << 20, 4 << 20)  # bytes of tensors of the larger files
 _CHUNK = 500  # mutations per task of a process
+PAGE = 4096
+
+Extents = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Change of a file: bytes to write at offsets, and a new length if it changes."""
+
+    kind: str
+    patches: tuple[tuple[int, bytes], ...] = ()
+    length: int | None = None
+
+
+def every_bit(data: bytes) -> Iterator[Mutation]:
+    """Yield a flip of each bit of a file."""
+    for number in range(8 * len(data)):
+        yield _flip(data, number)
+
+
+def at_random(data: bytes, count: int, seed: int) -> Iterator[Mutation]:
+    """Yield ``count`` mutations, all kinds in turn; each really changes the file."""
+    draw, made = random.Random(seed), 0
+    for kind in itertools.cycle(_KINDS):
+        if made == count:
+            return
+        mutation = kind(data, draw)
+        if mutation.length is not None or any(data[at : at + len(new)] != new for at, new in mutation.patches):
+            made += 1
+            yield mutation
+
+
+def _flip(data: bytes, number: int) -> Mutation:
+    at, bit = divmod(number, 8)
+    return Mutation("flipped bit", ((at, bytes([data[at] ^ 1 << bit])),))
+
+
+def _random_flip(data: bytes, draw: random.Random) -> Mutation:
+    return _flip(data, draw.randrange(8 * len(data)))
+
+
+def _zeroed(data: bytes, draw: random.Random) -> Mutation:
+    at = _page(data, draw)
+    return Mutation("zeroed page", ((at, bytes(len(data[at : at + PAGE]))),))
+
+
+def _swapped(data: bytes, draw: random.Random) -> Mutation:
+    first, second = sorted((_page(data, draw), _page(data, draw)))
+    length = len(data[second : second + PAGE])  # the last page may be short
+    return Mutation("swapped pages", ((first, data[second : second + length]), (second, data[first : first + length])))
+
+
+def _truncated(data: bytes, draw: random.Random) -> Mutation:
+    return Mutation("truncation", length=draw.randrange(len(data)))
+
+
+def _extended(data: bytes, draw: random.Random) -> Mutation:
+    return Mutation("extension", length=len(data) + draw.randint(1, 2 * PAGE))
+
+
+def _inverted(data: bytes, draw: random.Random) -> Mutation:
+    """Replace zeros by ones or ones by zeros: checksums modulo 0xFFFF, such as fletcher32, do not distinguish them."""
+    old, new = draw.choice(((b"\0\0", b"\xff\xff"), (b"\xff\xff", b"\0\0")))
+    start = draw.randrange(len(data))
+    at = data.find(old, start)
+    if at < 0:
+        return Mutation("0x0000 to 0xFFFF")  # not found from there on: drawn again
+    return Mutation("0x0000 to 0xFFFF", ((at, new),))
+
+
+def _page(data: bytes, draw: random.Random) -> int:
+    return PAGE * draw.randrange((len(data) + PAGE - 1) // PAGE)
+
+
+_KINDS: tuple[Callable[[bytes, random.Random], Mutation], ...] = (
+    _random_flip,
+    _zeroed,
+    _swapped,
+    _truncated,
+    _extended,
+    _inverted,
+)
+
+
+class DamagedFile:
+    """File that is repeatedly damaged and restored; ``verify`` is the reader under test."""
+
+    def __init__(self, path: Path, verify: Callable[[Path], object] = verify_file) -> None:
+        self.path, self.data, self._verify = path, path.read_bytes(), verify
+        self.extents = extents(path)
+        self.extents.pop("/extents")  # the table is structure to a reader: the seal covers it
+
+    @contextmanager
+    def with_damage(self, mutation: Mutation) -> Iterator[None]:
+        """Damage the file for the block."""
+        with open(self.path, "r+b", buffering=0) as file:
+            try:
+                for at, new in mutation.patches:
+                    os.pwrite(file.fileno(), new, at)
+                if mutation.length is not None:
+                    os.ftruncate(file.fileno(), mutation.length)
+                yield
+            finally:
+                for at, new in mutation.patches:
+                    os.pwrite(file.fileno(), self.data[at : at + len(new)], at)
+                if mutation.length is not None:
+                    os.ftruncate(file.fileno(), 0)
+                    os.pwrite(file.fileno(), self.data, 0)
+
+    def complaint(self, mutation: Mutation) -> tuple[str, str]:
+        """Return the reported name (a tensor, structure), and the error in the reader's answer (empty if right)."""
+        with self.with_damage(mutation):
+            try:
+                self._verify(self.path)
+            except CheckpointError as error:
+                return self._judge(mutation, str(error))
+            except BaseException as error:
+                return "nothing", f"{mutation.kind}: {type(error).__name__} instead of a refusal: {error}"
+        return "nothing", f"{mutation.kind} at {[at for at, _ in mutation.patches]} was loaded without an error"
+
+    def _judge(self, mutation: Mutation, said: str) -> tuple[str, str]:
+        hit = {self.owner(at) for at in changed(self.data, mutation)}
+        named = next((name for name in self.extents if re.search(rf"{re.escape(name)}(?![\w./])", said)), "structure")
+        if str(self.path) not in said:
+            return named, f"{mutation.kind}: the file is not named: {said}"
+        if hit and "structure" not in hit and named not in hit:
+            return named, f"{mutation.kind} in {sorted(hit)}, named was {named}: {said}"
+        return named, ""
+
+    def owner(self, offset: int) -> str:
+        """Return the dataset that a byte belongs to, or "structure"."""
+        for name, (start, count) in self.extents.items():
+            if start <= offset < start + count:
+                return name
+        return "structure"
+
+
+def changed(data: bytes, mutation: Mutation) -> Iterable[int]:
+    """Return the offsets whose bytes a mutation changes."""
+    return (at + i for at, new in mutation.patches for i, byte in enumerate(new) if data[at + i] != byte)
+
+
+def extents(path: Path) -> Extents:
+    """Return the location of each dataset, from plain h5py instead of the reader under test."""
+    found: Extents = {}
+
+    def note(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:
+            found[f"/{name}"] = (item.id.get_offset(), item.id.get_storage_size())
+
+    with h5py.File(path, "r") as file:
+        file.visititems(note)
+    return found
+
+
+# Files and tasks ------------------------------------------------------------------------------------------------------
 
 
 def small(path: Path) -> Path:
@@ -83,14 +246,14 @@ def play(task: Task) -> tuple[Counter[tuple[str, str]], list[str]]:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step_00000003.h5"
-        patient = Patient(large(path, task.nbytes) if task.nbytes else small(path))
+        file = DamagedFile(large(path, task.nbytes) if task.nbytes else small(path))
         if task.seed is None:
-            mutations: Iterator[Mutation] = itertools.islice(every_bit(patient.data), task.start, task.stop)
+            mutations: Iterator[Mutation] = itertools.islice(every_bit(file.data), task.start, task.stop)
         else:
-            mutations = at_random(patient.data, task.stop - task.start, task.seed + task.start)
+            mutations = at_random(file.data, task.stop - task.start, task.seed + task.start)
         for mutation in mutations:
-            named, problem = patient.complaint(mutation)
-            counts[mutation.kind, "a dataset" if named in patient.extents else named] += 1
+            named, problem = file.complaint(mutation)
+            counts[mutation.kind, "a dataset" if named in file.extents else named] += 1
             if problem:
                 wrong.append(problem)
         Reader(path).close()  # restored: the damage was the only change
@@ -112,38 +275,57 @@ def small_bits() -> int:
         return 8 * small(Path(folder) / "small.h5").stat().st_size
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tasks, print and write the counts; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = make_parser("corruption", __doc__, quick=False)
     parser.add_argument("--mutations", type=int, default=10_000, help="of larger files (default: %(default)s)")
     parser.add_argument("--bits", type=int, default=None, help="bits of the small file to flip (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace, pool_of: Callable[..., Any] = ProcessPoolExecutor) -> int:
+    """Run the tasks, print and write the counts; return 1 if a damage was not refused correctly."""
     started, counts = time.perf_counter(), Counter[tuple[str, str]]()
     wrong: list[str] = []
     todo = tasks(args.mutations, args.seed, small_bits() if args.bits is None else args.bits)
+    progress = Progress("damaging checkpoints", len(todo))
     try:
-        with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-            for found, problems in pool.map(play, todo):
-                counts += found
-                wrong += problems
+        with pool_of(args.jobs, mp_context=get_context("spawn"), initializer=_ignore_signals) as pool, until_stopped:
+            futures = [pool.submit(play, task) for task in todo]
+            try:
+                for number, future in enumerate(futures):
+                    while not wait([future], timeout=0.2).done:
+                        stop.check()
+                    found, problems = future.result()
+                    counts += found
+                    wrong += problems
+                    progress(number + 1)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
     except BrokenProcessPool:
         wrong.append("a process died while it read a damaged file")
     seconds = time.perf_counter() - started
     rows = [[kind, named, f"{count:,}"] for (kind, named), count in sorted(counts.items())]
-    print(table([["mutation", "named", "times"], *rows]))
-    print(f"{sum(counts.values()):,} damaged files in {seconds:.0f} s, {len(wrong)} not refused correctly")
-    print("\n".join(wrong[:20]))
+    lines = [table([["mutation", "named", "times"], *rows])]
+    lines += [f"{sum(counts.values()):,} damaged files in {seconds:.0f} s, {len(wrong)} not refused correctly"]
     content = {
-        "provenance": provenance(1, "none"),
+        "benchmark": "corruption",
         "seconds": round(seconds, 1),
         "counts": [{"mutation": kind, "named": named, "times": times} for (kind, named), times in counts.items()],
         "wrong": wrong,
     }
-    print(f"written to {write('corruption', content)}")
+    spread = [("damaged files", f"{kind}, {named}", "", *[times] * 3, 1) for (kind, named), times in counts.items()]
+    finish(args, "corruption", content, "\n".join([*lines, *wrong[:20]]), rows=spread)
     return 1 if wrong else 0
 
 
+def _ignore_signals() -> None:
+    """Leave signals to the parent, which ends its processes after their present tasks."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

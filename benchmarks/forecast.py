@@ -6,6 +6,12 @@ to its end: data, first weights, steps, evaluation and checkpoint. Ranks add up 
 that they share counts once.
 
     python benchmarks/forecast.py --only 'resnet ddp on 2,gpt zb-h1 on 2'
+
+Note: measurement of a peak. A rank records its memory just before its model is built, and resets the
+kernel's peak. From then on, the process that started the job reads the ranks' peaks until they end. A peak is that of
+resident memory (VmHWM), which the kernel maintains itself, so that no peak between two readings is
+missed. Mapped files (libraries) are excluded. Of shared memory, each rank counts its proportional
+share (Pss), so that ranks add up to the node.
 """
 
 from __future__ import annotations
@@ -13,20 +19,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comm.sizes import parse_names
-from forecasting import watch
-from forecasting.cases import CASES, Case
-from harness import RESULTS, provenance, table, write
+import numpy as np
+from forecast_models import CLASSES, CONTEXT, VARIABLE, memory_fields
+from harness.report import provenance, table, write_result
+from harness.run import announce, check_names, end_child, finish, main, make_parser, mpiexec, split, stop, until_stopped
 
-from hpctrain.cli.main import Parser, report
 from hpctrain.cluster.launcher import without_launcher
+from hpctrain.data.dataset import write_arrays
+from hpctrain.data.pack import pack
 from hpctrain.errors import UsageError
 from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.memory import HEAP_SHARE, PROGRAM, PROGRAM_WITH_MPI, Memory, memory_of
@@ -36,6 +45,208 @@ from hpctrain.train.config import load
 LONGEST = 300.0  # seconds that a run may take
 TOLERANCE = 0.1
 MB = 1e6
+STEPS = 5
+PIPELINES = ("1f1b", "zb-h1")
+OFFLOAD = {"offload": {"parameters": True, "activations": True}}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel": {"data": "ddp"}},
+    "fsdp": {"parallel": {"data": "fsdp"}},
+    "offload": {"parallel": {"data": "fsdp", "recompute": True}, **OFFLOAD},
+    **{name: {"parallel": {"schedule": name}} for name in PIPELINES},
+}
+# In the order of measurement: if the benchmark is stopped early, every model has had equally many
+# cases.
+STRATEGY_RANKS = (
+    ("ddp", 2),
+    ("fsdp", 2),
+    ("zb-h1", 2),
+    ("ddp", 1),
+    ("offload", 2),
+    ("1f1b", 2),
+    ("ddp", 4),
+    ("fsdp", 4),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, its data and its batch."""
+
+    name: str
+    factory: str
+    options: dict[str, Any]
+    batch: int
+    shape: tuple[int, ...] = ()  # of a sample; empty: tokens
+    is_row: bool = False  # sequential, so that it can be partitioned into stages
+
+
+MODELS = (
+    Model("mlp", "mlp", {"width": 768, "depth": 8}, 256, (256,), True),
+    Model("mlp-wide", "mlp", {"inputs": 1024, "width": 2048, "depth": 3}, 256, (1024,), True),
+    Model("mlp-normed", "normed_mlp", {"width": 1024, "depth": 5}, 2048, (256,), True),
+    Model("cnn", "cnn", {"channels": 16}, 128, (3, 32, 32), True),
+    Model("resnet", "resnet", {"channels": 16, "blocks": 3}, 128, (3, 32, 32), True),
+    Model("unet", "unet", {"channels": 16}, 32, (3, 64, 64)),
+    Model("encoder", "encoder", {"width": 256, "layers": 6}, 32, (64, 256)),
+    Model("encoder-decoder", "encoder_decoder", {"width": 256, "layers": 3}, 32),
+    Model("gpt", "gpt", {"width": 256, "blocks": 6}, 32, (), True),
+    Model("embedding", "embedding", {"rows": 60000, "width": 128}, 64, (), True),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Training run of a model with a strategy on a number of ranks."""
+
+    model: Model
+    strategy: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the case in lists."""
+        return f"{self.model.name} {self.strategy} on {self.ranks}"
+
+    def config(self, folder: Path) -> Path:
+        """Write its settings and its data into a folder; return the file of the settings."""
+        slug = self.name.replace(" ", "-")
+        path = folder / f"{slug}.toml"
+        lines = []
+        for section, values in self._settings(folder, slug).items():
+            lines += [f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values.items())]
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def _settings(self, folder: Path, slug: str) -> dict[str, Any]:
+        sections = {name: dict(section) for name, section in STRATEGIES[self.strategy].items()}
+        if self.strategy in PIPELINES:
+            sections["parallel"]["pipe"] = self.ranks
+        tokens = not self.model.shape
+        data = {"files": [str(data_for(self.model, folder))], "format": "tokens" if tokens else "arrays"}
+        options = {"kind": self.model.factory, **self.model.options}
+        return {
+            **sections,
+            "model": {
+                "factory": "forecast_models:make",
+                "options": options,
+                **({"context": CONTEXT} if tokens else {}),
+            },
+            "data": {**data, "validation_samples": 8},
+            "train": {"batch": self.model.batch, "steps": STEPS},
+            "run": {"folder": str(folder / slug), "device": "cpu"},
+            "checkpoint": {"every": STEPS},
+        }
+
+
+CASES = tuple(
+    Case(model, strategy, ranks)
+    for strategy, ranks in STRATEGY_RANKS
+    for model in MODELS
+    if model.is_row or strategy not in PIPELINES
+)
+
+
+def data_for(model: Model, folder: Path) -> Path:
+    """Return a file of random samples, which is written if it does not exist."""
+    path = folder / ("-".join(map(str, model.shape or ("tokens",))) + ".h5")
+    if path.exists():
+        return path
+    chance = np.random.default_rng(0)
+    if not model.shape:
+        source = path.with_suffix(".txt")
+        source.write_bytes(chance.integers(97, 123, size=2**19, dtype=np.uint8).tobytes())
+        pack([source], path)
+        return path
+    most = 2 * max(one.batch for one in MODELS if one.shape == model.shape)
+
+    def pair(samples: int) -> tuple[Any, Any]:
+        inputs = chance.random((samples, *model.shape), dtype=np.float32)
+        return inputs, np.arange(samples, dtype=np.int64) % CLASSES
+
+    write_arrays(path, train=pair(most), validation=pair(16))
+    return path
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
+    return json.dumps(value)
+
+
+# Memory of the ranks --------------------------------------------------------------------------------------------------
+
+
+PAUSE = 0.02  # seconds between two readings
+
+
+@dataclass
+class Rank:
+    """Memory of a rank, in bytes."""
+
+    program: int  # private memory just before the model was built
+    private: int = 0  # peak of private memory since then
+    shared: int = 0  # its proportional share of shared memory, at the peak of all ranks' shared memory
+
+    @property
+    def total(self) -> int:
+        """Return the sum of private and shared memory."""
+        return self.private + self.shared
+
+
+def run_job(command: Sequence[str], environ: Mapping[str, str], folder: Path, limit: float) -> list[Rank]:
+    """Run a job; return the memory of its ranks. Raises ``OSError`` if the job fails."""
+    folder.mkdir(parents=True)
+    ranks: dict[str, Rank] = {}
+    printed = folder.with_suffix(".log")
+    end = time.monotonic() + limit
+    with printed.open("w") as log:
+        job = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**environ, VARIABLE: str(folder)},
+        )
+        try:
+            while job.poll() is None:
+                stop.check()
+                if time.monotonic() > end:
+                    break
+                _read_peaks(folder, ranks)
+                time.sleep(PAUSE)
+        finally:
+            end_child(job)
+    if job.returncode:
+        raise OSError(f"exit code {job.returncode}: {printed.read_text().strip()[-600:]}")
+    return list(ranks.values())
+
+
+def _read_peaks(folder: Path, ranks: dict[str, Rank]) -> None:
+    shared: dict[str, int] = {}
+    for note in folder.glob("[0-9]*"):
+        if note.name not in ranks:
+            ranks[note.name] = Rank(**json.loads(note.read_text()))
+        try:
+            status, rollup = memory_fields(f"/proc/{note.name}/status"), memory_fields(
+                f"/proc/{note.name}/smaps_rollup"
+            )
+        except (OSError, KeyError):
+            continue  # it has ended
+        if "VmHWM" in status and "Pss_Shmem" in rollup:
+            rank = ranks[note.name]
+            most = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+            rank.private = max(rank.private, most, rollup["Pss_Anon"])
+            shared[note.name] = rollup["Pss_Shmem"]
+    # A page that a single rank has mapped counts fully for it, and by halves later: peaks of ranks
+    # do not add up.
+    if sum(shared.values()) > sum(rank.shared for rank in ranks.values()):
+        for name, rank in ranks.items():
+            rank.shared = shared.get(name, 0)
+
+
+# The benchmark --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -44,7 +255,7 @@ class Outcome:
 
     case: Case
     forecast: Memory
-    ranks: list[watch.Rank]
+    ranks: list[Rank]
 
     @property
     def node(self) -> int:
@@ -78,34 +289,15 @@ class Outcome:
         }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit code."""
-    try:
-        args = parse(argv)
-        with tempfile.TemporaryDirectory(prefix="hpctrain-forecast-") as folder:
-            for outcomes in play(args, Path(folder)):
-                path = save(args, outcomes)
-    except UsageError as error:
-        return report(error)
-    tell(outcomes)
-    print(f"written to {path}")
-    return 0
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="forecast.py", description=__doc__, formatter_class=raw)
+    parser = make_parser("forecast", __doc__, quick=False)
     parser.add_argument("--only", default="", help="cases, as in 'resnet ddp on 2,gpt zb-h1 on 2'")
     parser.add_argument("--without", default="", help="cases to leave out")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="result whose measurements are forecast again")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     known = {case.name: case for case in CASES}
-    only, without = parse_names(args.only), parse_names(args.without)
-    unknown = [name for name in (*only, *without) if name not in known]
-    if unknown:
-        raise UsageError(f"no case is called {unknown[0]!r}: known are {', '.join(known)}")
+    only, without = (check_names("case", split(words), known) for words in (args.only, args.without))
     args.earlier = json.loads(args.measured.read_text()) if args.measured else None
     if args.earlier:
         known = {name: known[name] for name in args.earlier["cases"] if name in known}
@@ -115,21 +307,40 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def play(args: argparse.Namespace, folder: Path) -> Iterator[list[Outcome]]:
-    """Forecast and measure every case; yield all outcomes so far after each case."""
-    outcomes = []
-    for case in args.cases:
-        config = case.config(folder)
-        forecast = memory_of(planned(config, case))
-        if args.earlier:
-            ranks = [watch.Rank(**rank) for rank in args.earlier["cases"][case.name]["ranks"]]
-        else:
-            ranks = measure(config, case, folder / "peaks" / case.name)
-        one = Outcome(case, forecast, ranks)
-        both = f"{one.ratio:.2f} ({one.ratio_of_model:.2f} without the program)"
-        print(f"{both}  {case.name}", file=sys.stderr, flush=True)
-        outcomes.append(one)
-        yield outcomes
+def run(args: argparse.Namespace) -> None:
+    """Forecast and measure every case; the result is written after each one."""
+    outcomes: list[Outcome] = []
+    measurement = args.earlier["measurement"] if args.earlier else provenance(1, launched=False)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-forecast-") as folder, until_stopped:
+        for case in args.cases:
+            one = play(args, case, Path(folder))
+            announce(f"{one.ratio:.2f} ({one.ratio_of_model:.2f} without the program)  {case.name}")
+            outcomes.append(one)
+            write_result(args.out, "forecast", {**content_of(outcomes, measurement), "complete": False})
+    lines = [table(rows_of(outcomes))]
+    for what, ratios in (
+        ("all of the node", [one.ratio for one in outcomes]),
+        ("without the program", [one.ratio_of_model for one in outcomes]),
+    ):
+        near = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
+        lines.append(f"within {TOLERANCE:.0%}, {what}: {near} of {len(ratios)}")
+    values = [(each, one) for one in outcomes for each in ("forecast", "measured")]
+    rows = [
+        (f"{each}, bytes", one.case.name, "", *[one.node if each == "forecast" else one.measured] * 3, 1)
+        for each, one in values
+    ]
+    finish(args, "forecast", content_of(outcomes, measurement), "\n".join(lines), rows=rows)
+
+
+def play(args: argparse.Namespace, case: Case, folder: Path) -> Outcome:
+    """Forecast and measure a case."""
+    config = case.config(folder)
+    forecast = memory_of(planned(config, case))
+    if args.earlier:
+        ranks = [Rank(**rank) for rank in args.earlier["cases"][case.name]["ranks"]]
+    else:
+        ranks = measure(config, case, folder / "peaks" / case.name)
+    return Outcome(case, forecast, ranks)
 
 
 def planned(config: Path, case: Case) -> PlannedRun:
@@ -138,14 +349,14 @@ def planned(config: Path, case: Case) -> PlannedRun:
     return PlannedRun(settings, facts_of(settings), case.ranks, case.ranks, "cpu")
 
 
-def measure(config: Path, case: Case, folder: Path) -> list[watch.Rank]:
+def measure(config: Path, case: Case, folder: Path) -> list[Rank]:
     """Train; return the memory of the ranks."""
-    launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(case.ranks)] if case.ranks > 1 else []
+    launcher = mpiexec(case.ranks) if case.ranks > 1 else []
     environ = without_launcher(os.environ)
     environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environ.get("PYTHONPATH", "")])
     command = [*launcher, sys.executable, "-m", "hpctrain", "train", str(config)]
     try:
-        ranks = watch.run(command, environ, folder, LONGEST)
+        ranks = run_job(command, environ, folder, LONGEST)
     except OSError as error:
         raise UsageError(f"{case.name}: {error}") from error
     if len(ranks) != case.ranks:
@@ -153,41 +364,18 @@ def measure(config: Path, case: Case, folder: Path) -> list[watch.Rank]:
     return ranks
 
 
-def tell(outcomes: Sequence[Outcome]) -> None:
-    """Print the results of the forecasts."""
-    print(table(rows_of(outcomes)))
-    for what, ratios in (
-        ("all of the node", [one.ratio for one in outcomes]),
-        ("without the program", [one.ratio_of_model for one in outcomes]),
-    ):
-        near = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
-        print(f"within {TOLERANCE:.0%}, {what}: {near} of {len(ratios)}")
-
-
-def save(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> Path:
-    """Write the outcomes so far; return the file."""
-    far = [one.case.name for one in outcomes if abs(one.ratio - 1) > TOLERANCE]
-    far_model = [one.case.name for one in outcomes if abs(one.ratio_of_model - 1) > TOLERANCE]
-    content = {
+def content_of(outcomes: Sequence[Outcome], measurement: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result so far; forecasts may be made later than ``measurement``, by another version."""
+    return {
         "benchmark": "forecast",
         "tolerance": TOLERANCE,
         "heap_share": HEAP_SHARE,
         "program": {"alone": PROGRAM, "with MPI": PROGRAM_WITH_MPI},
-        "far": far,
-        "far_without_program": far_model,
+        "far": [one.case.name for one in outcomes if abs(one.ratio - 1) > TOLERANCE],
+        "far_without_program": [one.case.name for one in outcomes if abs(one.ratio_of_model - 1) > TOLERANCE],
         "cases": {one.case.name: one.as_dict() for one in outcomes},
-        "provenance": {**provenance(1, "see command"), "command": " ".join(["python", *sys.argv])},
-        "measurement": _measurement(args.earlier),
+        "measurement": measurement,
     }
-    return write("forecast", content, args.results)
-
-
-def _measurement(earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the provenance of the measured figures; forecasts may be made later, by another version."""
-    if earlier is None:
-        return provenance(1, "see command")
-    found: dict[str, Any] = earlier["measurement"]
-    return found
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -201,4 +389,4 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from comm.sizes import parse_names
-from harness import RESULTS, provenance, summary, table, write
+from harness.report import table
+from harness.run import announce, check_names, finish, main, make_parser, mpiexec, run_child, split, stop, until_stopped
+from harness.stats import summary
 
-from hpctrain.cli.main import Parser, report
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.data.dataset import write_arrays
 from hpctrain.data.pack import pack
@@ -92,53 +91,37 @@ class Outcome:
         return self.forecast.seconds / statistics.median(self.seconds)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit code."""
-    try:
-        args = parse(argv)
-        with tempfile.TemporaryDirectory(prefix="hpctrain-planning-") as folder:
-            outcomes = play(args, Path(folder))
-    except UsageError as error:
-        return report(error)
-    tell(args, outcomes)
-    return 0
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the checked options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="planning.py", description=__doc__, formatter_class=raw)
+    parser = make_parser("planning", __doc__, rounds=2)
     parser.add_argument("--steps", type=int, default=24, help="steps of each run")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each case")
     parser.add_argument("--without", default="", help="cases to leave out, as in 'convnet ddp on 4,gpt pipe on 2'")
-    parser.add_argument("--quick", action="store_true", help="smaller models, for tests; the figures are meaningless")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args(argv)
     if args.steps < WARM + 2 or args.rounds < 1:
         raise UsageError(f"{args.steps} steps in {args.rounds} rounds: at least {WARM + 2} and 1 are needed")
     known = {case.name: case for case in CASES}
-    without = parse_names(args.without)
-    unknown = [name for name in without if name not in known]
-    if unknown:
-        raise UsageError(f"no case is called {unknown[0]!r}: known are {', '.join(known)}")
+    without = check_names("case", split(args.without), known)
     args.cases = [case for name, case in known.items() if name not in without]
     if not args.cases:
         raise UsageError("every case is left out")
     return args
 
 
-def play(args: argparse.Namespace, folder: Path) -> list[Outcome]:
-    """Forecast every case, run it, and return both results."""
-    configs = write_configs(args, folder)
+def run(args: argparse.Namespace) -> None:
+    """Forecast every case, run it, and report both results."""
     outcomes: list[Outcome] = []
-    for case in args.cases:
-        print(f"forecasting {case.name} ...", file=sys.stderr, flush=True)
-        outcomes.append(Outcome(case, forecast(load(configs[case.model], case.assignments), case.ranks), []))
-    for number in range(args.rounds):
-        for outcome in outcomes:
-            print(f"round {number + 1}: {outcome.case.name} ...", file=sys.stderr, flush=True)
-            outcome.seconds += train(configs[outcome.case.model], outcome.case, folder / f"run{number}")
-    return outcomes
+    with tempfile.TemporaryDirectory(prefix="hpctrain-planning-") as name, until_stopped:
+        folder = Path(name)
+        configs = write_configs(args, folder)
+        for case in args.cases:
+            stop.check()
+            announce(f"forecasting {case.name}")
+            outcomes.append(Outcome(case, forecast(load(configs[case.model], case.assignments), case.ranks), []))
+        for number in range(args.rounds):
+            for outcome in outcomes:
+                announce(f"round {number + 1}: {outcome.case.name}")
+                outcome.seconds += train(configs[outcome.case.model], outcome.case, folder / f"run{number}")
+    report(args, [one for one in outcomes if one.seconds])
 
 
 def write_configs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
@@ -188,16 +171,16 @@ def forecast(settings: Settings, ranks: int) -> StepTime:
 def train(config: Path, case: Case, folder: Path) -> list[float]:
     """Train, and return the seconds of all steps except the first ones."""
     where = folder / case.name.replace(" ", "-")
-    launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(case.ranks)] if case.ranks > 1 else []
+    launcher = mpiexec(case.ranks) if case.ranks > 1 else []
     options = [part for one in [*case.assignments, f"run.folder={where}"] for part in ("--set", one)]
     command = [*launcher, sys.executable, "-m", "hpctrain", "train", str(config), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, env=without_launcher(os.environ))
+    done = run_child(command, timeout=LONGEST, env=without_launcher(os.environ))
     if done.returncode:
         raise UsageError(f"{case.name} ended with exit code {done.returncode}: {done.stderr.strip()[-400:]}")
     return [row["step_seconds"] for row in read(where / "metrics.jsonl")][WARM:]
 
 
-def tell(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
+def report(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
     """Print and write the results of the forecasts."""
     rows = [["", "forecast ms", "median ms", "least ms", "forecast / median", "forecast / least"]]
     for one in outcomes:
@@ -205,26 +188,15 @@ def tell(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
         seconds = one.forecast.seconds
         cells = [f"{value * 1e3:.1f}" for value in (seconds, median, least)]
         rows.append([one.case.name, *cells, f"{one.ratio:.2f}", f"{seconds / least:.2f}"])
-    print(table(rows))
     far = [one.case.name for one in outcomes if not 1 - TOLERANCE <= one.ratio <= 1 + TOLERANCE]
-    print(f"\nwithin {TOLERANCE:.0%} of the median: {len(outcomes) - len(far)} of {len(outcomes)}")
-    content = {
-        "benchmark": "planning",
-        "quick": args.quick,
-        "tolerance": TOLERANCE,
-        "far": far,
-        "cases": {
-            one.case.name: {
-                "forecast": one.forecast.as_dict(),
-                "measured": summary(one.seconds),
-                "ratio": one.ratio,
-            }
-            for one in outcomes
-        },
-        "provenance": {**provenance(1, "see command"), "command": " ".join(["python", *sys.argv])},
+    text = f"{table(rows)}\n\nwithin {TOLERANCE:.0%} of the median: {len(outcomes) - len(far)} of {len(outcomes)}"
+    cases = {
+        one.case.name: {"forecast": one.forecast.as_dict(), "measured": summary(one.seconds), "ratio": one.ratio}
+        for one in outcomes
     }
-    print(f"written to {write('planning', content, args.results)}")
+    content = {"benchmark": "planning", "quick": args.quick, "tolerance": TOLERANCE, "far": far, "cases": cases}
+    finish(args, "planning", content, text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse, run))

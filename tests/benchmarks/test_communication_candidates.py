@@ -1,4 +1,4 @@
-"""Candidates of the communication benchmarks: expected results, written out element by element, and numbers of calls."""
+"""Candidates of the communication benchmarks: expected results, element by element, and numbers of calls."""
 
 from __future__ import annotations
 

@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import corruption
-import harness
 import pytest
-from corruption import LARGER, large, small
-from damage import Mutation, Patient, at_random, every_bit
+from corruption import LARGER, DamagedFile, Mutation, at_random, changed, every_bit, large, small
 
 from hpctrain.checkpoint.format.reader import Reader
 
 
 @pytest.fixture
-def patient(tmp_path: Path) -> Patient:
-    return Patient(small(tmp_path / "step_00000003.h5"))
+def damaged(tmp_path: Path) -> DamagedFile:
+    return DamagedFile(small(tmp_path / "step_00000003.h5"))
 
 
-def test_no_flipped_bit_loads(patient: Patient) -> None:
+def test_no_flipped_bit_loads(damaged: DamagedFile) -> None:
     """Flip every bit of tensors, superblock and seal, and a sample of the others."""
-    flips = list(every_bit(patient.data))
-    assert len(flips) == 8 * len(patient.data)
+    flips = list(every_bit(damaged.data))
+    assert len(flips) == 8 * len(damaged.data)
     certain = {8 * at + bit for at in range(48) for bit in range(8)}
     for name in ("/model/a.weight", "/model/b"):
-        start, count = patient.extents[name]
+        start, count = damaged.extents[name]
         certain |= set(range(8 * start, 8 * (start + count)))
     numbers = sorted(certain | set(random.Random().sample(range(len(flips)), 700)))
-    assert [problem for number in numbers if (problem := patient.complaint(flips[number])[1])] == []
-    assert patient.path.read_bytes() == patient.data
+    assert [problem for number in numbers if (problem := damaged.complaint(flips[number])[1])] == []
+    assert damaged.path.read_bytes() == damaged.data
 
 
 @pytest.mark.parametrize("nbytes", LARGER)
 def test_no_mutation_of_a_larger_file_loads(tmp_path: Path, nbytes: int) -> None:
-    patient = Patient(large(tmp_path / "step_00000003.h5", nbytes))
-    assert nbytes / 2 < len(patient.data) < 2 * nbytes + 65536
-    mutations = list(at_random(patient.data, 90, random.randrange(1 << 32)))
+    damaged = DamagedFile(large(tmp_path / "step_00000003.h5", nbytes))
+    assert nbytes / 2 < len(damaged.data) < 2 * nbytes + 65536
+    mutations = list(at_random(damaged.data, 90, random.randrange(1 << 32)))
     assert len({mutation.kind for mutation in mutations}) == 6
-    assert [problem for mutation in mutations if (problem := patient.complaint(mutation)[1])] == []
+    assert [problem for mutation in mutations if (problem := damaged.complaint(mutation)[1])] == []
 
 
 @pytest.mark.parametrize(
@@ -50,39 +52,68 @@ def test_a_reader_without_checks_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: str, where: str
 ) -> None:
     monkeypatch.setattr(Reader, blind, lambda *_: None)
-    patient = Patient(large(tmp_path / "step_00000003.h5", 64 << 10))  # has unused bytes before each page
-    bits = [(at, bit) for at in range(len(patient.data)) if patient.owner(at) == where for bit in range(8)]
+    damaged = DamagedFile(large(tmp_path / "step_00000003.h5", 64 << 10))  # has unused bytes before each page
+    bits = [(at, bit) for at in range(len(damaged.data)) if damaged.owner(at) == where for bit in range(8)]
     some = [
-        Mutation("flipped bit", ((at, bytes([patient.data[at] ^ 1 << bit])),))
+        Mutation("flipped bit", ((at, bytes([damaged.data[at] ^ 1 << bit])),))
         for at, bit in random.Random(1).sample(bits, 40)
     ]
-    assert any("was loaded without an error" in patient.complaint(flip)[1] for flip in some)
+    assert any("was loaded without an error" in damaged.complaint(flip)[1] for flip in some)
 
 
-def test_the_benchmark_counts_and_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(corruption, "write", lambda name, content: harness.write(name, content, tmp_path))
-    assert corruption.main(["--mutations", "6", "--bits", "8", "--jobs", "1"]) == 0
+def test_a_report_that_names_the_wrong_tensor_is_detected(damaged: DamagedFile) -> None:
+    start = damaged.extents["/model/a.weight"][0]
+    flip = Mutation("flipped bit", ((start, bytes([damaged.data[start] ^ 1])),))
+    assert damaged.complaint(flip) == ("/model/a.weight", "")
+    damaged.extents["/model/a"] = damaged.extents.pop("/model/a.weight")
+    assert "named was structure" in damaged.complaint(flip)[1]
+
+
+def test_a_crash_of_the_reader_does_not_count_as_a_refusal(damaged: DamagedFile) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("x")
+
+    assert "KeyError instead of a refusal" in DamagedFile(damaged.path, fail).complaint(Mutation("none"))[1]
+
+
+def test_mutations_do_what_their_names_say(damaged: DamagedFile) -> None:
+    data = bytes(range(256)) * 40 + b"\0\0\xff\xff"
+    checks: dict[str, Callable[[Mutation], bool]] = {
+        "flipped bit": lambda m: len(list(changed(data, m))) == 1,
+        "zeroed page": lambda m: not any(m.patches[0][1]) and m.patches[0][0] % 4096 == 0,
+        "swapped pages": lambda m: {data[at : at + len(new)] for at, new in m.patches} == {new for _, new in m.patches},
+        "truncation": lambda m: m.length is not None and m.length < len(data),
+        "extension": lambda m: m.length is not None and m.length > len(data),
+        "0x0000 to 0xFFFF": lambda m: m.patches[0][1] in (b"\0\0", b"\xff\xff"),
+    }
+    mutations = list(at_random(data * 3, 60, 2))
+    assert {mutation.kind for mutation in mutations} == set(checks)
+    for mutation in at_random(data, 60, 2):
+        assert checks[mutation.kind](mutation), mutation
+        assert mutation.length is not None or list(changed(data, mutation))
+
+
+def test_damage_is_undone(damaged: DamagedFile) -> None:
+    for mutation in at_random(damaged.data, 30, 3):
+        with damaged.with_damage(mutation):
+            assert damaged.path.read_bytes() != damaged.data
+        assert damaged.path.read_bytes() == damaged.data
+
+
+def test_the_benchmark_counts_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--mutations", "6", "--bits", "8", "--jobs", "1", "--out", str(tmp_path)]
+    args = corruption.parse(words)
+    assert corruption.run(args) == 0
     assert "14 damaged files" in capsys.readouterr().out
     result = json.loads((tmp_path / "corruption.json").read_text())
     assert sum(each["times"] for each in result["counts"]) == 14 and result["wrong"] == []
-    monkeypatch.setattr(corruption, "ProcessPoolExecutor", _OneThatDies)
-    assert corruption.main(["--mutations", "6", "--bits", "8"]) == 1
+
+    def submit(*_: object) -> Any:
+        raise corruption.BrokenProcessPool
+
+    @contextmanager
+    def pool_that_dies(*_: object, **__: object) -> Iterator[Any]:
+        yield SimpleNamespace(submit=submit)
+
+    assert corruption.run(args, pool_that_dies) == 1
     assert "a process died while it read a damaged file" in capsys.readouterr().out
-
-
-class _OneThatDies:
-    """Pool whose process was killed."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __enter__(self) -> _OneThatDies:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def map(self, *_: object) -> object:
-        raise corruption.BrokenProcessPool()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import forecast
 import pytest
-from forecasting.cases import CASES, MODELS
-from forecasting.watch import Rank
+from forecast import CASES, MODELS, Rank
 from support.jobs import JobStarter
 
 from hpctrain.errors import UsageError
@@ -20,7 +19,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "forecast.py"
 @pytest.mark.benchmark
 @pytest.mark.limit(400)
 def test_forecasts_are_compared_with_runs(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(0, PROGRAM, "--only", "embedding fsdp on 2", "--results", tmp_path, timeout=300)
+    done = launch(0, PROGRAM, "--only", "embedding fsdp on 2", "--out", tmp_path, timeout=300)
     assert done.returncode == 0, done
     found = json.loads((tmp_path / "forecast.json").read_text())
     (one,) = found["cases"].values()
@@ -32,8 +31,8 @@ def test_forecasts_are_compared_with_runs(launch: JobStarter, tmp_path: Path) ->
 def test_ten_models_have_a_case_for_each_strategy_that_supports_them() -> None:
     assert len(MODELS) == 10 == len({model.name for model in MODELS})
     for model in MODELS:
-        ways = {case.way for case in CASES if case.model is model}
-        assert ways == {"ddp", "fsdp", "offload", *(("1f1b", "zb-h1") if model.is_row else ())}
+        strategies = {case.strategy for case in CASES if case.model is model}
+        assert strategies == {"ddp", "fsdp", "offload", *(("1f1b", "zb-h1") if model.is_row else ())}
 
 
 def test_ratios_are_measured_over_forecast() -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
 import shutil
-import subprocess
+import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import attempts
 import h5py
-import harness
 import kill
 import numpy as np
 import pytest
-from attempts import Hit, Life, Violation, contents, draw_moment
+from benchmark_helpers import options_of_make
 from corruption import small
+from kill import FORMS, Hit, KilledRun, Moment, Violation, contents, draw_moment, hits_table
+from kill_target import Job, RunObserver
+from support.pace import scaled
 
 
 def test_moments_are_spread_and_more_than_half_are_during_a_save() -> None:
@@ -33,35 +35,35 @@ def test_moments_are_spread_and_more_than_half_are_during_a_save() -> None:
 
 
 @pytest.fixture
-def life(tmp_path: Path) -> Life:
+def killed_run(tmp_path: Path) -> KilledRun:
     """Return a run with two checkpoints, the second of step 4."""
     run = tmp_path / "foreground/checkpoints"
     run.mkdir(parents=True)
     for step in (2, 4):
         small(run / f"step_{step:08d}.h5")
-    return Life(tmp_path, "foreground", 1)
+    return KilledRun(tmp_path, "foreground", 1)
 
 
-def watched(life: Life, begun: int | None = 5) -> Any:
-    return SimpleNamespace(begun=lambda: begun, committed=attempts.Watch(life.run).committed)
+def watched(killed_run: KilledRun, begun: int | None = 5) -> Any:
+    return SimpleNamespace(begun=lambda: begun, committed=RunObserver(killed_run.run).committed)
 
 
-def test_a_missing_or_invalid_checkpoint_after_a_kill_is_a_violation(life: Life) -> None:
-    before = watched(life).committed()
-    assert life.newest() == 4
-    life._check(watched(life), before, 4)
-    life._check(watched(life, None), before, 4)
+def test_a_missing_or_invalid_checkpoint_after_a_kill_is_a_violation(killed_run: KilledRun) -> None:
+    before = watched(killed_run).committed()
+    assert killed_run.newest() == 4
+    killed_run._check(watched(killed_run), before, 4)
+    killed_run._check(watched(killed_run, None), before, 4)
     with pytest.raises(Violation, match="newest checkpoint was of step 4, the job began with step 3"):
-        life._check(watched(life, 3), before, 4)
+        killed_run._check(watched(killed_run, 3), before, 4)
     with before[0].open("r+b") as file:
         file.truncate(600)
     with pytest.raises(Violation, match="not valid: .*step_00000002.h5"):
-        life._check(watched(life), before, 4)
+        killed_run._check(watched(killed_run), before, 4)
     before[0].unlink()
-    life._check(watched(life), before, 4)
+    killed_run._check(watched(killed_run), before, 4)
     before[1].unlink()
     with pytest.raises(Violation, match="step_00000004.h5 existed before the kill; the newest is now none"):
-        life._check(watched(life), before, 4)
+        killed_run._check(watched(killed_run), before, 4)
 
 
 class FakeJob:
@@ -83,22 +85,22 @@ class FakeJob:
         pass
 
 
-def test_a_job_that_outlives_a_kill_or_ends_without_one_is_a_violation(life: Life) -> None:
-    watch: Any = watched(life)
+def test_a_job_that_outlives_a_kill_or_ends_without_one_is_a_violation(killed_run: KilledRun) -> None:
+    watch: Any = watched(killed_run)
     job: Any = FakeJob(None)
-    assert life._see_it_end("rank 0", FakeJob(0.5), watch, []) == 0.5  # type: ignore[arg-type]
+    assert killed_run._wait_for_end("rank 0", FakeJob(0.5), watch, []) == 0.5  # type: ignore[arg-type]
     running = r"10 s after SIGKILL of rank 0, these processes still run: rank 1 \(77\):\nits output"
     with pytest.raises(Violation, match=running):
-        life._see_it_end("rank 0", job, watch, [])
-    assert life._see_it_end("writer", job, watch, []) is None, "it continued and has saved twice"
+        killed_run._wait_for_end("rank 0", job, watch, [])
+    assert killed_run._wait_for_end("writer", job, watch, []) is None, "it continued and has saved twice"
     with pytest.raises(Violation, match="SIGKILL of writer"):
-        life._see_it_end("writer", job, watch, watch.committed())
+        killed_run._wait_for_end("writer", job, watch, watch.committed())
     for ended in (FakeJob(None), FakeJob(1.0, 3)):
         with pytest.raises(Violation, match="did not complete within 5 s"):
-            life._complete(ended, 5)  # type: ignore[arg-type]
+            killed_run._complete(ended, 5)  # type: ignore[arg-type]
     watch = SimpleNamespace(until=lambda *_: False, begun=lambda: None)
     with pytest.raises(Violation, match="the job ended with 2 before it was killed"):
-        life._wait(attempts.Moment("all", "save", 0, 0), watch, FakeJob(None, 2))  # type: ignore[arg-type]
+        killed_run._wait(Moment("all", "save", 0, 0), watch, FakeJob(None, 2))  # type: ignore[arg-type]
 
 
 def test_one_bit_and_one_attribute_are_differences(tmp_path: Path) -> None:
@@ -114,31 +116,25 @@ def test_one_bit_and_one_attribute_are_differences(tmp_path: Path) -> None:
     assert found == [set(), {"model/b"}, {"train:lr"}]
 
 
-def test_the_report_counts_hits_by_victim_and_phase() -> None:
+def test_the_report_counts_hits_by_target_and_phase() -> None:
     hits = [Hit("all", "save", 0.1), Hit("all", "save", 0.3), Hit("writer", "save", None), Hit("rank 0", "start", 2.0)]
-    lines = [line.split() for line in kill.report(hits).splitlines()]
+    lines = [line.split() for line in hits_table(hits).splitlines()]
     assert ["all", "0", "0", "0", "2", "0.20", "0.30", "0"] in lines
     assert ["rank", "0", "1", "0", "0", "0", "2.00", "2.00", "0"] in lines
     assert ["writer", "0", "0", "0", "1", "1"] in lines and lines[-1] == ["all", "of", "them", "1", "0", "0", "3"]
 
 
 def test_make_passes_its_variables_to_the_program() -> None:
-    folder = Path(kill.__file__).parent
-    command = ["make", "-n", "--no-print-directory", "-C", str(folder), "kill", "KILLS=3", "FORM=foreground", "SEED=4"]
-    line, *_ = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    words = shlex.split(line.partition('PROGRAM="')[2].partition('"')[0])
-    assert words == ["benchmarks/kill.py", "--kills", "3", "--form", "foreground", "--seed", "4"]
+    words = options_of_make("kill", "KILLS=3", "FORM=foreground", "SEED=4")
+    assert words == ["--kills", "3", "--form", "foreground", "--seed", "4"]
 
 
-def test_a_violation_is_exit_code_1_and_keeps_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def violated(*_: object) -> None:
+def test_a_violation_is_exit_code_1_and_keeps_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def violated(*_: object) -> Any:
         raise Violation("this must not be")
 
-    monkeypatch.setattr(kill, "make_project", lambda folder: (folder / "evidence").touch())
-    monkeypatch.setattr(kill, "play", violated)
-    assert kill.main(["--seed", "9", "--folder", str(tmp_path)]) == 1
+    args = kill.parse(["--seed", "9", "--folder", str(tmp_path)])
+    assert kill.run(args, lambda folder: (folder / "evidence").touch(), violated) == 1
     said = capsys.readouterr().err
     (folder,) = tmp_path.iterdir()
     assert "this must not be" in said and f"seed 9, folder kept: {folder}" in said and (folder / "evidence").exists()
@@ -146,17 +142,80 @@ def test_a_violation_is_exit_code_1_and_keeps_the_folder(
 
 @pytest.mark.benchmark
 @pytest.mark.limit(400)
-@pytest.mark.parametrize("form", attempts.FORMS)
-def test_a_few_kills_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
-    if not shutil.which("mpiexec", path=str(Path(kill.sys.executable).parent)):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_few_kills_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    if not shutil.which("mpiexec", path=str(Path(sys.executable).parent)):
         pytest.skip("no mpiexec beside the interpreter")
-    monkeypatch.setattr(kill, "write", lambda name, content: harness.write(name, content, tmp_path))
-    code = kill.main(["--kills", "2", "--form", form, "--folder", str(tmp_path)])
+    words = ["--kills", "2", "--form", form, "--folder", str(tmp_path), "--out", str(tmp_path / "out")]
+    code = kill.main(kill.parse, kill.run, words)
     said = capsys.readouterr()
     assert code == 0, said.err
     assert f"{form}: 2 kills, then to step " in said.out and "bitwise equal to the undisturbed run" in said.out
-    found = json.loads((tmp_path / "kill.json").read_text())
+    found = json.loads((tmp_path / "out" / "kill.json").read_text())
     assert found["forms"][form]["kills"] == len(found["forms"][form]["hits"]) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["kill.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# The job that is killed -----------------------------------------------------------------------------------------------
+
+
+# Substitute for hpctrain: each rank starts a process of its own and waits.
+PROGRAM = f"""#!{sys.executable}
+import subprocess, sys, time
+print("started with", *sys.argv[1:], flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    if not (Path(sys.executable).parent / "mpiexec").exists():
+        pytest.skip("no mpiexec beside the interpreter")
+    program = tmp_path / "program"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    job = Job(tmp_path, ["a.b=1"], str(program))
+    deadline = time.monotonic() + 20
+    while sorted(job.alive().values()).count("writer") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    yield job
+    job.close()
+
+
+def test_processes_have_roles_and_all_are_ended(job: Job) -> None:
+    roles = sorted(role for role in job.alive().values() if role != "helper")
+    assert roles == ["launcher", "rank 0", "rank 1", "writer", "writer"]
+    assert "started with train kill.toml --set a.b=1" in job.said()
+    assert len(job.kill("rank 1")) == 1
+    assert job.wait(0.5, lambda: True) is None, "the writers are still there"
+    job.close()
+    assert job.alive() == {} and job.returncode not in (None, 0) and job.wait(5) is not None
+
+
+def test_a_role_without_a_process_kills_no_process(job: Job) -> None:
+    before = job.alive()
+    assert job.kill("rank 7") == [] and job.alive() == before
+    started = time.monotonic()
+    assert job.wait(0.2) is None and time.monotonic() - started < scaled(2)
+
+
+def test_the_phase_is_read_from_the_folder(tmp_path: Path) -> None:
+    assert RunObserver(tmp_path / "none").phase() == "start" and RunObserver(tmp_path / "none").committed() == []
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    (tmp_path / "lock.json").write_text("of a job that was killed")
+    (tmp_path / "run.json").write_text('{"attempts": [{"first_step": 1}]}')
+    (checkpoints / ".step_00000002.h5.tmp-host-1").touch()
+    watch = RunObserver(tmp_path)
+    assert watch.phase() == "start" and watch.begun() is None
+    (tmp_path / "new").touch()
+    (tmp_path / "new").replace(tmp_path / "lock.json")
+    assert watch.phase() == "resume" and watch.begun() is None
+    (tmp_path / "new").write_text(json.dumps({"attempts": [{"first_step": 1}, {"first_step": 3}]}))
+    (tmp_path / "new").replace(tmp_path / "run.json")
+    assert watch.phase() == "step" and watch.begun() == 3
+    (checkpoints / ".step_00000004.h5.tmp-host-2").touch()
+    assert watch.phase() == "save"
+    (checkpoints / ".step_00000004.h5.tmp-host-2").rename(checkpoints / "step_00000004.h5")
+    assert watch.phase() == "step" and [path.name for path in watch.committed()] == ["step_00000004.h5"]

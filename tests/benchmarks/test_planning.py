@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "planning.py"
 def test_forecasts_are_compared_with_runs(launch: JobStarter, tmp_path: Path) -> None:
     kept = {"gpt zero1 on 2", "convnet ddp on 1"}
     without = ",".join(case.name for case in planning.CASES if case.name not in kept)
-    options = ("--quick", "--steps", "6", "--rounds", "1", "--without", without, "--results", tmp_path)
+    options = ("--quick", "--steps", "6", "--rounds", "1", "--without", without, "--out", tmp_path)
     done = launch(0, PROGRAM, *options, timeout=300)
     assert done.returncode == 0, done
     found = json.loads((tmp_path / "planning.json").read_text())

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from harness.run import mpiexec, stop
+
 from hpctrain.checkpoint.retention import list_checkpoints
 
 RANKS = 2
@@ -40,7 +42,7 @@ schedule = "constant"  # so that the end of the run may be chosen later
 every = 2
 """
 
-_MARK = "HPCTRAIN_KILL_JOB"  # identifies the processes of a job, even after a change of their parent
+_VARIABLE = "HPCTRAIN_KILL_JOB"  # identifies the processes of a job, even after a change of their parent
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _LOOK = 0.002  # seconds between two polls of a folder
 
@@ -56,18 +58,17 @@ def make_project(folder: Path) -> None:
 
 
 class Job:
-    """One start of the job: ``mpiexec -n 2 hpctrain train``, in the project's folder."""
+    """One start of the job: ``mpiexec -n 2 hpctrain train``, in the project's folder; ``program`` replaces hpctrain."""
 
-    def __init__(self, folder: Path, words: Iterable[str]) -> None:
-        self._mark = uuid.uuid4().hex
+    def __init__(self, folder: Path, words: Iterable[str], program: str = "") -> None:
+        self._token = uuid.uuid4().hex
         self._log = folder / "job.log"  # of the present start only
         settings = [part for word in words for part in ("--set", word)]
-        mpiexec = str(Path(sys.executable).parent / "mpiexec")
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [mpiexec, "-n", str(RANKS), _hpctrain(), "train", NAME, *settings],
+                [*mpiexec(RANKS), program or _hpctrain(), "train", NAME, *settings],
                 cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: self._mark},
+                env={**os.environ, "OMP_NUM_THREADS": "1", _VARIABLE: self._token},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -85,7 +86,7 @@ class Job:
 
     def alive(self) -> dict[int, str]:
         """Return the running processes, each with its role: launcher, rank 0, rank 1, writer, helper."""
-        found = _marked(f"{_MARK}={self._mark}")
+        found = _processes_with(f"{_VARIABLE}={self._token}")
         ranks = {pid: rank for pid, (_, rank) in found.items() if rank and not _below_a_rank(pid, found)}
         roles = {pid: "helper" for pid in found} | {pid: f"rank {rank}" for pid, rank in ranks.items()}
         roles |= {pid: "writer" for pid in found if _below_a_rank(pid, found) and not _is_tracker(pid)}
@@ -95,11 +96,11 @@ class Job:
 
     def kill(self, role: str) -> list[int]:
         """Send SIGKILL to the processes of a role, or to ``all``; return their ids."""
-        victims = [pid for pid, its in self.alive().items() if role in (its, "all")]
-        for pid in victims:
+        targets = [pid for pid, its in self.alive().items() if role in (its, "all")]
+        for pid in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return victims
+        return targets
 
     def wait(self, limit: float, going_on: Callable[[], bool] = lambda: False) -> float | None:
         """Return the seconds until no process was left; ``None`` at the limit, or if the job continues."""
@@ -109,6 +110,7 @@ class Job:
                 return seconds
             if going_on():
                 return None
+            stop.check()
             time.sleep(0.01)
         return None
 
@@ -119,7 +121,7 @@ class Job:
         self._process.wait()
 
 
-class Watch:
+class RunObserver:
     """Observer of a run's folder, created just before a job is started."""
 
     def __init__(self, folder: Path) -> None:
@@ -151,6 +153,7 @@ class Watch:
         while time.monotonic() < deadline and job.returncode is None:
             if seen(self.phase()):
                 return True
+            stop.check()
             time.sleep(_LOOK)
         return False
 
@@ -176,8 +179,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _marked(mark: str) -> dict[int, tuple[int, str]]:
-    """Return the marked processes with parent and rank; the rank is empty if neither it nor its parent is a rank."""
+def _processes_with(variable: str) -> dict[int, tuple[int, str]]:
+    """Return the processes with a variable, each with its parent and rank.
+
+    The rank is empty if neither the process nor its parent is a rank.
+    """
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -185,7 +191,7 @@ def _marked(mark: str) -> dict[int, tuple[int, str]]:
             parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if mark in variables:
+        if variable in variables:
             values = dict(variable.partition("=")[::2] for variable in variables)
             found[int(path.parent.name)] = parent, next((values[name] for name in _RANK if name in values), "")
     return found

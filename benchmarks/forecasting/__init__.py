@@ -1,1 +1,0 @@
-"""Models, cases and measurement of the benchmark that compares memory forecasts with training."""
