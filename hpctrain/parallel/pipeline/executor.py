@@ -51,6 +51,7 @@ class ScheduleExecutor:
         The schedule has backward passes if gradients are enabled, and forward passes only otherwise.
         """
         step = _Step(self, schedule, channels, step_input)
+        self.weight_gradients.drop()  # of a step that has failed
         channels.begin(schedule.microbatches)
         for action in schedule.actions[rank]:
             channels.channel_set.progress()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -143,21 +142,14 @@ def _duplicate_error(name: str, hint: str = "") -> UsageError:
     return UsageError(f"Keep({name!r}) comes twice before a Join({name!r}): choose another name{hint}", everywhere=True)
 
 
-@dataclass(frozen=True)
-class SkipTensors:
-    """Names that a layer stores for later layers, and names it takes from earlier layers, in order."""
+def carried(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+    """Return the names of the stored tensors that enter each layer and leave the last, in the order of storing.
 
-    stored: tuple[str, ...]
-    joined: tuple[str, ...]
-
-
-def skip_tensors(layers: Sequence[Layer]) -> list[SkipTensors]:
-    """Return what each layer stores and takes. Raises ``UsageError`` if Keep and Join layers do not match."""
+    Raises ``UsageError`` if Keep and Join layers do not match.
+    """
     waiting: list[str] = []
-    found = []
+    found: list[tuple[str, ...]] = [()]
     for layer in layers:
-        joined = []
-        before = list(waiting)
         for module in layer.module.modules():
             if isinstance(module, Keep):
                 if module.name in waiting:
@@ -171,22 +163,9 @@ def skip_tensors(layers: Sequence[Layer]) -> list[SkipTensors]:
                         everywhere=True,
                     )
                 waiting.remove(module.name)
-                if module.name in before:
-                    before.remove(module.name)
-                    joined.append(module.name)
-        found.append(SkipTensors(tuple(name for name in waiting if name not in before), tuple(joined)))
+        found.append(tuple(waiting))
     if waiting:
         raise UsageError(
             f"Keep({waiting[0]!r}) is never joined: put Join({waiting[0]!r}) after it, or take it out", everywhere=True
         )
-    return found
-
-
-def carried(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
-    """Return the names of the stored tensors that enter each layer and leave the last, in the order of storing."""
-    waiting: list[str] = []
-    found: list[tuple[str, ...]] = [()]
-    for layer in skip_tensors(layers):
-        waiting = [name for name in waiting if name not in layer.joined] + list(layer.stored)
-        found.append(tuple(waiting))
     return found

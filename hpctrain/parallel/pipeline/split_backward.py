@@ -40,13 +40,7 @@ class _Call:
     rows: bool  # whether the bias was added to a matrix of rows
 
 
-@dataclass(frozen=True, eq=False)
-class _Operands:
-    """Operands from which the weight gradients of one call are computed."""
-
-    call: _Call
-    x: Tensor
-    gradient: Tensor
+_Deferred = tuple[_Call, Tensor, Tensor]  # a call, its input, and the gradient of its result
 
 
 class WeightGradStore:
@@ -59,7 +53,7 @@ class WeightGradStore:
 
     def __init__(self, undeferred: Iterable[Tensor] = ()) -> None:
         self._undeferred = {id(parameter) for parameter in undeferred}
-        self._deferred: dict[Hashable, list[_Operands]] = {}
+        self._deferred: dict[Hashable, list[_Deferred]] = {}
 
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
@@ -78,7 +72,7 @@ class WeightGradStore:
     def flush(self, key: Hashable) -> None:
         """Compute the deferred weight gradients of a key, add them to the parameters' own, and free the operands."""
         deferred = deque(self._deferred.pop(key, ()))
-        uses = Counter(parameter for one in deferred for parameter in _parameters(one.call))
+        uses = Counter(parameter for call, *_ in deferred for parameter in _parameters(call))
         sums: dict[Tensor, Tensor] = {}
         while deferred:
             for parameter, gradient in _gradients(deferred.popleft()):
@@ -101,9 +95,9 @@ class WeightGradStore:
         wanted = [one for one in (weight, bias) if one is not None and one.requires_grad]
         return bool(wanted) and all(one.is_leaf and id(one) not in self._undeferred for one in wanted)
 
-    def put(self, operands: _Operands) -> None:
+    def put(self, call: _Call, x: Tensor, gradient: Tensor) -> None:
         """Store the operands of a call."""
-        self._deferred.setdefault(operands.call.key, []).append(operands)
+        self._deferred.setdefault(call.key, []).append((call, x, gradient))
 
 
 class _Active(threading.local):
@@ -204,7 +198,7 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """Store the incoming gradient and pass it on."""
         (x,) = ctx.saved_tensors
-        ctx.call.store.put(_Operands(ctx.call, x, gradients[0]))
+        ctx.call.store.put(ctx.call, x, gradients[0])
         return gradients[0], None, None, None
 
 
@@ -213,17 +207,17 @@ def _parameters(call: _Call) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _gradients(operands: _Operands) -> Iterator[tuple[Tensor, Tensor]]:
+def _gradients(deferred: _Deferred) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the parameters of a call with their gradients."""
-    call = operands.call
-    rows = operands.gradient.reshape(-1, operands.gradient.shape[-1])
+    call, x, gradient = deferred
+    rows = gradient.reshape(-1, gradient.shape[-1])
     if call.weight is not None:
-        x = operands.x.reshape(-1, operands.x.shape[-1])
-        product = rows.t().mm(x) if call.columns else x.t().mm(rows).t()
+        columns = x.reshape(-1, x.shape[-1])
+        product = rows.t().mm(columns) if call.columns else columns.t().mm(rows).t()
         yield call.weight, product.to(call.weight.dtype)
     if call.bias is not None:
-        gradient = rows if call.rows else operands.gradient
-        yield call.bias, gradient.sum(tuple(range(gradient.ndim - 1))).to(call.bias.dtype)
+        summed = rows if call.rows else gradient
+        yield call.bias, summed.sum(tuple(range(summed.ndim - 1))).to(call.bias.dtype)
 
 
 # Backward pass from tensors with given gradients ----------------------------------------------------------------------

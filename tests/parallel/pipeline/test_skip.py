@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
-from hpctrain.parallel.pipeline.skip import Join, Keep, SkipTensors, carried, carrying, skip_tensors
+from hpctrain.parallel.pipeline.skip import Join, Keep, carried, carrying
 from hpctrain.parallel.recompute import recompute
 
 
@@ -217,16 +217,6 @@ def row(*parts: nn.Module) -> list[Layer]:
 
 def test_needed_tensors_of_each_layer_are_found() -> None:
     layers = row(nn.Tanh(), Keep("far"), nn.Tanh(), Inside(), nn.Tanh(), Join("new"))
-    nothing = SkipTensors((), ())
-    found = skip_tensors(layers)
-    assert found == [
-        nothing,
-        SkipTensors(("far",), ()),
-        nothing,
-        SkipTensors(("new",), ("far",)),
-        nothing,
-        SkipTensors((), ("new",)),
-    ]
     assert carried(layers) == [(), (), ("far",), ("far",), ("new",), ("new",), ()]
     assert carried(find_layers(net())) == [(), (), ("a",), ("a",), ("a", "b"), ("a", "b"), ("b",), ("b",), ()]
 
@@ -238,7 +228,6 @@ def test_a_layer_may_keep_a_name_again_after_joining_it() -> None:
             self.join, self.keep = Join("x"), Keep("x")
 
     layers = row(Keep("x"), Renew(), Join("x"))
-    assert skip_tensors(layers)[1] == SkipTensors(("x",), ("x",))
     assert carried(layers) == [(), ("x",), ("x",), ()]
 
 
@@ -253,5 +242,5 @@ def test_a_layer_may_keep_a_name_again_after_joining_it() -> None:
 )
 def test_unmatched_keeps_and_joins_are_refused(parts: list[nn.Module], wanted: str) -> None:
     with pytest.raises(UsageError, match=wanted) as error:
-        skip_tensors(row(*parts))
+        carried(row(*parts))
     assert error.value.everywhere
