@@ -33,8 +33,8 @@ from harness.report import table
 from harness.stats import percentile
 from harness.targets import Target, at_least
 
-from hpctrain.util.text import format_bytes
 from hpctrain.util.plotting import add_grid
+from hpctrain.util.text import format_bytes
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,

@@ -80,7 +80,7 @@ def measure(job: Any, strategy: str, count: int, rounds: int) -> dict[str, Any]:
         job.comm.barrier()
         started = time.perf_counter()
         step()
-        return max(job.comm.all_gather_object(time.perf_counter() - started))
+        return float(max(job.comm.all_gather_object(time.perf_counter() - started)))
 
     turns = {
         name: partial(turn, step_of(job, strategy, count, guards=name == "guarded")) for name in ("guarded", "plain")

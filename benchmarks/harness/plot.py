@@ -11,7 +11,7 @@ from hpctrain.util.plotting import add_grid, new_figure
 
 BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # hpctrain, the machine's own limits, torch
 GREEN, RED = "#3b8f54", "#b0413e"
-GRID = {"color": "#dddddd", "linewidth": 0.6}
+GRID: Any = {"color": "#dddddd", "linewidth": 0.6}
 LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 
 

@@ -18,8 +18,7 @@ from typing import Any
 from harness.stats import Times, spreads
 
 from hpctrain.util.atomic import write_text
-from hpctrain.util.probe import python
-from hpctrain.util.probe import output_of
+from hpctrain.util.probe import output_of, python
 from hpctrain.util.text import columns
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
