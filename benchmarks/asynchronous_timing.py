@@ -288,4 +288,4 @@ def pace(steps: int, alone: Sequence[float], together: Sequence[Sequence[float]]
     many = [steps * len(together) / max(ranks) for ranks in zip(*together)]
     ratios = [both / single for single, both in zip(one, many, strict=True)]
     spread = {name: summary(values) for name, values in (("alone", one), ("together", many), ("times", ratios))}
-    return Pace(*(spread[name]["median"] for name in ("alone", "together", "times")), spread=spread)
+    return Pace(statistics.median(one), statistics.median(many), statistics.median(ratios), spread)
