@@ -173,3 +173,18 @@ def test_a_scheduler_missing_in_file_or_program_is_refused(job: Any, shared_tmp_
 def test_ranks_with_different_schedulers_are_refused(job: Any, shared_tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"rank 0 has the learning-rate schedulers \[\] and rank 1 \[\('scheduler'"):
         Program(job, shared_tmp_path, scheduled=job.rank == 1)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_scheduler_made_inside_the_loop_is_saved(job: Any, shared_tmp_path: Path) -> None:
+    model = job.wrap(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with job.run(model, optimizer, [torch.ones(3, 2)] * 4, checkpoints=str(shared_tmp_path), split=False) as run:
+        assert "scheduler" not in run.state.parts
+        for step, batch in run:
+            if step == 1:
+                scheduler = lr_scheduler.StepLR(optimizer, 2)
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.state.parts["scheduler"] is scheduler

@@ -761,3 +761,18 @@ def test_replicas_that_drift_apart_are_not_saved(job: Any, shared_tmp_path: Path
                     optimizer.step()
                     optimizer.zero_grad()
     assert [path.name for path in shared_tmp_path.rglob("step_*.h5")] == ["step_00000002.h5"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_values_logged_after_the_loop_are_in_the_row_of_its_last_step(job: Any, shared_tmp_path: Path) -> None:
+    model = job.wrap(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with job.run(model, optimizer, [torch.ones(3, 2)] * 2, checkpoints=str(shared_tmp_path), split=False) as run:
+        for epoch in run.epochs(2):
+            for _, batch in run:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            run.log(after=float(epoch))
+    job.comm.barrier()
+    assert [row.get("after") for row in metrics_of(shared_tmp_path)] == [None, 0.0, None, 1.0]
