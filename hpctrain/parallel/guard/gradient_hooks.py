@@ -102,7 +102,7 @@ class GradientHooks:
             with plain_tensors(), torch.no_grad():
                 if gradient is not reduced:
                     parameter.grad.copy_(gradient)
-            for hook in _deferred_hooks(_post_accumulate_hooks(parameter)):
+            for hook in _deferred_hooks(getattr(parameter, "_post_accumulate_grad_hooks", None)):
                 with guarded_tensors():
                     hook.call(parameter)
 
@@ -119,7 +119,7 @@ class _RegisterMethod:
         return self._hooks.register(parameter, self._method, hook)
 
     def __reduce__(self) -> Any:
-        return _none, ()
+        return type(None), ()  # the copy of a parameter has no strategy
 
 
 class _DeferredHook:
@@ -150,11 +150,3 @@ def _accumulation_error(name: str) -> UsageError:
 
 def _deferred_hooks(hooks: Any) -> list[_DeferredHook]:
     return [hook for hook in (hooks or {}).values() if isinstance(hook, _DeferredHook)]
-
-
-def _post_accumulate_hooks(parameter: nn.Parameter) -> Any:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
-
-
-def _none() -> None:
-    """Return None, the value of a copied ``_RegisterMethod``: the copy of a parameter has no strategy."""

@@ -101,7 +101,7 @@ class ParameterGuard:
         owner = weakref.ref(strategy)
         for name, parameter in parameters.items():
             parameter.__dict__[ATTRIBUTE] = ShardInfo(name, owner, description)
-        self._attach()
+        self._handles.append(StepHooks(self, ParameterGuard._before_update, ParameterGuard._after_update))
         if in_passes:
             self._handles += around_forward(strategy.model, self._before_forward, self._after_forward)
         self._loading = WholeStates(strategy)
@@ -145,9 +145,6 @@ class ParameterGuard:
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
-    def _attach(self) -> None:
-        self._handles.append(StepHooks(self, ParameterGuard._before_update, ParameterGuard._after_update))
-
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._holds(optimizer):
             return
@@ -158,7 +155,8 @@ class ParameterGuard:
         if not self._updating:  # still True if the last update has raised
             self._updating = True
             self._suspend()
-        self._unmark_gradients()
+        for parameter in self.parameters.values():
+            unmark(parameter.grad)
 
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._updating and self._holds(optimizer):
@@ -178,10 +176,6 @@ class ParameterGuard:
                 state = found["state"].get(number)
                 if part is not None and isinstance(state, dict):
                     found["state"][number] = {key: _marked_state(one, parameter, part) for key, one in state.items()}
-
-    def _unmark_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            unmark(parameter.grad)
 
     # Passes -----------------------------------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ def _varying_inputs(chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Mod
 # multiplied". Until a model's first pass is complete, its ``forward`` is watched. An error of that
 # kind after a column-parallel layer becomes a ``UsageError``.
 #
-# Note: the model gets a subclass of its own class (``forward_subclass``) and gets its class back
+# Note: the model gets a subclass of its own class (``subclass_with``) and gets its class back
 # after the first pass.
 
 
