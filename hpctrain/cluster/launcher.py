@@ -177,6 +177,7 @@ def ended_early(launch: Launch, parent: int | None = None) -> int:
     if launch.kind != "hydra" or not launch.local_size:
         return 0
     parent = parent or os.getppid()
+    # psutil would replace these few lines by a compiled dependency of every node.
     try:
         name = Path(f"/proc/{parent}/comm").read_text()
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

@@ -154,7 +154,7 @@ def remove_left_over(folder: str = FOLDER, *, age: float = AGE) -> list[Segment]
 
 def _unmapped(found: dict[tuple[int, int], Segment]) -> Iterable[Segment]:
     left = dict(found)
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for maps in Path("/proc").glob("[0-9]*/maps"):  # psutil's list of maps has no inodes
         try:
             lines = maps.read_text(errors="replace").splitlines()
         except OSError:  # the process has ended, or belongs to another user, who cannot map files of this one

@@ -1,13 +1,9 @@
-"""Arguments of a communicator's operations: checks, cache key, and access to the memory of tensors."""
+"""Argument checks of a communicator's operations."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hpctrain.comm.transport.base import TAGS
@@ -66,63 +62,3 @@ def check_contiguous(tensor: Tensor) -> None:
     """Refuse a non-contiguous tensor: an asynchronous receive cannot write into it."""
     if not tensor.is_contiguous():
         raise CommunicationError(f"irecv wants a contiguous tensor, not strides {tuple(tensor.stride())}; use recv")
-
-
-@dataclass(frozen=True)
-class CollectiveCall:
-    """Collective and its arguments: flat, contiguous host tensors, and a reduction or a root if it has one."""
-
-    operation: str
-    tensor: Tensor
-    out: Tensor | None = None
-    op: str = ""
-    root: int | None = None
-
-    @property
-    def whole(self) -> Tensor:
-        """Return the tensor that contains the data of all ranks: ``out`` of an all_gather, else ``tensor``."""
-        return self.out if self.out is not None and self.out.numel() > self.tensor.numel() else self.tensor
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """Return the arguments in the order of all algorithms: out, tensor, op, root, without those it lacks."""
-        out = () if self.out is None else (self.out,)
-        op = (self.op,) if self.op else ()
-        return (*out, self.tensor, *op, *(() if self.root is None else (self.root,)))
-
-    def without_references(self) -> CollectiveCall:
-        """Return this call on the same memory, without references to the tensors."""
-        return replace(
-            self,
-            tensor=_unowned_view(self.tensor),
-            out=None if self.out is None else _unowned_view(self.out),
-        )
-
-
-def call_key(operation: str, tensor: Tensor, out: Tensor | None, op: str, root: int | None, algorithm: str) -> Hashable:
-    """Return the cache key of a collective; a cached call needs no second check of its arguments."""
-    if out is None:
-        return operation, tensor.data_ptr(), tensor.numel(), tensor.dtype, op, root, algorithm
-    sizes = out.numel(), tensor.numel(), out.dtype, tensor.dtype
-    return operation, out.data_ptr(), tensor.data_ptr(), sizes, op, root, algorithm
-
-
-@contextmanager
-def as_flat_host(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-    """Yield a flat, contiguous host tensor of the same content; copy it ``back`` afterwards if it is a copy."""
-    host = tensor.detach()
-    if host.device.type == "cpu" and host.is_contiguous():
-        yield host.view(-1)
-        return
-    host = host.contiguous().cpu()
-    yield host.view(-1)
-    if back:
-        tensor.detach().copy_(host)
-
-
-def _unowned_view(tensor: Tensor) -> Tensor:
-    """Return a flat tensor of the same host memory that holds no reference to it."""
-    from mpi4py import MPI
-
-    memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)

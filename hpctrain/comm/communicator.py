@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import ArgumentChecks, call_key, check_contiguous
+from hpctrain.comm.arguments import ArgumentChecks, check_contiguous
 from hpctrain.comm.composite import CoalescingBucket, gather_into, gather_rows
 from hpctrain.comm.debug import MismatchDetector
 from hpctrain.comm.dispatch import Dispatch
 from hpctrain.comm.mesh import AXES, Mesh, fill_in
-from hpctrain.comm.prepared import FlatHostCollectives, PreparedCallCache
+from hpctrain.comm.prepared import FlatHostCollectives, PreparedCallCache, call_key
 from hpctrain.comm.reduction import check_op
 from hpctrain.comm.shm.memory import discover
 from hpctrain.comm.shm.spsc_ring import RingHandle, SpscRing, make_slots

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.algorithms import direct, tree
-from hpctrain.comm.arguments import CollectiveCall, as_flat_host
-from hpctrain.comm.prepared import FlatHostCollectives
+from hpctrain.comm.prepared import CollectiveCall, FlatHostCollectives, as_flat_host
 from hpctrain.comm.transport.base import Work
 from hpctrain.comm.tuning.table import AlgorithmTable
 from hpctrain.errors import CommunicationError

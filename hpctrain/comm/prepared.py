@@ -8,7 +8,8 @@ tensors of the same size and dtype at the same addresses: ``call_key``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.algorithms import direct, double_tree, recursive, ring, tree
-from hpctrain.comm.arguments import CollectiveCall, call_key
 from hpctrain.comm.reduction import Reducer, average_scale, transport_op
 from hpctrain.comm.shm.memory import SharedMemory, Topology
 from hpctrain.comm.transport.base import Finished, PreparedCall, Transport, Work
@@ -25,6 +25,37 @@ from hpctrain.errors import CommunicationError
 
 if TYPE_CHECKING:
     from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """Collective and its arguments: flat, contiguous host tensors, and a reduction or a root if it has one."""
+
+    operation: str
+    tensor: Tensor
+    out: Tensor | None = None
+    op: str = ""
+    root: int | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """Return the tensor that contains the data of all ranks: ``out`` of an all_gather, else ``tensor``."""
+        return self.out if self.out is not None and self.out.numel() > self.tensor.numel() else self.tensor
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments in the order of all algorithms: out, tensor, op, root, without those it lacks."""
+        out = () if self.out is None else (self.out,)
+        op = (self.op,) if self.op else ()
+        return (*out, self.tensor, *op, *(() if self.root is None else (self.root,)))
+
+    def without_references(self) -> CollectiveCall:
+        """Return this call on the same memory, without references to the tensors."""
+        return replace(
+            self,
+            tensor=_unowned_view(self.tensor),
+            out=None if self.out is None else _unowned_view(self.out),
+        )
 
 
 @dataclass(frozen=True)
@@ -145,6 +176,38 @@ class PreparedCallCache(dict[Hashable, Callable[..., Any]]):
         if len(self) >= self._limit:
             self.clear()
         super().__setitem__(key, call)
+
+
+def call_key(operation: str, tensor: Tensor, out: Tensor | None, op: str, root: int | None, algorithm: str) -> Hashable:
+    """Return the cache key of a collective; a cached call needs no second check of its arguments."""
+    if out is None:
+        return operation, tensor.data_ptr(), tensor.numel(), tensor.dtype, op, root, algorithm
+    sizes = out.numel(), tensor.numel(), out.dtype, tensor.dtype
+    return operation, out.data_ptr(), tensor.data_ptr(), sizes, op, root, algorithm
+
+
+# Host memory of tensors -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def as_flat_host(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
+    """Yield a flat, contiguous host tensor of the same content; copy it ``back`` afterwards if it is a copy."""
+    host = tensor.detach()
+    if host.device.type == "cpu" and host.is_contiguous():
+        yield host.view(-1)
+        return
+    host = host.contiguous().cpu()
+    yield host.view(-1)
+    if back:
+        tensor.detach().copy_(host)
+
+
+def _unowned_view(tensor: Tensor) -> Tensor:
+    """Return a flat tensor of the same host memory that holds no reference to it."""
+    from mpi4py import MPI
+
+    memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
 
 
 # Preparation ----------------------------------------------------------------------------------------------------------

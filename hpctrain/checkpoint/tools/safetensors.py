@@ -2,7 +2,8 @@
 
 The format is described at https://github.com/huggingface/safetensors#format: eight bytes with the
 length of the header (little endian), the header (name to dtype, shape and offsets; text under
-``__metadata__``), the data without gaps. It has no checksums.
+``__metadata__``), the data without gaps. It has no checksums. The format's own library is not used: it reads headers up
+to 100 MB, maps files, so that a truncated one ends the process, and writes from memory only.
 """
 
 from __future__ import annotations

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from hpctrain.comm.algorithms import direct, tree
 from hpctrain.comm.algorithms.base import slices
-from hpctrain.comm.arguments import CollectiveCall, as_flat_host
 from hpctrain.comm.device.nccl import NcclTransport
 from hpctrain.comm.device.nccl_channel import NcclChannel
 from hpctrain.comm.device.paths import PATHS, Path, PathCapabilities, PathChoice, PathLog, choose_path
 from hpctrain.comm.device.staging import PIECE_BYTES, StagedCopier, TensorParts, elementwise, gathered, scattered
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.dispatch import OperationQueue
+from hpctrain.comm.prepared import CollectiveCall, as_flat_host
 from hpctrain.comm.reduction import Reducer, average_scale, partial_dtype, transport_op
 from hpctrain.comm.transport.base import Finished, Transport, Work
 from hpctrain.comm.tuning.table import AlgorithmTable
 from hpctrain.errors import CommunicationError
 
 if TYPE_CHECKING:
+    from hpctrain.comm.dispatch import OperationQueue
     from hpctrain.comm.prepared import FlatHostCollectives
 
 _OnHost = Callable[[Tensor, Tensor], object]

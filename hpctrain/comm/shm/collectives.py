@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,11 +30,13 @@ from hpctrain.comm.algorithms import direct, recursive, tree
 from hpctrain.comm.algorithms.base import TAG, exchange, slices
 from hpctrain.comm.reduction import BLOCK, Reducer, average_scale
 from hpctrain.comm.shm.in_place import LocalPart, NodeQueue, WindowParts
-from hpctrain.comm.shm.memory import Topology
 from hpctrain.comm.shm.staged import StagedCollectives
 from hpctrain.comm.transport.base import PreparedCall, Recorder, Transport, Work
 from hpctrain.comm.transport.mpi import MpiTransport
 from hpctrain.comm.transport.window import NodeMemory, NoSpaceError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.shm.memory import Topology
 
 PIECE = 2**19  # bytes of a slice per message: long enough for a link's full rate
 CHUNK = 4 * 2**20  # bytes per chunk of a private tensor that is staged through node memory for other nodes

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import shared_memory
+from hpctrain.cluster import resources
 from hpctrain.cluster.launcher import Launch, detect, ended_early
 from hpctrain.cluster.world_check import check_pmi, check_world
 from hpctrain.comm.transport.base import SingleTransport, Transport
@@ -60,17 +60,17 @@ def connect(comm: Any = None, environ: MutableMapping[str, str] = os.environ) ->
 def _check_node_memory(launch: Launch) -> None:
     """Remove left-over files of dead jobs in /dev/shm; raise ``LaunchError`` if MPI_Init would die there of SIGBUS."""
     if not launch.local_rank:
-        removed = shared_memory.remove_left_over()
+        removed = resources.remove_left_over()
         if removed:
             text = "removed %d segments (%.1f MiB) that dead MPI jobs of this user left in %s"
-            logger.info(text, len(removed), sum(one.nbytes for one in removed) / 2**20, shared_memory.FOLDER)
-    free, wanted = shared_memory.free_bytes(), shared_memory.STARTING * ((launch.local_size or 1) + 1)
+            logger.info(text, len(removed), sum(one.nbytes for one in removed) / 2**20, resources.FOLDER)
+    free, wanted = resources.free_bytes(), resources.STARTING * ((launch.local_size or 1) + 1)
     if launch.kind == "openmpi":
-        wanted += shared_memory.STARTING_OPENMPI
+        wanted += resources.STARTING_OPENMPI
     if free is not None and free < wanted:
         raise LaunchError(
-            f"{shared_memory.FOLDER} has {free / 2**20:,.1f} MiB left, MPI needs at least {wanted / 2**20:,.0f} MiB to "
-            f"start; {shared_memory.ENLARGE}, or remove files there"
+            f"{resources.FOLDER} has {free / 2**20:,.1f} MiB left, MPI needs at least {wanted / 2**20:,.0f} MiB to "
+            f"start; {resources.ENLARGE}, or remove files there"
         )
 
 

@@ -12,8 +12,7 @@ from support.nodes import by_memory, by_node
 from support.reductions import DTYPES, expected, ops_of, same_bits, values
 from torch import Tensor
 
-from hpctrain.comm.arguments import CollectiveCall
-from hpctrain.comm.prepared import FlatHostCollectives
+from hpctrain.comm.prepared import CollectiveCall, FlatHostCollectives
 from hpctrain.comm.reduction import BLOCK
 from hpctrain.errors import CommunicationError
 
