@@ -157,6 +157,7 @@ class StrategyRecord:
     keeps_gradients: bool  # whether gradients stay in the tensors of autograd until the optimizer step
 
 
+@lru_cache(maxsize=256)
 def simulate(task: Task) -> StrategyRecord:
     """Return the record of a task; tasks that differ only in names are run once."""
     renamed, names = task.renamed()
@@ -265,8 +266,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return kwargs["out"]
         if kind == "read":
             return 0
-        if kind == "norms":
-            return [torch.empty((), dtype=one.dtype, device=META) for one in args[0]]
+        if kind == "norm":
+            return torch.empty((), dtype=args[0].dtype, device=META)
         if kwargs and (device := kwargs.get("device")) is not None and device.type == "cpu":
             kwargs = {**kwargs, "device": META}
         result = func(*args, **(kwargs or {}))
@@ -328,7 +329,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _unsharded(self) -> int:
         """Return the bytes of parameters that are unsharded only now; between two steps their storages have 0 bytes."""
-        return sum(self.nbytes(key) for key in self.of_parameters - self._kept)
+        return sum(self.nbytes(key) for key in self.of_parameters - self._kept) if self._kept else 0
 
     def _end_module(self) -> None:
         """Record the peak of the buffers since the last module began: they are filled by hooks after its passes."""
@@ -366,7 +367,7 @@ _KINDS: dict[Any, str] = {}  # of operators: how the recorder replaces them
 
 def _kind_of(func: Any) -> str:
     name, schema = func._overloadpacket.__name__, func._schema
-    special = {"_local_scalar_dense": "read", "_foreach_norm": "norms", "clone": "clone"}
+    special = {"_local_scalar_dense": "read", "linalg_vector_norm": "norm", "clone": "clone"}
     kind = special.get(name, "other")
     if any(argument.name == "out" for argument in schema.arguments):
         kind = "out"

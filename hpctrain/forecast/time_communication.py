@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from math import exp, log
 
@@ -77,6 +78,7 @@ class Network:
         return cheapest(operation, group.nodes, nbytes, link.latency, link.bandwidth / group.local)
 
 
+@lru_cache(maxsize=4096)
 def cheapest(operation: str, ranks: int, nbytes: float, latency: float, bandwidth: float) -> float:
     """Return the time of the cheapest algorithm, by its formula."""
     able = [algorithm for algorithm, known in FORMULAS if known == operation]
