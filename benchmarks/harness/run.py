@@ -1,7 +1,7 @@
-"""Run of a benchmark: options, signals, interleaved candidates, child processes, and the result at the end.
+"""Options, signals, interleaved candidates and child processes of a benchmark, and the result at its end.
 
 SIGTERM and SIGINT end a benchmark between two turns. The handlers only set a flag, on which the
-ranks agree before each turn. What was measured so far is written, marked as incomplete, and the
+ranks agree before each turn. The measurements so far are written, marked as incomplete, and the
 exit code is 128 + the signal.
 """
 
