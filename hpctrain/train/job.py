@@ -92,8 +92,6 @@ class Job:
         Raises ``MismatchError`` if the ranks have different models, ``SettingsError`` if the
         strategy does not support the offloading.
         """
-        from hpctrain.train.loader_feed import example_inputs
-
         chosen = agreed(
             self.comm,
             lambda: (
@@ -107,13 +105,20 @@ class Job:
             ),
         )
         inner = plain_module(model)
-        shown = agreed(self.comm, lambda: example_inputs(example, inner, chosen[0], self.comm.size))
+        shown = agreed(self.comm, lambda: self._inputs_of(example, inner, chosen[0]))
         ALLOCATOR.start()
         strategy = attach(inner, self.comm, chosen[0], self.device, shown, chosen[1], chosen[2])
         protect(strategy)
         self.comm.twin()  # created here by all ranks: a later call by one rank alone is then detected
         self.strategies[id(inner)] = strategy
         return model
+
+    def _inputs_of(self, example: Any, model: nn.Module, settings: ParallelSettings) -> Any:
+        if example is None:
+            return None  # without loading h5py, which only runs need
+        from hpctrain.train.loader_feed import example_inputs
+
+        return example_inputs(example, model, settings, self.comm.size)
 
     def strategy(self, model: nn.Module) -> Strategy:
         """Return the strategy that ``wrap`` attached to a model."""
