@@ -15,8 +15,8 @@ from hpctrain.cluster.resources import cpu_affinity, format_cpus
 from hpctrain.doctor.findings import Finding, Level, advice, error, note, ok
 from hpctrain.doctor.login import resources
 from hpctrain.doctor.login.resources import ProcessLimits
-from hpctrain.util.text import counted
 from hpctrain.util.probe import Answer
+from hpctrain.util.text import counted
 
 if TYPE_CHECKING:
     import torch

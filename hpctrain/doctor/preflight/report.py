@@ -7,17 +7,16 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from hpctrain.cluster.resources import format_cpus
 from hpctrain.cluster.nodes import compress_node_list
+from hpctrain.cluster.resources import format_cpus
 from hpctrain.doctor.findings import Finding, advice, note, ok, warning
 from hpctrain.doctor.preflight import messages, placement
 from hpctrain.doctor.preflight.messages import Pair
 from hpctrain.doctor.preflight.placement import RankPlacement
 from hpctrain.doctor.preflight.rates import LEAST, check_writes, slow
 from hpctrain.doctor.preflight.survey import PreflightReport
-from hpctrain.util.text import counted, format_bandwidth, format_bytes, format_seconds
 from hpctrain.util.plotting import INK, add_grid, new_figure
-from hpctrain.util.text import columns, without_math
+from hpctrain.util.text import columns, counted, format_bandwidth, format_bytes, format_seconds, without_math
 
 _SHOWN = 8  # names in one finding
 _FAR = 0.5  # minimum shortfall within a node, where some cores are closer to each other than others
