@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -111,11 +112,12 @@ class UnitState:
                 group.free()
 
 
-class Residency(Protocol):
+class Residency(ABC):
     """Residency of parameters: unsharded in the passes of the model, sharded between them. Passes are collective."""
 
     def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
         """Register hooks on modules inside the model; call ``on_backward`` when backward reaches the first of them."""
+        return []
 
     def mark_stale(self, *, frozen: bool = False) -> None:
         """Mark the unsharded parameters as stale after a change of shards; ``frozen``: of frozen parameters too."""
@@ -123,27 +125,34 @@ class Residency(Protocol):
     def wait_for_readers(self) -> None:
         """Wait until no rank computes with the memory that this rank is about to change."""
 
-    def begin_forward(self, *, records: bool) -> None:
-        """Begin a forward pass of the whole model; ``records``: a backward pass may follow."""
-
-    def end_forward(self, *, needs_backward: bool) -> None:
-        """End the forward pass; ``needs_backward``: a backward pass may follow."""
-
-    def begin_backward(self, *, reduces: bool) -> None:
-        """Begin a backward pass; ``reduces``: its gradients are reduced."""
-
-    def end_backward(self) -> None:
-        """End the backward pass."""
-
     def agree_on_order(self, world: Communicator) -> None:
         """Make the ranks agree on the order of collectives that a pass has recorded."""
 
+    @abstractmethod
+    def begin_forward(self, *, records: bool) -> None:
+        """Begin a forward pass of the whole model; ``records``: a backward pass may follow."""
+
+    @abstractmethod
+    def end_forward(self, *, needs_backward: bool) -> None:
+        """End the forward pass; ``needs_backward``: a backward pass may follow."""
+
+    @abstractmethod
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Begin a backward pass; ``reduces``: its gradients are reduced."""
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """End the backward pass."""
+
+    @abstractmethod
     def join_pass(self, *, backward: bool) -> None:
         """Take part in the collectives of a pass without computing."""
 
+    @abstractmethod
     def unshard(self) -> None:
         """Unshard all parameters."""
 
+    @abstractmethod
     def reshard(self) -> None:
         """Reshard all parameters."""
 
@@ -158,7 +167,7 @@ class Residency(Protocol):
 # If no memory is shared, each rank has its own copy of the unsharded parameters (ZeRO 1 and 2).
 
 
-class KeepUnsharded:
+class KeepUnsharded(Residency):
     """Residency that keeps all parameters unsharded, and gathers them if they are stale."""
 
     def __init__(
@@ -208,9 +217,6 @@ class KeepUnsharded:
         """Register the shards again."""
         self._register(unsharded=False)
 
-    def agree_on_order(self, world: Communicator) -> None:
-        """Do nothing: no order has to be agreed on."""
-
     def unshard(self) -> None:
         """Bring all unsharded parameters up to date, and register them in the modules. Collective."""
         self._gather()
@@ -223,10 +229,6 @@ class KeepUnsharded:
     def join_pass(self, *, backward: bool) -> None:
         """Take part in the collectives of a pass without computing."""
         self._gather()
-
-    def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
-        """Do nothing: all parameters are unsharded in all passes."""
-        return []
 
     # Internals --------------------------------------------------------------------------------------------------------
 

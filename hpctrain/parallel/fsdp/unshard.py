@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.reduce import GradReduction
-from hpctrain.parallel.fsdp.residency import CommStream, UnitState
+from hpctrain.parallel.fsdp.residency import CommStream, Residency, UnitState
 from hpctrain.parallel.hooks import after_backward, after_gradient, around_forward, before_backward
 from hpctrain.plain_tensors import on_shards
 
@@ -181,11 +181,12 @@ class PlanCursor:
 # Residency that unshards on demand ------------------------------------------------------------------------------------
 
 
-class UnshardOnDemand:
+class UnshardOnDemand(Residency):
     """Residency that unshards as few units at a time as the passes allow.
 
-    All ranks gather units in the same order (see ``PassPlan``). The first of ``units`` is the
-    model's own unit.
+    Units are gathered again for each pass, so they are never stale, and no other rank computes with
+    this rank's memory. All ranks gather units in the same order (see ``PassPlan``). The first of
+    ``units`` is the model's own unit.
     """
 
     def __init__(self, units: Sequence[UnitState], comm: Communicator, stream: CommStream, prefetch: int) -> None:
@@ -198,12 +199,6 @@ class UnshardOnDemand:
         self._hooks: list[UnitHooks] = []
         self.reducer: GradReduction | None = None
         self.idle = False  # while all units are unsharded at once, the hooks of units have no effect
-
-    def mark_stale(self, *, frozen: bool = False) -> None:
-        """Do nothing: units are gathered again for each pass, and are never stale."""
-
-    def wait_for_readers(self) -> None:
-        """Do nothing: no other rank computes with this rank's memory."""
 
     def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
         """Register the hooks that unshard and reshard units as the model runs."""
