@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Machine:
-    """What a job takes from the machine and the process: visible GPUs, versions, and the watchdog of this rank."""
+    """Sources of a job on this machine: the visible GPUs, the versions of packages, and the watchdog of this rank."""
 
     def gpus(self) -> int:
         """Return the number of GPUs that this rank sees."""
