@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
+import torch
+from torch import Tensor, nn
+
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.cluster.resources import free_memory
-from hpctrain.forecast.dry_run_process import READY, DryRunTask
+from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.memory import memory_of
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.time_layers import dtype_of
+from hpctrain.forecast.time_layers import CPU, dtype_of, real_copy
 from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.objective import Objective, loss_named
 from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.train.config import Settings
 from hpctrain.util.probe import python
 
 MOST_RANKS = 8  # maximum number of processes; each imports torch, which takes seconds of a core
@@ -36,7 +42,7 @@ WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps: warm-up, least, most; secon
 DEADLINE = 60.0  # seconds for the whole dry run
 
 Process = subprocess.Popen[bytes]
-_MODULE = "hpctrain.forecast.dry_run_process"
+_MODULE = "hpctrain.forecast.dry_run"
 
 
 @dataclass(frozen=True)
@@ -123,3 +129,71 @@ def _run_step(processes: Sequence[Process]) -> list[tuple[float, float]]:
         one.stdin.flush()
     answers = [one.stdout.readline() for one in processes if one.stdout is not None]
     return [tuple(json.loads(answer)) for answer in answers]
+
+
+# Process of a dry run: runs a model's passes on request and reports their times ---------------------------------------
+
+
+READY = "ready"
+
+
+@dataclass(frozen=True)
+class DryRunTask:
+    """Work of a process: passes of the settings' model on ``samples`` samples."""
+
+    settings: Settings
+    samples: int
+    threads: int
+    dtype: torch.dtype | None  # of autocast
+
+
+class StepRunner:
+    """Model with allocated memory, and a batch."""
+
+    def __init__(self, facts: ModelFacts, task: DryRunTask) -> None:
+        torch.set_num_threads(task.threads)
+        self.model = real_copy(facts.model)
+        self.inputs, self.targets = (_filled(spec.of(task.samples, CPU)) for spec in (facts.inputs, facts.targets))
+        self.objective = Objective(loss_named(task.settings.train.loss), task.dtype)
+        self.optimizer = _optimizer(self.model)
+
+    def run_step(self) -> tuple[float, float]:
+        """Run a step; return the seconds of its forward and of its backward pass."""
+        start = time.perf_counter()
+        with self.objective.computing(CPU):
+            outputs = self.model(self.inputs)
+        loss = self.objective.compare(outputs, self.targets)
+        middle = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        end = time.perf_counter()
+        # As in a run, the optimizer step between the passes touches all of the memory, and
+        # gradients stay allocated.
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=False)
+        return middle - start, end - middle
+
+
+def main() -> None:
+    """Answer requests until the end of the input."""
+    task: DryRunTask = pickle.load(sys.stdin.buffer)  # sent by the parent process
+    runner = StepRunner(facts_of(task.settings), task)
+    answer = sys.stdout
+    sys.stdout = sys.stderr  # keep a model's prints out of the answers
+    print(READY, file=answer, flush=True)
+    for _ in sys.stdin.buffer:
+        print(json.dumps(runner.run_step()), file=answer, flush=True)
+
+
+def _filled(values: Tensor) -> Tensor:
+    """Fill floating-point values with small random numbers; class indices and tokens stay zero."""
+    return values.normal_() if values.is_floating_point() else values
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
+
+
+if __name__ == "__main__":
+    main()

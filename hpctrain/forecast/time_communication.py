@@ -19,8 +19,9 @@ from math import exp, log
 from hpctrain.comm.algorithms.cost import FORMULAS, cost
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.forecast.machine import MachineRates, RankShare
+from hpctrain.forecast.recorder import NEVER, PASSES, Call
 from hpctrain.forecast.run import Group, PlannedRun, group_of
-from hpctrain.forecast.simulate import MOST_PASSES, NEVER, PASSES, Call
+from hpctrain.forecast.simulate import MOST_PASSES
 from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES, is_asynchronous
 from hpctrain.parallel.config import SHARDED
 from hpctrain.train.calibration import Measurement

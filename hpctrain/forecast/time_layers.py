@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from hpctrain.forecast.facts import ModelFacts
 from hpctrain.forecast.machine import MachineRates, RankShare
 from hpctrain.forecast.machine_probe import restored_threads
-from hpctrain.forecast.op_counter import OpCounts
 from hpctrain.forecast.run import Group, PlannedRun, group_of
 from hpctrain.forecast.time_communication import Network
-from hpctrain.forecast.time_work import LayerWork, ModelWork, Values, as_module, each, signature_of
+from hpctrain.forecast.time_work import LayerWork, ModelWork, OpCounts, Values, as_module, each, signature_of
 from hpctrain.parallel.fsdp.units import find_units
 from hpctrain.parallel.objective import loss_named
 from hpctrain.parallel.pipeline.skip import carrying

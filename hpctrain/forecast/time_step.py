@@ -9,8 +9,8 @@ from math import prod
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.forecast.machine import MachineRates, RankShare
 from hpctrain.forecast.rank import RankPart, rank_parts
+from hpctrain.forecast.recorder import Call
 from hpctrain.forecast.run import Group, PlannedRun, cuts_of, group_of
-from hpctrain.forecast.simulate import Call
 from hpctrain.forecast.time_communication import (
     FLOAT,
     Network,

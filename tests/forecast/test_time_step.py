@@ -12,8 +12,8 @@ from support.forecasts import CPU, GPU, forecast, planned, settings
 from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.machine import LinkModel
 from hpctrain.forecast.rank import rank_parts
+from hpctrain.forecast.recorder import Call
 from hpctrain.forecast.run import Group, PlannedRun
-from hpctrain.forecast.simulate import Call
 from hpctrain.forecast.time_communication import Exchange, Network, ParameterTotals, exchange_of, exposed
 from hpctrain.forecast.time_layers import LayerTime
 from hpctrain.forecast.time_step import StepTime, pipeline
