@@ -19,7 +19,7 @@ from support.reductions import DTYPES, FLOATS, INTEGERS, reduced, same_bits, val
 from support.threads import ThreadWorld
 from torch import Tensor
 
-from hpctrain.comm.algorithms.direct import slices
+from hpctrain.comm.algorithms.base import slices
 from hpctrain.comm.reduction import Reducer
 from hpctrain.comm.transport.base import Transport
 
