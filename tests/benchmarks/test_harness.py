@@ -253,28 +253,31 @@ def test_a_child_that_takes_too_long_is_ended_with_its_processes() -> None:
 @pytest.mark.benchmark
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_leaves_an_incomplete_result_and_no_rank(number: int, tmp_path: Path) -> None:
+def test_a_signal_leaves_an_incomplete_result_and_no_rank(number: int, tmp_path: Path) -> None:
     mpiexec = Path(sys.executable).parent / "mpiexec"
     if not mpiexec.exists():
         pytest.skip("no mpiexec beside the interpreter")
     words = ["--quick", "--rounds", "100000", "--without", "torch-dtensor", "--out", str(tmp_path)]
     command = [str(mpiexec), "-n", "2", sys.executable, str(FOLDER / "tensor.py"), *words]
     env = {**os.environ, "HPCTRAIN_BENCHMARK_TEST": str(tmp_path)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-    assert process.stderr
-    for line in process.stderr:
-        if "ETA" in line:  # some rounds are measured
-            break
-    started = time.monotonic()
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
+    mark = f"HPCTRAIN_BENCHMARK_TEST={tmp_path}".encode()
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=env, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            next(line for line in process.stderr if "ETA" in line)  # some rounds are measured
+            started = time.monotonic()
+            # SIGINT goes to the launcher, SIGTERM to a single rank: the ranks must agree on it.
+            ranks = [path for path in Path("/proc").glob("[0-9]*/environ") if _has(path, mark) and _is_rank(path)]
+            os.kill(process.pid if number == signal.SIGINT else int(ranks[0].parent.name), number)
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 128 + number, out
     assert time.monotonic() - started < 20
     (path,) = tmp_path.glob("*.json")
     found = json.loads(path.read_text())
     assert not found["complete"] and found["seconds"]["hpctrain tensor"]["repeats"] > 1
     assert path.with_suffix(".csv").exists() and "the result is incomplete" in out
-    mark = f"HPCTRAIN_BENCHMARK_TEST={tmp_path}".encode()
     others = [path for path in Path("/proc").glob("[0-9]*/environ") if _has(path, mark)]
     assert not others
 
@@ -284,3 +287,7 @@ def _has(path: Path, mark: bytes) -> bool:
         return mark in path.read_bytes()
     except OSError:
         return False
+
+
+def _is_rank(path: Path) -> bool:
+    return b"python" in (path.parent / "cmdline").read_bytes().split(b"\0")[0]
