@@ -29,9 +29,7 @@ class WalltimeGuard:
     epoch. Only one rank uses this object, because clocks differ.
     """
 
-    def __init__(
-        self, deadline: Deadline | None, margin: float = 0.0, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, deadline: Deadline | None, margin: float = 0.0, clock: Callable[[], float] = time.time) -> None:
         self.deadline = deadline
         self._margin, self._clock = margin, clock
         self._slowest_step = self._slowest_save = 0.0

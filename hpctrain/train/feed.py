@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.checkpoint import rng
+from hpctrain.checkpoint import content
 from hpctrain.data.loader import Loader
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import BatchShare, set_epoch, skip_over
@@ -55,12 +55,12 @@ class Feed:
         set_epoch(self.loader, self.epoch)
         old, self._legacy = self._legacy, None
         if old is not None:
-            rng.restore_rng(old[0])
+            content.restore_rng(old[0])
         self._sync_generators()
         self._record_generators()
         self._source = self._start(self.batches)
         if old is not None:
-            rng.restore_rng(old[1])
+            content.restore_rng(old[1])
 
     def fetch(self) -> Item | None:
         """Return the next batch; ``None`` at the end of the pass."""
@@ -124,14 +124,14 @@ class Feed:
         """Synchronize the generators of all ranks; not needed if every rank loads by itself."""
 
     def _record_generators(self) -> None:
-        self._at_begin = rng.capture_rng()
+        self._at_begin = content.capture_rng()
 
     # Position ---------------------------------------------------------------------------------------------------------
 
     @property
     def generators(self) -> Rng:
         """Generator states to save: those from the beginning of the current pass."""
-        return self._at_begin if self._at_begin is not None else rng.capture_rng()
+        return self._at_begin if self._at_begin is not None else content.capture_rng()
 
     def position(self) -> dict[str, Any]:
         """Return the position of the run as plain values."""
@@ -170,7 +170,7 @@ class StatefulFeed(Feed):
     def fetch(self) -> Item | None:
         """Return the next batch; keep the state before it, to be saved until the loop consumes the batch."""
         if self.looks_ahead:
-            self._before, self._all_consumed = (dict(self.loader.state_dict()), rng.capture_rng()), False
+            self._before, self._all_consumed = (dict(self.loader.state_dict()), content.capture_rng()), False
         item = super().fetch()
         self._fetched += item is not None
         return item
@@ -194,7 +194,7 @@ class StatefulFeed(Feed):
     @property
     def generators(self) -> Rng:
         """Generator states to save."""
-        return rng.capture_rng() if self._before is None or self._all_consumed else self._before[1]
+        return content.capture_rng() if self._before is None or self._all_consumed else self._before[1]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the loader's state after the batches that the loop has consumed."""

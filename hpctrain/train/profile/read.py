@@ -78,9 +78,7 @@ def _windows(spans: list[dict[str, Any]]) -> dict[int, dict[int, tuple[float, fl
     return found
 
 
-def _timeline(
-    spans: list[dict[str, Any]], windows: dict[int, tuple[float, float]], ranks: tuple[int, ...]
-) -> Timeline:
+def _timeline(spans: list[dict[str, Any]], windows: dict[int, tuple[float, float]], ranks: tuple[int, ...]) -> Timeline:
     rows: dict[int, list[TimelineSpan]] = {rank: [] for rank in ranks}
     for event in spans:
         rank, name = event["args"]["rank"], event["name"]
