@@ -89,6 +89,7 @@ def test_more(): comm.barrier()
     assert result.returncode != 0 and "stopping after 1 failures" in result.stdout and result.seconds < scaled(25)
 
 
+@pytest.mark.long
 def test_a_hang_ends_with_the_stacks_of_every_rank(session: Any) -> None:
     source = """
 from mpi4py.MPI import COMM_WORLD as comm
@@ -118,6 +119,7 @@ def test_a_hang_in_one_process_ends(session: Any) -> None:
     assert "test_inner.py::test_hang is not done after 1 s" in result.stderr and "in test_hang" in result.stderr
 
 
+@pytest.mark.long
 def test_a_hang_that_holds_the_interpreter_ends(session: Any) -> None:
     source = "import re\ndef test_hang(): re.match('(a*)*b', 'a' * 64)\n"
     result = session(0, source, "-o", "test_limit=1", timeout=30)
@@ -151,6 +153,7 @@ def test_singletons_are_refused(session: Any) -> None:
     assert result.returncode == 4 and "ERROR: srun started 2 processes, but" in result.stderr
 
 
+@pytest.mark.long
 def test_gpu_tests_are_skipped_without_a_gpu(session: Any) -> None:
     result = session(0, "@pytest.mark.gpu\ndef test_it(): pass\n", env={"CUDA_VISIBLE_DEVICES": ""})
     assert "needs a GPU" in result.stdout

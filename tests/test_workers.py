@@ -52,6 +52,7 @@ def test_the_controller_has_a_time_limit_until_tests_are_collected() -> None:
     assert calls == ["disarm"]
 
 
+@pytest.mark.long
 def test_a_hang_in_a_worker_ends_the_session_with_its_stacks(session: Sessions) -> None:
     source = """
 @pytest.mark.limit(2)
@@ -76,6 +77,7 @@ DEATH = "os._exit(0) if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else time
 MANY = "@pytest.mark.parametrize('n', range(20))\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["", f"{MANY}def test_it(n): "], ids=["collecting", "in a test"])
 def test_a_dead_worker_fails_the_session(session: Sessions, place: str) -> None:
     result = session(0, f"def test_first(): pass\n{place}{DEATH}\n", "-n", "2")

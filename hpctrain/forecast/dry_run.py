@@ -5,6 +5,9 @@ hierarchy. They also do not show how concurrent ranks slow each other down by sh
 bandwidth and cores. If model and machine are small enough, the passes are therefore run a few times
 by processes that start every step together, as ranks do. The ratio of their time to the sum of the
 layers corrects every forecast for this machine.
+
+Such a process (``python -m``) reads a pickled ``DryRunTask`` from its standard input, then one line per
+step. It answers each line with a line of JSON, and ends at the end of its input.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Transient:
     buffers: int = 0
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that replaces kernels, records the strategy's memory, and receives the calls of communicators."""
 
     def __init__(self, parameter_bytes: int) -> None:

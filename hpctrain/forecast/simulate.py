@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.forecast.fake_tensors import RecordingCommunicator
-from hpctrain.forecast.recorder import META, Call, Recorder, Transient
+from hpctrain.forecast.recorder import META, Call, StepRecorder, Transient
 from hpctrain.forecast.run import Group
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
@@ -62,7 +62,7 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class Task:
-    """What is simulated: a model by its parameters, units and layers, its strategy, and the rank's group."""
+    """Model and strategy to simulate: a model by its parameters, units and layers, its strategy, and the rank's group."""
 
     parameters: tuple[HeldParameter, ...]
     modules: tuple[tuple[str, bool], ...]  # names in the order of execution; whether each is a unit
@@ -150,7 +150,7 @@ def simulate(task: Task) -> StrategyRecord:
 class _Layer(nn.Module):
     """Module that returns its input; its backward pass returns gradients without values."""
 
-    def __init__(self, name: str, recorder: Recorder) -> None:
+    def __init__(self, name: str, recorder: StepRecorder) -> None:
         super().__init__()
         self.name, self.recorder = name, recorder
 
@@ -183,7 +183,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return gradients of the parameters' shapes."""
-        recorder: Recorder = ctx.layer.recorder
+        recorder: StepRecorder = ctx.layer.recorder
         recorder.begin_module(ctx.layer.name, ctx.parameters)
         with recorder.computing():
             found = [torch.empty_like(one) if one.requires_grad else None for one in ctx.parameters]
@@ -191,7 +191,7 @@ class _Identity(torch.autograd.Function):
         return None, gradients[0], *found
 
 
-def _model_of(task: Task, recorder: Recorder) -> nn.Module:
+def _model_of(task: Task, recorder: StepRecorder) -> nn.Module:
     """Return a model of the task's modules and parameters."""
     modules: dict[str, _Layer] = {"": _Unit("", recorder)}
     for name, is_unit in task.modules:
@@ -218,7 +218,7 @@ class _NoUpdate(torch.optim.SGD):
 
 @lru_cache(maxsize=256)
 def _simulate(task: Task) -> StrategyRecord:
-    recorder = Recorder(sum(one.nbytes for one in task.parameters))
+    recorder = StepRecorder(sum(one.nbytes for one in task.parameters))
     divides = task.group.size > 1 or task.settings.mixed_precision != "none" or task.sharded
     if not divides or not any(one.trained for one in task.parameters):
         return _whole(task)
@@ -249,7 +249,7 @@ def _settings(task: Task) -> ParallelSettings:
     return replace(task.settings, units=(_Unit.__name__,), elementwise=(_NoUpdate.__name__,))
 
 
-def _run_step(task: Task, strategy: Strategy, optimizer: torch.optim.Optimizer, recorder: Recorder) -> list[int]:
+def _run_step(task: Task, strategy: Strategy, optimizer: torch.optim.Optimizer, recorder: StepRecorder) -> list[int]:
     """Run a step as ``train.recipe.Stepper`` does; return the storages of the gradients at the optimizer step."""
     for number in range(task.passes):
         syncs = number == task.passes - 1 or strategy.reduces_early and not task.in_parts
@@ -274,7 +274,7 @@ def _parts(task: Task, strategy: Strategy, *, reduces: bool) -> AbstractContextM
     return cast(SyncStrategy, strategy).deferred_reduction(reduces=reduces) if task.in_parts else nullcontext()
 
 
-def _record_of(task: Task, strategy: Strategy, recorder: Recorder, gradients: Sequence[int]) -> StrategyRecord:
+def _record_of(task: Task, strategy: Strategy, recorder: StepRecorder, gradients: Sequence[int]) -> StrategyRecord:
     """Return the record of what a strategy owns between steps, and of what it did in the last one."""
     # On a GPU, gradients in the communicator's memory are copies of those on the device.
     on_host = set() if task.on_cpu else recorder.of_communicator.keys()

@@ -22,9 +22,9 @@ from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 from hpctrain.parallel.strategy import Strategy, consensus_view
 from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import on_shards
-from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.async_control import check_call
 from hpctrain.train.exit import LeavingTogether
+from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:

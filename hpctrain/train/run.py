@@ -37,11 +37,11 @@ from hpctrain.train.control import StopSaveFlags, install, starting
 from hpctrain.train.evaluation import Evaluation, Measure
 from hpctrain.train.feed import FeedPosition, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
-from hpctrain.train.process import versions
 from hpctrain.train.loader_feed import feed_for
 from hpctrain.train.loop import Loop
 from hpctrain.train.metrics import Progress
 from hpctrain.train.options import RunOptions, adoptable, check_owned, joined
+from hpctrain.train.process import versions
 from hpctrain.train.profile.record import Tracing
 from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.train.resume import Opening

@@ -149,6 +149,7 @@ def test_equal_training_writes_equal_tensors(comm: Any, shared_tmp_path: Path) -
         assert other.keys() == first.keys() and all(bits(other[name]) == bits(first[name]) for name in first)
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", SPLIT)
 def test_a_file_with_other_shapes_changes_no_state(comm: Any, shared_tmp_path: Path, name: str) -> None:
@@ -170,6 +171,7 @@ def test_a_file_with_other_shapes_changes_no_state(comm: Any, shared_tmp_path: P
         assert all("narrow" in text for text in one.differences(stored_in(path)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_alone"])
 def test_shards_are_written_in_the_background_during_training(comm: Any, shared_tmp_path: Path, name: str) -> None:

@@ -106,7 +106,7 @@ def apart(comm: Any) -> Iterator[Any]:
     apart.free()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in CASES.items()), *SLOW])
 def test_forecast_equals_measured_memory(own: Any, case: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.forecast.facts import facts_of
-from hpctrain.forecast.rank import PassSettings, local_model
 from hpctrain.forecast.published import layer_activations, mixed_precision_bytes, usual_account
+from hpctrain.forecast.rank import PassSettings, local_model
 from hpctrain.models.settings import ModelSettings
 from hpctrain.train.config import Settings
 

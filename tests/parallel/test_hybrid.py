@@ -36,6 +36,7 @@ def expected() -> tuple[float, ...]:
     return tuple(plain(STEPS))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings", [pytest.param(each, marks=pytest.mark.ranks(size)) for size, some in MESHES.items() for each in some]
 )
@@ -61,6 +62,7 @@ def test_all_synchronous_schedules_give_the_same_bits(own: Any) -> None:
             assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_recomputing_does_not_change_a_bit(own: Any, schedule: str) -> None:
@@ -122,6 +124,7 @@ def test_a_tied_embedding_stays_tied(own: Any) -> None:
     assert torch.equal(weights[0], weights[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings", [{"pipe": 2}, {"tensor": 2}])
 def test_a_model_on_meta_gets_the_same_weights(own: Any, settings: dict[str, Any]) -> None:
@@ -189,6 +192,7 @@ class _Live:
         self.now -= 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_messages_and_slots_give_the_same_bits(own: Any, schedule: str) -> None:

@@ -143,6 +143,7 @@ def compare(
         assert_same_on_all_ranks(own, state)
 
 
+@pytest.mark.few(4)
 @pytest.mark.ranks
 @ALL
 @MODELS
@@ -158,6 +159,7 @@ def test_a_nonfinite_placeholder_sample_does_not_count(comm: Any, name: str, val
     compare(comm, name, make, stand_in=value)
 
 
+@pytest.mark.few(4)
 @pytest.mark.ranks
 @ALL
 @MODELS

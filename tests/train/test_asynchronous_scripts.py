@@ -165,7 +165,7 @@ with job.run(model, optimizer, batches, checkpoints="run") as run:
 """
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "data, call, told",
     [

@@ -45,6 +45,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
     optimizer.zero_grad()
 
 
+@pytest.mark.few(3)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_loaded_inside_of_unshard_are_used_by_the_run(job: Any, shared_tmp_path: Path, form: str) -> None:

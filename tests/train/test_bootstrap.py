@@ -72,6 +72,7 @@ def test_a_single_process_needs_no_mpi(launch: Any, tmp_path: Path) -> None:
     assert checkpoints_of(tmp_path / "run") == ["step_00000004.h5"]
 
 
+@pytest.mark.long
 @pytest.mark.limit(120)
 def test_one_of_several_singletons_prints_the_error(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"

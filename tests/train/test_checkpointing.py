@@ -91,6 +91,7 @@ def test_a_signal_waits_for_the_last_checkpoint(job: Any, shared_tmp_path: Path)
     assert checkpoint.newest_valid(shared_tmp_path / "checkpoints").name == "step_00000005.h5"
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path, on_error: str) -> None:

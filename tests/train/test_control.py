@@ -41,6 +41,7 @@ def test_the_margin_covers_measured_steps_and_saves() -> None:
     assert not WalltimeGuard(None).is_due
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("how", ["variable", "walltime"])
 def test_a_run_stops_before_the_deadline_and_the_next_one_finishes(

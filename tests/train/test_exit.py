@@ -66,7 +66,7 @@ def launcher_crashed(result: Any) -> bool:
     return bool(result.returncode == -signal.SIGABRT and "fifo_max_prio" in result.stderr)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
     "module, name, then, code, said",

@@ -124,6 +124,7 @@ assert job.asynchronous == job.server == hpctrain.AsynchronousSettings(period=3)
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_program_with_former_names_runs_with_one_warning_for_each(launch: Any, ranks: int) -> None:
     done = launch(ranks, PROGRAM)

@@ -15,6 +15,7 @@ ODD: list[Any] = [None, True, -1, 0.5, 2**63 - 1, float("nan"), "", "x" * 5000, 
 NAMES = ("batches", "tokens", "logged", "curves", "states", "stopped")
 
 
+@pytest.mark.long
 @pytest.mark.ranks(1)
 def test_odd_values_are_refused_or_accepted_without_traceback(job: Any, shared_tmp_path: Path) -> None:
     cases = [(name, value) for name in NAMES for value in ODD]

@@ -198,6 +198,7 @@ def test_rollback_continues_after_the_bad_samples(job: Any, shared_tmp_path: Pat
     assert (attempt["steps"], attempt["repeated_steps"], attempt["saved_step"]) == (7, 1, 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("loader", [list, PositionedLoader])
 def test_a_resume_after_a_rollback_keeps_the_place_in_the_data(job: Any, shared_tmp_path: Path, loader: Any) -> None:

@@ -45,7 +45,7 @@ APART = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", APART)
 def test_asynchronous_workers_save_and_stop_after_the_same_step(leg: Legs, project: Path, mode: str) -> None:
     """One rank is signalled: all save after the same step, and resume from there."""

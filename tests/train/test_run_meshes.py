@@ -53,6 +53,7 @@ def test_a_run_may_resume_on_another_mesh(leg: Legs) -> None:
     assert rows[-1]["validation_loss"] == pytest.approx(straight[-1]["validation_loss"], rel=CLOSE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "mesh",

@@ -78,6 +78,7 @@ def test_with_stop_the_run_stops(job: Any, shared_tmp_path: Path) -> None:
         assert not (shared_tmp_path / "lock.json").exists()
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("ends_by, before", [("steps", 2), ("loader", 3), ("break", 2), ("signal", 1)])
 def test_a_failed_last_save_is_always_an_error(job: Any, shared_tmp_path: Path, ends_by: str, before: int) -> None:

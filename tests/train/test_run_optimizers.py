@@ -73,6 +73,7 @@ def smoothed(outputs: Any, targets: Any) -> Any:
     return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
 def test_another_optimizer_and_loss_equal_a_plain_loop(leg: Legs, project: Path, name: str) -> None:
@@ -92,6 +93,7 @@ def test_pipeline_stages_equal_a_plain_loop(leg: Legs, project: Path) -> None:
     assert losses(rows) == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_an_optimizer_of_the_user_resumes(leg: Legs, project: Path, name: str) -> None:

@@ -187,6 +187,7 @@ def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_a_run_from_a_file_traces(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -49,6 +49,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_resumes_bit_for_bit(job: Any, shared_tmp_path: Path, kind: str) -> None:
@@ -130,6 +131,7 @@ def test_a_signal_before_the_first_step_or_during_a_save_is_handled(job: Any, sh
     assert checkpoints_of(shared_tmp_path) == steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("loader", [list, PositionedLoader])
 def test_leaving_the_loop_after_an_update_counts_the_step(job: Any, shared_tmp_path: Path, loader: Any) -> None:

@@ -41,6 +41,7 @@ def steps(folder: Path) -> list[int]:
     return [int(name.removeprefix("step_").removesuffix(".h5")) for name in checkpoints_of(folder)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     "options, left",
@@ -61,6 +62,7 @@ def test_the_configured_checkpoints_are_kept(
     assert steps(shared_tmp_path) == left
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("stop_in", [4, 8])
 def test_a_resumed_run_keeps_the_checkpoints_of_an_uninterrupted_one(

@@ -60,6 +60,7 @@ def test_a_run_may_resume_on_another_number_of_ranks(leg: Legs) -> None:
     assert losses(rows) == pytest.approx(leg.plain(STEPS), rel=CLOSE)
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("accumulate", ["local", "reduced"])
 @pytest.mark.parametrize("name", SPLIT)
@@ -106,6 +107,7 @@ def poison(leg: Legs) -> Any:
     return set_passes
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_abort_names_rank_and_parameter(leg: Legs, project: Path, poison: Any, name: str) -> None:
@@ -117,6 +119,7 @@ def test_abort_names_rank_and_parameter(leg: Legs, project: Path, poison: Any, n
     assert checkpoints_of(project / f"abort_{name}") == ["step_00000002.h5"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_nan_is_handled_as_under_ddp(leg: Legs, poison: Any, policy: str) -> None:

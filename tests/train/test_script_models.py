@@ -54,7 +54,7 @@ def _expect(job: Any, model: nn.Module, plain: nn.Module, tolerance: float = 1e-
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
 @pytest.mark.parametrize("form", ["after", "before", "in place"])
@@ -77,6 +77,7 @@ def test_compiled_models_train_like_plain_ones(job: Any, strategy: str, form: st
     _expect(job, called, plain)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_accepts_a_compiled_model_and_saves_plain_names(job: Any, tmp_path: Path, strategy: str) -> None:

@@ -59,6 +59,7 @@ def _learn(job: Any, case: str, mesh: dict[str, Any], more: dict[str, str] | Non
     return difference(strategy, model, _expected(case))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "mesh", [pytest.param(each, marks=pytest.mark.ranks(size)) for size, some in MESHES.items() for each in some]
 )
@@ -69,6 +70,7 @@ def test_weights_equal_those_of_a_plain_loop(job: Any, case: str, mesh: dict[str
     assert _learn(job, case, mesh) < CLOSE
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ["mqa", "rms norm", "layer norm, declared"])
 def test_sequences_may_be_split(job: Any, case: str) -> None:

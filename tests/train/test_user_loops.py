@@ -172,7 +172,7 @@ def _same(own: dict[str, torch.Tensor], model: nn.Module, tolerance: float = 1e-
         assert torch.allclose(own[name], expected, rtol=0, atol=tolerance), name
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     "loader, strategy",
@@ -189,7 +189,7 @@ def test_a_plain_loader_gives_the_numbers_of_one_process(
     assert losses == pytest.approx(plain.losses, abs=1e-6) and own.ends == [0, 1, 2]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     "loader, halt",
@@ -281,7 +281,7 @@ def test_accumulation_by_hand_equals_accumulation_by_backward(job: Any, shared_t
     assert losses == pytest.approx(plain.losses, abs=1e-6) and run.step == 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("loader", ["shuffled", "iterable"])
 @pytest.mark.parametrize("index", ["of the run", "of enumerate"])

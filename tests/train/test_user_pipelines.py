@@ -293,7 +293,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_equal_those_of_a_plain_loop(job: Any, shared_tmp_path: Path, case: str, mesh: dict[str, Any]) -> None:
@@ -311,6 +311,7 @@ def test_the_same_script_runs_on_one_rank_without_a_pipeline(job: Any, tmp_path:
     assert largest_difference(job, model, whole) < CLOSE
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
 def test_other_schedules_equal_a_plain_loop(job: Any, shared_tmp_path: Path, schedule: Any) -> None:

@@ -2,6 +2,11 @@
 
 Everything here is pure: tables and functions over text and NumPy types.
 ``docs/checkpoint-format.md`` describes the same in words.
+
+An attribute is an int64, a float64, a uint32, a text of fixed length (UTF-8, padded with NUL) or a
+list of such texts. Texts of variable length would be stored in a heap that HDF5 does not checksum.
+Other values (booleans, ``None``, lists, tables, huge integers) are JSON under the name with the
+suffix ``.json``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""Sources of datasets: name and shape of a dataset, and the box of it that this process has."""
+"""Sources of datasets, and the plan of which rank writes which bytes, computed from the boxes of all ranks.
+
+Note: distribution. A rank writes the boxes that it alone has. Boxes that several ranks have
+(parameters under data parallelism) are divided among them in file order. So each of these ranks
+writes about the same number of bytes, in one region of the file. Boxes are cut only at extent
+boundaries. A small tensor is written by the first rank that has it, which then also writes the
+neighbouring small tensors: two ranks that write to one page of a network filesystem cause
+conflicts. Rank 0 gets less, because it makes the layout at the same time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Part of an owner: memory layout of its parameters and optimizer states, and their updates by torch's optimizers."""
+"""Part of an owner: memory layout of its parameters and optimizer states, and their updates by torch's optimizers.
+
+Tables, whose gradients are sparse, stay in place; their gradients are stored as rows.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.ranks(2, 3)
 CPU = torch.device("cpu")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["server", "server_synchronous", "hogwild", "easgd_asynchronous"])
 def test_staged_training_equals_unstaged_training(own: Any, mode: str) -> None:
     tables = mode != "easgd_asynchronous"  # beside dense parameters

@@ -73,6 +73,7 @@ def test_pending_reductions_progress_whenever_another_begins(
         assert len(asked) == len(list(model.parameters()))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp", "zero1_alone", "zero2_alone"])
 def test_ranks_may_differ_in_the_order_of_the_first_pass(comm: Any, name: str) -> None:
     with communicator(comm, VARIANTS[name]) as own:
@@ -100,6 +101,7 @@ def test_training_continues_after_a_forward_pass_without_backward(comm_and_some_
     assert_same(whole_weights(model, strategy), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(3)
 def test_reentrant_checkpointing_of_the_whole_model_works_over_several_steps(comm_and_variant: Any) -> None:
     comm, variant = comm_and_variant
     model, plain = make_mlp(), make_mlp()
@@ -130,6 +132,7 @@ class Aside(nn.Module):
         return self.loss.detach()
 
 
+@pytest.mark.few(3)
 def test_backward_passes_may_begin_elsewhere_than_at_the_models_output(comm_and_variant: Any) -> None:
     comm, variant = comm_and_variant
     model, plain = Aside(), Aside()

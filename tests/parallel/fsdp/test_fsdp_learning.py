@@ -42,6 +42,7 @@ def test_training_with_one_group_per_parameter_equals_that_of_one_process(
     check_learning(*comm_and_some_variant, kind, 4, bucket_mib=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp_alone"])
 def test_training_equals_that_of_one_process_over_many_steps(comm: Any, name: str) -> None:
     steps = STEPS if comm.size == 2 else 10  # errors on more ranks show early

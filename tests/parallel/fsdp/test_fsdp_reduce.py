@@ -31,6 +31,7 @@ LINEAR = {"units": ("Linear",)}
 SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
 
 
+@pytest.mark.few(3)
 def test_parameters_may_be_unused_on_some_or_all_ranks(comm_and_variant: Any) -> None:
     comm, variant = comm_and_variant
     model = Branches()

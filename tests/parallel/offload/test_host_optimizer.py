@@ -272,6 +272,7 @@ def test_optimizers_that_need_whole_parameters_are_refused(comm: Any) -> None:
 # Pipelines ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "schedule": "zb-h1"}, {"tensor": 2}], ids=str)
 def test_pipeline_stages_give_the_same_bits(own: Any, axes: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ LOOPS = {
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 
 
+@pytest.mark.few(2)
 @loops
 def test_one_process_gives_the_same_bits(comm: Any, loop: Loop) -> None:
     plain = loop.run(attached(comm))
@@ -74,6 +75,7 @@ FEW = 8  # steps of a loop on ranks, except for the clipped loops, which run all
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "data, kind", [("zero1", "clipped"), ("zero2", "plain"), ("zero2", "accumulated"), *zip(["fsdp"] * 4, LOOPS)]
@@ -86,6 +88,7 @@ def test_ranks_of_a_node_give_the_same_bits(own: Any, data: str, kind: str) -> N
         loop.run(attached(own, PARAMETERS, data=data)).check_same(plain)
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
@@ -99,6 +102,7 @@ def test_ranks_of_several_nodes_give_the_same_bits(comm: Any, data: str, precisi
     spread.free()
 
 
+@pytest.mark.few(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
 def test_replicas_on_nodes_give_the_same_bits(comm: Any, data: str) -> None:

@@ -49,6 +49,7 @@ def test_outputs_and_gradients_equal_those_of_the_unsplit_model(
         assert_slices(model, alone, found, lambda parameter: parameter.grad, **CLOSE)
 
 
+@pytest.mark.few(2)
 @TIED
 @SEQUENCE
 def test_thirty_steps_have_the_losses_of_one_process(comm: Any, tied: bool, sequence: bool) -> None:

@@ -96,6 +96,7 @@ def test_gradients_belong_to_the_drawn_masks(comm: Any, sequence: bool) -> None:
         assert after - before == pytest.approx(float(expected), rel=1e-3), name
 
 
+@pytest.mark.few(3)
 @RANKS
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("units", UNITS, ids="-".join)
