@@ -62,7 +62,7 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class Task:
-    """Model and strategy to simulate: a model by its parameters, units and layers, its strategy, and the rank's group."""
+    """Model and strategy to simulate: the parameters, units and layers of the model, and the group of the rank."""
 
     parameters: tuple[HeldParameter, ...]
     modules: tuple[tuple[str, bool], ...]  # names in the order of execution; whether each is a unit
