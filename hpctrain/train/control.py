@@ -68,6 +68,9 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 ASKED_BY = "HPCTRAIN_ASKED_BY"  # USR1: the job script passes every end of the job to the ranks as SIGUSR1, too
 
 
+INTERRUPTED = "interrupted"  # by SIGINT, also in records of a run's end
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM before a run has begun: no state can be saved yet, and the start may take minutes."""
 
@@ -76,7 +79,7 @@ def interrupt_message(kind: type[BaseException]) -> tuple[str, int]:
     """Return the message for a ``KeyboardInterrupt`` that ends a rank, and the exit code."""
     if issubclass(kind, Terminated):
         return "terminated before the run has begun, nothing to save", EXIT_TERMINATED
-    return "interrupted", EXIT_INTERRUPTED
+    return INTERRUPTED, EXIT_INTERRUPTED
 
 
 class StopRequest:

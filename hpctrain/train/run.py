@@ -33,7 +33,7 @@ from hpctrain.train.accumulate import Compute
 from hpctrain.train.async_control import check_call, exchange_for
 from hpctrain.train.backward import Backward
 from hpctrain.train.checkpointing import RunCheckpoints
-from hpctrain.train.control import StopSaveFlags, install, starting
+from hpctrain.train.control import StopSaveFlags, install, interrupt_message, starting
 from hpctrain.train.evaluation import Evaluation, Measure
 from hpctrain.train.feed import FeedPosition, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
@@ -368,7 +368,9 @@ class Run:
                 self._steps.progress.close()
             if error is None or self.job.rank == 0:
                 self.job.guard.failure_record = None  # the receipt has the reason, or another failed rank reports it
-            if error is not None:
+            if isinstance(error, KeyboardInterrupt):
+                self._run_folder.close("failed", self.step, interrupt_message(type(error))[0])
+            elif error is not None:
                 alone = None if getattr(error, "everywhere", False) else self.job.rank
                 self._run_folder.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
             else:

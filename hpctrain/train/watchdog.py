@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.transport.base import Transport
 from hpctrain.comm.transport.waiting import timeout_seconds, waiting
-from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError, LockError
+from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, DeadlineError, HpctrainError, LockError
 from hpctrain.log import logger
 from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
 from hpctrain.train.exit import exit_code, leave_with, user_traceback, wait_until_read
@@ -57,6 +57,7 @@ PATIENCE = 2.0  # seconds of waiting after which a rank checks whether another r
 SIGTERM_WAIT = 3.0  # seconds after SIGTERM within which SIGUSR1 would have arrived, too
 CLAIM_WAIT = 0.2  # seconds to wait for earlier claims of the failure report by other ranks
 MOST = 4  # maximum number of other ranks that an error message lists
+UNSAVED = "; steps after the newest checkpoint are lost (a file STOP in the run folder saves first)"
 ABORT_WAIT = 5.0  # seconds that a rank waits for the first failed rank to end the job, before it does so itself
 
 
@@ -101,7 +102,7 @@ class Watchdog:
             return
         if issubclass(kind, KeyboardInterrupt):
             why, code = interrupt_message(kind)
-            self._end(why, "", code)
+            self._end(why + (UNSAVED if self.step and code == EXIT_INTERRUPTED else ""), "", code)
         if isinstance(error, LockError):
             self.failure_record = None  # another start has taken over the folder
         text = user_traceback(error) or "".join(traceback.format_exception(kind, error, trace))

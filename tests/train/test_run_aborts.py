@@ -56,23 +56,29 @@ HARMS = {
         "Traceback",
         rank=0,
     ),
+    "interrupt": Harm(
+        "signal.raise_signal(signal.SIGINT)",
+        r"rank 1 of 2 on \S+ in step 7 ends the job: interrupted; steps after the newest checkpoint are lost "
+        r"\(a file STOP in the run folder saves first\)",
+        "interrupted; steps after the newest checkpoint are lost .*",
+    ),
     "exit": Harm(
         "sys.exit(0)",
         r"rank 0 of 2 on \S+ in step 7 ends the job: rank 1 has left, this one waits in \w+",
         r"failed on rank 0: rank 1 has left, this one waits in \w+",
     ),
+    "kill": Harm("os.kill(os.getpid(), signal.SIGKILL)", "", DIED),
+    "segfault": Harm("ctypes.string_at(0)", "", DIED, "Fatal Python error"),
     "thread": Harm(
         "threading.Thread(target=lambda: 1 / 0, name='feeder').start(); time.sleep(30)",
         r"rank 1 of 2 on \S+ in step 7 ends the job: thread feeder died of ZeroDivisionError",
         "failed on rank 1: thread feeder died of ZeroDivisionError: division by zero",
         "Traceback",
     ),
-    "segfault": Harm("ctypes.string_at(0)", "", DIED, "Fatal Python error"),
-    "kill": Harm("os.kill(os.getpid(), signal.SIGKILL)", "", DIED),
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HARMS)
 def test_a_failing_rank_ends_the_run(launch: Any, tmp_path: Path, name: str) -> None:
     harm, folder = HARMS[name], tmp_path / "run"

@@ -13,6 +13,7 @@ from typing import Any
 from hpctrain.cluster.accounting import JobAccount, ask_pbs, ask_slurm
 from hpctrain.errors import UsageError
 from hpctrain.train import lock, metrics
+from hpctrain.train.control import INTERRUPTED
 from hpctrain.train.receipt import write
 from hpctrain.train.receipt.write import (
     LATEST,
@@ -272,6 +273,8 @@ def _why(facts: Facts) -> str:
     if status == "stopped":
         return f"saved: {reason}" if reason else "saved"
     if status == "failed":
+        if reason.startswith(INTERRUPTED):
+            return reason
         rank = text(facts, "failed_rank")
         by = "" if rank is None else f" on rank {rank}"
         return f"failed{by}: {reason}" if reason else f"failed{by}"
