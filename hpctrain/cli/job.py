@@ -230,7 +230,8 @@ examples:
   %(prog)s jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3
   %(prog)s train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1
 
-Arguments after -- are passed to the program. hpctrain job --help describes the job's restarts.
+Arguments after -- are passed to the program. hpctrain job prints the script that hpctrain submit
+submits; hpctrain job --help describes the job's restarts.
 """
 PREFLIGHT = 30  # seconds, the default of hpctrain doctor --preflight
 
