@@ -81,6 +81,8 @@ def page() -> Iterator[str]:
     yield from _table("EXIT STATUS", _STATUS)
     yield from _table("ENVIRONMENT", _VARIABLES)
     yield from _table("FILES", _FILES)
+    yield ".SH EXAMPLES"
+    yield from _prose(_named(parser, parser.epilog))
     yield from (".SH SEE ALSO", _escaped(_SEE))
 
 

@@ -60,7 +60,7 @@ def test_the_page_contains_every_verb_option_and_example(shown: str, all_helps: 
 def test_the_page_has_the_usual_sections(shown: str) -> None:
     sections = [line for line in shown.splitlines() if line and not line.startswith(" ")][1:-1]
     fixed = ["NAME", "SYNOPSIS", "DESCRIPTION", "VERBS"]
-    ends = ["EXIT STATUS", "ENVIRONMENT", "FILES", "SEE ALSO"]
+    ends = ["EXIT STATUS", "ENVIRONMENT", "FILES", "EXAMPLES", "SEE ALSO"]
     assert sections == [*fixed, *(f"hpctrain {verb}" for verb in VERBS), *ends]
     settings = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(HPCTRAIN_\w+)`", settings, re.MULTILINE)) <= set(shown.split())

@@ -148,7 +148,7 @@ class StrategySuite:
         if own.size % row.ranks:
             pytest.skip(f"{name} needs a multiple of {row.ranks} ranks")
         model = small_gpt()
-        comm = own if row.nodes is None else on_nodes(own, row.nodes)
+        comm = own if row.nodes is None or own.size == 1 else on_nodes(own, row.nodes)
         yield row.attach(comm, model), model, comm
 
     def test_training_equals_a_plain_loop(self, attached: Any) -> None:
