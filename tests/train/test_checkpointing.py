@@ -101,8 +101,9 @@ def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path,
 
     def kill(step: int, batch: torch.Tensor) -> None:
         where.append(step)
-        if step == 2:
+        if step == 2 and job.rank == job.size - 1:
             writers.extend(children_with("writer_process"))
+            os.kill(writers[0], signal.SIGSTOP)  # so that it cannot write the file before it is killed
         if step == 3 and job.rank == job.size - 1:
             (writer,) = writers
             os.kill(writer, signal.SIGKILL)
