@@ -48,26 +48,41 @@ class Stopped(Exception):
 
 
 class StopFlag:
-    """Signal by which this benchmark ends."""
+    """Signal by which this benchmark ends.
+
+    Ranks act only on a signal that all of them know: else one would leave a collective to the others.
+    """
 
     def __init__(self) -> None:
-        self.number = 0
+        self._arrived = self._agreed = 0
+        self._has_ranks = False
+
+    @property
+    def number(self) -> int:
+        """Return the number of the signal; 0 if none has arrived, or if the other ranks do not know it yet."""
+        return self._agreed if self._has_ranks else self._arrived
 
     def install(self) -> None:
         """Install the handlers, if this is the main thread."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._on_signal)
+                signal.signal(number, self.arrive)
 
     def check(self, comm: Communicator | None = None) -> None:
         """Raise ``Stopped`` if a signal has arrived; with ``comm``, on all ranks if one of them has it. Collective."""
         if comm is not None:
-            self.number = max(comm.all_gather_object(self.number))
+            self._has_ranks = True
+            self._agreed = self._agreed or max(comm.all_gather_object(self._arrived))
         if self.number:
             raise Stopped
 
-    def _on_signal(self, number: int, _: object) -> None:
-        self.number = number
+    def arrive(self, number: int, _: object = None) -> None:
+        """Note a signal, as its handler."""
+        self._arrived = number
+
+    def forget(self) -> None:
+        """Forget the signal."""
+        self._arrived = self._agreed = 0
 
 
 stop = StopFlag()

@@ -109,16 +109,35 @@ def test_a_turn_is_timed_without_the_barrier_and_without_garbage_collection() ->
     assert gc.isenabled()
 
 
+def test_ranks_act_on_a_signal_that_all_know() -> None:
+    flag = run.StopFlag()
+
+    class Comm:
+        """Communicator of two ranks; a signal arrives at this one during the first exchange."""
+
+        def all_gather_object(self, own: int) -> list[int]:
+            flag.arrive(signal.SIGINT)
+            return [own, 0]
+
+    comm: Any = Comm()
+    flag.check(comm)
+    assert flag.number == 0  # the other rank does not know it yet
+    with pytest.raises(run.Stopped):
+        flag.check(comm)
+    assert flag.number == signal.SIGINT
+
+
 @pytest.fixture
 def stopped() -> Any:
     """Return the flag of a benchmark that a test may stop."""
     yield stop
-    stop.number = 0
+    stop.forget()
 
 
 def test_a_signal_ends_the_turns_and_keeps_their_results(stopped: run.StopFlag) -> None:
     def turn(number: int) -> int:
-        stopped.number = signal.SIGTERM if number == 2 else 0  # in the third round, which "a" begins
+        if number == 2:  # the third round, which "a" begins
+            stopped.arrive(signal.SIGTERM)
         return number
 
     turns = {"a": turn, "b": lambda number: number}
@@ -290,4 +309,5 @@ def _has(path: Path, mark: bytes) -> bool:
 
 
 def _is_rank(path: Path) -> bool:
-    return b"python" in (path.parent / "cmdline").read_bytes().split(b"\0")[0]
+    words = (path.parent / "cmdline").read_bytes().split(b"\0")
+    return len(words) > 1 and words[1].endswith(b"tensor.py")  # else the launcher, which may be a script
