@@ -81,8 +81,9 @@ class StopFlag:
         self._arrived = number
 
     def forget(self) -> None:
-        """Forget the signal."""
+        """Return to the state before any signal and exchange."""
         self._arrived = self._agreed = 0
+        self._has_ranks = False
 
 
 stop = StopFlag()

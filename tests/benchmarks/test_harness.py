@@ -130,6 +130,7 @@ def test_ranks_act_on_a_signal_that_all_know() -> None:
 @pytest.fixture
 def stopped() -> Any:
     """Return the flag of a benchmark that a test may stop."""
+    stop.forget()
     yield stop
     stop.forget()
 
