@@ -54,7 +54,7 @@ def test_volumes_are_those_of_the_zero_paper(data: str, shapes: str, cpu: bool) 
     expected |= {name: {"reduce_scatter": 1, "all_gather": 1} for name in ("zero1", "zero2")}
     assert found.keys() == expected[data].keys()
     for operation, times in expected[data].items():
-        assert times * whole <= found[operation] <= times * (whole + SLACK)
+        assert abs(found[operation] - times * whole) <= times * SLACK  # small ones are missing, some are padded
 
 
 def test_ranks_of_a_node_gather_nothing() -> None:
