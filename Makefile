@@ -139,9 +139,10 @@ digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/di
 # Runs write many small files and wait until each is on the disk: in memory, the rank tests take a third less time.
 MEMORY := /dev/shm/hpctrain-tests-$(shell id -u)
 FREE    = $(shell df --output=avail --block-size=1G /dev/shm 2>/dev/null | tail -1)
-TMP     = $(or $(SCRATCH),$(shell test $(or $(FREE),0) -ge 4 && mkdir -p -m 700 $(MEMORY) && echo $(MEMORY)),/tmp)
-TESTING = TMPDIR=$(TMP) $(PYTEST)
-RANKED  = TMPDIR=$(TMP) $(MPIEXEC)
+USABLE  = test $(or $(FREE),0) -ge 4 && mkdir -p -m 700 $(MEMORY) && test -O $(MEMORY) && test ! -L $(MEMORY)
+FOLDER  = $(or $(SCRATCH),$(shell $(USABLE) && echo $(MEMORY)),/tmp)
+TESTING = TMPDIR=$(FOLDER) $(PYTEST)
+RANKED  = TMPDIR=$(FOLDER) $(MPIEXEC)
 
 test: env ## run the tests: single-process tests on JOBS workers, then rank tests on 2 ranks
 	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS) --cases few
@@ -225,6 +226,6 @@ _nodes: env
 _alone: env
 	@$(BIN)/python $(PROGRAM)
 
-clean: ## remove builds and caches, but not runs and environments
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .hypothesis .coverage .coverage.*
+clean: ## remove builds, caches and temporary files of tests, but not runs and environments
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .hypothesis .coverage .coverage.* $(MEMORY)
 	find hpctrain tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import h5py
 import numpy as np
 import torch
-from harness.run import refuse, wait_asleep, world
+from harness.run import OnRanks, refuse, wait_asleep
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
@@ -119,26 +119,11 @@ def difference(found: Values, expected: Values) -> str:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(OnRanks):
     """Ranks of the benchmark, and the folder that they share."""
 
     comm: Communicator
     folder: Path
-
-    @property
-    def world(self) -> Any:
-        """Return mpi4py's communicator of the same ranks."""
-        return world(self.comm)
-
-    @property
-    def rank(self) -> int:
-        """Return this rank's number."""
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self.comm.size
 
     def share(self, nbytes: int) -> slice:
         """Return this rank's part of ``nbytes`` bytes."""

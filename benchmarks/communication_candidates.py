@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness.run import world
+from harness.run import OnRanks
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
@@ -40,7 +40,7 @@ STREAM_SIZE = 64 * 2**20  # far more than caches hold: a copy of that size shows
 
 
 @dataclass
-class Setting:
+class Setting(OnRanks):
     """Ranks, device, dtype and algorithms of a benchmark; ``world`` is mpi4py's communicator."""
 
     comm: Communicator
@@ -49,21 +49,6 @@ class Setting:
     algorithms: list[str] = field(default_factory=lambda: ["auto"])
     chosen: bool = False  # the user named the algorithms, so one that cannot take part is an error
     _shared: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
-
-    @property
-    def world(self) -> Any:
-        """Return mpi4py's communicator of the same ranks."""
-        return world(self.comm)
-
-    @property
-    def rank(self) -> int:
-        """Return this rank's number."""
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self.comm.size
 
     def plain(self, numel: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a private tensor of zeros on the device."""

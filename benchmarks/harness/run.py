@@ -315,6 +315,27 @@ def world(comm: Communicator) -> Any:
     return comm.transport.comm  # type: ignore[attr-defined]
 
 
+class OnRanks:
+    """Base class of what runs on the ranks of a communicator."""
+
+    comm: Communicator
+
+    @property
+    def world(self) -> Any:
+        """Return mpi4py's communicator of the same ranks."""
+        return world(self.comm)
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number."""
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self.comm.size
+
+
 def wait_asleep(comm: Communicator) -> None:
     """Wait for the other ranks without using a core, which they or the disk may need."""
     request = world(comm).Ibarrier()

@@ -31,6 +31,7 @@ from hpctrain.parallel.rng import synchronize_generators
 from hpctrain.parallel.strategy import SplitStrategy, Strategy, SyncStrategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.first_step_checks import FirstStep
+from hpctrain.parallel.tensor.plan import Plan
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
@@ -82,15 +83,8 @@ class ModelParallel(SplitStrategy):
                 replica=self.mesh.data.rank,
                 local_ranks=comm.local_size,
             )
-        self._tensor: TensorSplit | None = None
+        self._tensor = self._split_tensors(plan) if settings.tensor > 1 else None
         self._gradient_hooks: GradientHooks | None = None
-        if settings.tensor > 1:
-            stage_modules = sum(self._pipeline.modules, []) if self._pipeline is not None else ()
-            self._tensor = split_matrices(
-                model, self.mesh.tensor, plan, sequence=settings.sequence, device=device, layers=stage_modules
-            )
-            if settings.schedule == "zb-h1":
-                self._tensor.separate_backward()
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.comm = self.mesh.data  # tensor ranks have the same samples
@@ -114,6 +108,20 @@ class ModelParallel(SplitStrategy):
             vars(model)["forward"] = self._pipeline  # the whole model, for callers other than this strategy
             if self._pipeline.versions is not None:
                 self._pipeline.versions.make_update = self._update
+
+    def _split_tensors(self, plan: Plan) -> TensorSplit:
+        """Split the matrices of the stage over the tensor ranks."""
+        split = split_matrices(
+            self.model,
+            self.mesh.tensor,
+            plan,
+            sequence=self.settings.sequence,
+            device=self.device,
+            layers=sum(self._pipeline.modules, []) if self._pipeline is not None else (),
+        )
+        if self.settings.schedule == "zb-h1":
+            split.separate_backward()
+        return split
 
     @property
     def data(self) -> Communicator:

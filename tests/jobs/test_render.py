@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from support import job_requests
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs import profile as profiles
@@ -22,23 +23,12 @@ from hpctrain.jobs.request import Request, combine, run_folder
 NOWHERE = {"HOME": "/nowhere"}
 PROFILES = {name: profiles.load(name, NOWHERE)[0] for name in profiles.names(NOWHERE)}
 LEAST = Request(config="a.toml", folder="runs/a", time="04:00:00")
-MOST = Request(
-    config="/scratch/me/a_b.toml",
-    folder="/scratch/me/läufe/a",
-    time="1-12:00:00",
-    name="a.b-c",
-    nodes=3,
-    ranks_per_node=8,
-    gpus_per_node=8,
-    cpus_per_rank=6,
-    account="m1234_g",
-    partition="p1",
-    memory="200G",
+MOST = replace(
+    job_requests.MOST,
     venv="/apps/venv",
     modules=("a/1", "b"),
     environment={"A": "b $(c) 'd'", "E": ""},
     settings=("train.prompt=`x` $y", "run.resume=must"),
-    margin=600,
 )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fakes.schedulers import SAVES, WAITS, Batch, wait_for
+from support.job_requests import ASKED
 
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.render import render
@@ -20,17 +21,6 @@ from hpctrain.train.lock import process_started
 
 SLURM = Profile(scheduler="slurm", mpi="pmi2", interface="hsn0", purge=True)
 PBS = Profile(scheduler="pbs", launcher="hydra", gpus="ngpus")
-ASKED = Request(
-    config="a.toml",
-    folder="runs/a",
-    time="00:10:00",
-    nodes=2,
-    ranks_per_node=4,
-    cpus_per_rank=3,
-    modules=("m/1",),
-    environment={"TEST_A": "b  c"},
-    settings=("train.prompt=a b",),
-)
 SWEEP = Request(config="a.toml", folder="runs/a", time="00:10:00", template="array", sweep=combine(["train.seed=1,2"]))
 
 

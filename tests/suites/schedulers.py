@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from fakes.schedulers import SAVES, WAITS, FakePbs, FakeScheduler, FakeSlurm, wait_for
 from support.commands import call
+from support.job_requests import ASKED, MOST
 
 from hpctrain.cluster import accounting, deadline
 from hpctrain.cluster.accounting import JobAccount
@@ -102,31 +103,6 @@ PBS = Row(
 )
 ROWS = {"slurm": SLURM, "pbs": PBS}
 
-ASKED = Request(
-    config="a.toml",
-    folder="runs/a",
-    time="00:10:00",
-    nodes=2,
-    ranks_per_node=4,
-    cpus_per_rank=3,
-    modules=("m/1",),
-    environment={"TEST_A": "b  c"},
-    settings=("train.prompt=a b",),
-)
-MOST = Request(
-    config="/scratch/me/a_b.toml",
-    folder="/scratch/me/läufe/a",
-    time="1-12:00:00",
-    name="a.b-c",
-    nodes=3,
-    ranks_per_node=8,
-    gpus_per_node=8,
-    cpus_per_rank=6,
-    account="m1234_g",
-    partition="p1",
-    memory="200G",
-    margin=600,
-)
 SWEEP = replace(ASKED, template="array", sweep=combine(["train.seed=1,2"]))
 PROGRAM = ["hpctrain", "train", "a.toml", "--set", "run.resume=auto", "--set", "train.prompt=a b"]
 WORDS = ["a.toml", "--time", "01:00:00", "--venv", "none"]
