@@ -1,8 +1,8 @@
 """Checkpoints: the state of a training run in one HDF5 file that is independent of the number of ranks.
 
 ``save`` and ``load`` need torch, which is imported at first use. ``format`` reads and writes one
-file, ``saver`` and ``collective_save`` write one file from many ranks, ``tools`` contains the
-operations for a login node. ``format`` and ``tools`` need h5py and NumPy only.
+file, ``saver`` writes one file from many ranks, ``tools`` contains the operations for a login node.
+``format`` and ``tools`` need h5py and NumPy only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain.checkpoint.content import capture_rng as capture_rng
-    from hpctrain.checkpoint.content import restore_rng as restore_rng
-    from hpctrain.checkpoint.restore import Loaded as Loaded
-    from hpctrain.checkpoint.restore import load as load
-    from hpctrain.checkpoint.retention import keep_last as keep_last
-    from hpctrain.checkpoint.retention import list_checkpoints as list_checkpoints
-    from hpctrain.checkpoint.retention import newest_valid as newest_valid
-    from hpctrain.checkpoint.saver import Saver as Saver
-    from hpctrain.checkpoint.saver import Storage as Storage
-    from hpctrain.checkpoint.saver import save as save
-    from hpctrain.checkpoint.tools.inspect import best as best
+    from hpctrain.checkpoint.content import capture_rng, restore_rng
+    from hpctrain.checkpoint.restore import Loaded, load
+    from hpctrain.checkpoint.retention import keep_last, list_checkpoints, newest_valid
+    from hpctrain.checkpoint.saver import Saver, Storage, save
+    from hpctrain.checkpoint.tools.inspect import best
 
 _HOMES = {
     "Loaded": "restore",

@@ -12,38 +12,26 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpctrain import errors
-from hpctrain.checkpoint.collective_save import WriteShare
-from hpctrain.checkpoint.format.integrity import Written
 from hpctrain.checkpoint.format.layout import Array
-from hpctrain.checkpoint.format.plan import BoxPart, Source
-from hpctrain.checkpoint.format.writer import Offsets, Target, WriteRequest
-from hpctrain.checkpoint.writer_process import EXIT
+from hpctrain.checkpoint.format.plan import BoxPart, Offsets, Source, Target, WriteRequest, WriteShare
+from hpctrain.checkpoint.format.writer import ShareWriter
+from hpctrain.checkpoint.writer_process import EXIT, SnapshotRange, WriterProcess
 from hpctrain.errors import CheckpointError, HpctrainError
 from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.probe import python
 
 _ALIGNMENT = 64  # bytes: alignment of each part, sufficient for any element type
-
-
-class SnapshotRange(NamedTuple):
-    """A byte range of a dataset in the snapshot: offset in the dataset, offset in the memory, length."""
-
-    name: str
-    to: int
-    at: int
-    nbytes: int
 
 
 class Snapshot:
@@ -60,13 +48,13 @@ class Snapshot:
         """Return the size of the memory in bytes."""
         return self._bytes.nbytes
 
-    def copy(self, sources: Sequence[Source], parts: Sequence[BoxPart]) -> list[SnapshotRange]:
-        """Copy parts of sources; return the location of each of their byte ranges."""
-        sizes = [(part.end - part.begin) * sources[part.box].itemsize for part in parts]
-        self._reserve(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), sources)
+    def copy(self, share: WriteShare) -> list[SnapshotRange]:
+        """Copy a share; return the location of each of its byte ranges."""
+        sizes = [(part.end - part.begin) * share.sources[part.box].itemsize for part in share.parts]
+        self._reserve(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), share.sources)
         found, at = [], 0
-        for part, size in zip(parts, sizes):
-            source = sources[part.box]
+        for part, size in zip(share.parts, sizes):
+            source = share.sources[part.box]
             _copy(source, part, self._bytes[at : at + size])
             for to, offset, nbytes in source.byte_ranges(part.begin, part.end):
                 found.append(SnapshotRange(source.path, to, at + offset, nbytes))
@@ -125,9 +113,6 @@ def _copy(source: Source, part: BoxPart, out: Array) -> None:
         out[:] = np.frombuffer(source.bytes(part.begin, part.end), dtype=np.uint8)
 
 
-# Background writer: a separate process writes checkpoints while the rank continues to train ---------------------------
-
-
 _SIGNALS_FOR_RANKS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _EXIT_TIMEOUT = 5.0  # seconds that an idle process gets to exit
 _PROGRAM = """
@@ -138,59 +123,48 @@ main(*{arguments!r})
 """
 
 
-class BackgroundWriter:
-    """Background writer: the share writer that passes its calls to a writer process; see ``ShareWriter``."""
+class BackgroundWriter(ShareWriter):
+    """Background writer: the share writer that passes its calls to a writer process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._snapshot = Snapshot()
         self._copied: Sequence[SnapshotRange] = ()
         self._target: Target | None = None  # of the file that this rank must remove
-        self._start()
+        self._start_process()
 
     def stage(self, share: WriteShare) -> None:
         """Copy the data to write."""
         if self.process.poll() is not None:
-            self._start()
-        self._copied = self._snapshot.copy(share.sources, share.parts)
+            self._start_process()
+        self._copied = self._snapshot.copy(share)
 
     def lay_out(self, request: WriteRequest) -> None:
         """Start to make the layout."""
         self._target = request.target
-        self._send("lay_out", request)
+        super().lay_out(request)
 
-    def write(self, target: Target, offsets: Offsets) -> None:
+    def write(self, target: Target, offsets: Offsets | None = None) -> None:
         """Start to write the copied data."""
-        rows = [((offsets[each.name] or 0) + each.to, each.at, each.nbytes, each.name) for each in self._copied]
-        self._send("write", target, rows)
-
-    def write_as_laid_out(self, target: Target) -> None:
-        """Start to write the copied data to the offsets of the layout that the process has made."""
-        self._send("write_as_laid_out", target, [tuple(each) for each in self._copied])
-
-    def finish(self, written: Written) -> None:
-        """Start to complete the file."""
-        self._send("finish", written)
+        if offsets is not None:
+            offsets = {each.name: offsets[each.name] for each in self._copied}
+        self._start(WriterProcess.write_ranges, target, self._copied, offsets)
 
     @property
     def busy(self) -> bool:
         """Return whether the process has not answered all requests."""
         while not self._ended and self._answers.poll():
             self._receive()
-        return not self._ended and len(self._received) < self._pending
+        return not self._ended and len(self._outcomes) < self._pending
 
     def result(self) -> Any:
         """Wait for the earliest answer; return its result, or raise its error."""
-        if not self._received and not self._ended:
+        if not self._outcomes and not self._ended:
             self._receive()
-        if not self._received:
+        if not self._outcomes:
             raise CheckpointError(f"the process that writes checkpoints has ended: {self._exit_reason()}")
         self._pending -= 1
-        error, result = self._received.popleft()
-        if error is None:
-            return result
-        kind = getattr(errors, error, None)
-        known = isinstance(kind, type) and issubclass(kind, HpctrainError)
-        raise kind(result) if known and kind is not None else CheckpointError(f"{error}: {result}")
+        return super().result()
 
     def abort(self) -> None:
         """Drop pending work and remove the private file.
@@ -208,8 +182,8 @@ class BackgroundWriter:
         self.abort()
         self._snapshot.close()
 
-    def _start(self) -> None:
-        self._received: deque[tuple[str | None, Any]] = deque()
+    def _start_process(self) -> None:
+        self._outcomes.clear()
         self._pending, self._ended = 0, False  # answers not taken yet; whether the process is gone
         request_end, self._requests = Pipe(duplex=False)
         self._answers, answer_end = Pipe(duplex=False)
@@ -228,15 +202,17 @@ class BackgroundWriter:
         self._sender = threading.Thread(target=_send_all, args=(self._requests, self._outgoing), daemon=True)
         self._sender.start()
 
-    def _send(self, name: str, *arguments: Any) -> None:
+    def _start(self, call: Callable[..., Any], *arguments: Any) -> None:
         self._pending += 1
-        self._outgoing.put((name, arguments))
+        self._outgoing.put((call.__name__, arguments))
 
     def _receive(self) -> None:
         try:
-            self._received.append(self._answers.recv())
+            error, result = self._answers.recv()
         except (EOFError, OSError):
             self._ended = True
+        else:
+            self._outcomes.append((result, None) if error is None else (None, _error(error, result)))
 
     def _exit_reason(self) -> str:
         code = self.process.wait()
@@ -255,8 +231,14 @@ class BackgroundWriter:
         self._sender.join()
         self._requests.close()
         self._answers.close()
-        self._received.clear()
+        self._outcomes.clear()
         self._pending, self._ended = 0, True
+
+
+def _error(name: str, text: str) -> Exception:
+    kind = getattr(errors, name, None)
+    known = isinstance(kind, type) and issubclass(kind, HpctrainError)
+    return kind(text) if known and kind is not None else CheckpointError(f"{name}: {text}")
 
 
 def _launch(*descriptors: int) -> subprocess.Popen[bytes]:

@@ -18,7 +18,7 @@ import torch
 
 from hpctrain._version import __version__
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Array, Value, group_of, key_groups, pack
+from hpctrain.checkpoint.format.layout import Value, group_of, key_groups, pack
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.local_state import Models, OptimizerState
 from hpctrain.checkpoint.states import from_numpy, pack_states, shard_source, to_numpy
@@ -31,7 +31,7 @@ Groups = dict[str, dict[str, Value]]
 CURVES = "curves"  # key of ``train`` whose entries are stored as arrays
 STATES = "states"  # key of ``train`` whose entries may contain tensors
 # Attributes by which viewers (NeXus: h5web, silx) find the loss curve; they belong to the file, not to the run.
-_PLOT = ("NX_class", "signal", "axes")
+PLOT = ("NX_class", "signal", "axes")
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,13 @@ class SaveRequest:
     rank_local: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Content:
-    """Datasets and groups of a file."""
-
-    sources: list[Source]
-    groups: Groups
-
-
 def rest(
     request: SaveRequest,
     rng_states: Sequence[Mapping[str, Any] | None],
     optimizers: Mapping[str, OptimizerState],
     world_size: int,
-) -> Content:
-    """Return everything in a checkpoint except the tensors of models and optimizers.
+) -> tuple[list[Source], Groups]:
+    """Return the datasets and groups of a checkpoint except the tensors of models and optimizers.
 
     ``rng_states`` and ``optimizers`` are those of all ranks.
     """
@@ -75,21 +67,19 @@ def rest(
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UsageError(f"step in train is {step!r}: expected a whole number from 0")
     root: dict[str, Value] = {"step": step, "NX_class": "NXroot", "default": layout.TRAIN.strip("/")}
-    found = Content([], {"/": {**root, "world_size": world_size}, layout.MODEL: {}})
-    for sources, groups in (train_content(request.train), rng_content(rng_states)):
-        found.sources.extend(sources)
-        found.groups.update(groups)
+    sources, groups = train_content(request.train)
+    more, rng_groups = rng_content(rng_states)
+    groups = {"/": {**root, "world_size": world_size}, layout.MODEL: {}} | groups | rng_groups
     if request.config is not None:
-        found.groups[layout.CONFIG] = {"toml": request.config}
-    found.groups.update(provenance_group(request.provenance, world_size))
-    found.groups.update({group: dict(attributes) for group, attributes in request.models.groups().items()})
-    found.groups.update(_optimizer_groups(optimizers))
-    return found
+        groups[layout.CONFIG] = {"toml": request.config}
+    groups |= provenance_group(request.provenance, world_size)
+    groups |= key_groups(layout.MODEL, list(request.models.modules))
+    return sources + more, groups | _optimizer_groups(optimizers)
 
 
 def _optimizer_groups(states: Mapping[str, OptimizerState]) -> Groups:
     """Return the attributes that store the numbers and hyperparameters of the optimizers, by key."""
-    groups: Groups = {group: dict(attributes) for group, attributes in key_groups(layout.OPTIMIZER, [*states]).items()}
+    groups: Groups = key_groups(layout.OPTIMIZER, [*states])
     for key, state in states.items():
         root, what = group_of(layout.OPTIMIZER, key), f"the optimizer {key}".rstrip()
         groups[root] = pack({"kind": state.kind, "param_groups": state.groups}, what)
@@ -102,13 +92,16 @@ def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
     """Return curves as datasets and everything else as attributes of ``/train``, with the attributes for viewers."""
     curves = train.get(CURVES, {})
     values = {key: value for key, value in train.items() if key != CURVES}
-    for key in _PLOT:
+    for key in PLOT:
         if key in values:
             raise UsageError(f"the name {key} in train is taken: it tells viewers what to plot")
     sources = [_curve(name, data) for name, data in curves.items()]
     if isinstance(values.get(STATES), Mapping):
         values[STATES], packed = pack_states(values[STATES])
-        sources += [_state_source(path, leaf) for path, leaf in packed.tensors.items()]
+        sources += [
+            shard_source(Shard.whole(path, leaf)) if isinstance(leaf, torch.Tensor) else Source.of(path, leaf)
+            for path, leaf in packed.tensors.items()
+        ]
     attributes = pack(values, "train")
     signal, axis = _signal(curves)
     if signal:
@@ -127,15 +120,6 @@ def _signal(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
     if others:
         return others[0], f"{others[0]}_step"
     return ("loss", "step") if "loss" in curves and "step" in curves else ("", "")
-
-
-def _state_source(path: str, leaf: torch.Tensor | Array) -> Source:
-    return shard_source(Shard.whole(path, leaf)) if isinstance(leaf, torch.Tensor) else Source.of(path, leaf)
-
-
-def without_plot(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of ``/train`` without those that only viewers need."""
-    return {key: value for key, value in values.items() if key not in _PLOT}
 
 
 def _curve(name: str, data: Sequence[float]) -> Source:

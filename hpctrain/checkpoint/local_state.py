@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import group_of, key_groups
+from hpctrain.checkpoint.format.layout import group_of
 from hpctrain.checkpoint.format.plan import Source, described
 from hpctrain.checkpoint.states import check_storable, shard_source
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
@@ -56,19 +56,12 @@ def _check_key(key: object, what: str) -> None:
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A parameter with its key and name; ``relative`` is its name below ``/model``."""
+    """A parameter with its name in its model; ``relative`` is its name below ``/model``."""
 
     tensor: torch.nn.Parameter
-    key: str
     name: str
     relative: str
     split: Split | None
-
-    def shards(self, path: str, value: torch.Tensor) -> list[Shard]:
-        """Return this rank's boxes of a tensor with the parameter's shape, named ``path``."""
-        if self.split is None:
-            return [Shard.whole(path, value)]
-        return [replace(shard, name=path) for shard in self.split.shards(self.name, value)]
 
 
 @dataclass(frozen=True)
@@ -104,12 +97,12 @@ class Models:
             split, group = self.splits.get(key), group_of(layout.MODEL, key)
             for name, value in module.state_dict().items():
                 path = layout.child(group, name)
+                shown = path.removeprefix(f"{layout.MODEL}/")
                 if not isinstance(value, torch.Tensor):
-                    kind, shown = type(value).__name__, path.removeprefix(f"{layout.MODEL}/")
+                    kind = type(value).__name__
                     raise UsageError(f"{shown} of the model's state is of type {kind}: a checkpoint holds tensors")
-                check_storable(value, path.removeprefix(f"{layout.MODEL}/"))
-                boxes = [Shard.whole(path, value)] if split is None else split.shards(name, value)
-                found += [replace(box, name=path) for box in boxes]
+                check_storable(value, shown)
+                found += _boxes(split, name, path, value)
         return found
 
     def parameter_paths(self) -> Iterator[str]:
@@ -125,12 +118,15 @@ class Models:
         for key, module in self.modules.items():
             for name, tensor in module.named_parameters():
                 relative = layout.child(group_of(layout.MODEL, key), name).removeprefix(f"{layout.MODEL}/")
-                found.setdefault(id(tensor), NamedParameter(tensor, key, name, relative, self.splits.get(key)))
+                found.setdefault(id(tensor), NamedParameter(tensor, name, relative, self.splits.get(key)))
         return found
 
-    def groups(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Return the groups of the file with their attributes; empty for a single model."""
-        return key_groups(layout.MODEL, list(self.modules))
+
+def _boxes(split: Split | None, name: str, path: str, value: torch.Tensor) -> list[Shard]:
+    """Return this rank's boxes of a tensor that is split like the one called ``name``; they are named ``path``."""
+    if split is None:
+        return [Shard.whole(path, value)]
+    return [replace(box, name=path) for box in split.shards(name, value)]
 
 
 # Optimizer state by parameter name, independent of parameter order, number of ranks and strategy ----------------------
@@ -148,16 +144,15 @@ ParamGroups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """State of an optimizer by name: tensors, numbers per parameter, hyperparameters per group."""
+    """State of an optimizer by name, without its tensors: numbers per parameter, hyperparameters per group."""
 
     kind: str
-    shards: list[Shard]
     values: dict[str, dict[str, Any]]
     groups: ParamGroups
 
 
-def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return this rank's state of an optimizer of the models; the tensors are not copied."""
+def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> tuple[OptimizerState, list[Shard]]:
+    """Return this rank's state of an optimizer of the models, and its tensors, which are not copied."""
     shards: list[Shard] = []
     values: dict[str, dict[str, Any]] = {}
     known = models.parameters()
@@ -171,7 +166,7 @@ def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> Optim
         for key, value in tensors.items():
             check_storable(value, f"the optimizer's {key} of {name}")
             shards += state_shards(layout.child(f"{root}/{name}", key), value, parameter)
-    return OptimizerState(type(optimizer).__name__, shards, values, _groups(known, optimizer))
+    return OptimizerState(type(optimizer).__name__, values, _groups(known, optimizer)), shards
 
 
 def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -196,9 +191,7 @@ def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 def state_shards(path: str, value: torch.Tensor, parameter: NamedParameter) -> list[Shard]:
     """Return the boxes of a state tensor: those of its parameter if the shapes are equal, else the whole tensor."""
-    if value.shape != parameter.tensor.shape:
-        return [Shard.whole(path, value)]
-    return parameter.shards(path, value)
+    return _boxes(parameter.split if value.shape == parameter.tensor.shape else None, parameter.name, path, value)
 
 
 def _groups(known: Mapping[int, NamedParameter], optimizer: torch.optim.Optimizer) -> ParamGroups:
@@ -256,10 +249,10 @@ class LocalState:
         rank: int = 0,
     ) -> LocalState:
         """Return the local state of this rank; ``rank_local`` are tensors of this rank alone. No tensor is copied."""
-        shards = models.shards()
-        states = {key: capture(models, key, optimizer) for key, optimizer in optimizers.items()}
-        for state in states.values():
-            shards += state.shards
+        shards, states = models.shards(), dict[str, OptimizerState]()
+        for key, optimizer in optimizers.items():
+            states[key], tensors = capture(models, key, optimizer)
+            shards += tensors
         shards += [Shard.whole(rank_local_path(rank, name), one) for name, one in rank_local.items()]
         return cls([shard_source(shard) for shard in shards], states, frozenset(models.parameter_paths()))
 
@@ -282,8 +275,7 @@ class LocalState:
 
     def description(self) -> StateDescription:
         """Return the description that other ranks need."""
-        states = {key: OptimizerState(one.kind, [], one.values, one.groups) for key, one in self.optimizers.items()}
-        return StateDescription([described(source) for source in self.sources], states)
+        return StateDescription([described(source) for source in self.sources], self.optimizers)
 
 
 def rank_local_group(rank: int) -> str:
@@ -343,7 +335,7 @@ def _joined(key: str, states: Sequence[OptimizerState | None]) -> OptimizerState
         values |= state.values
         for group, more in zip(groups, state.groups):
             group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
-    return OptimizerState(known[0].kind, [], values, groups)
+    return OptimizerState(known[0].kind, values, groups)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import torch
 
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Array, TensorDescription, group_of, keys_in
+from hpctrain.checkpoint.format.layout import Array, Record, group_of, keys_in, shape_text
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.local_state import (
     LIST_KEY,
@@ -118,10 +119,7 @@ def load_rank_local(path: str | Path, tensors: Mapping[str, torch.Tensor], *, co
 
 
 def _fill_rank_local(reader: Reader, group: str, shards: Sequence[Shard]) -> None:
-    found = compare(
-        {name: TensorDescription(each.shape, each.dtype) for name, each in reader.below(group).items()},
-        {shard.name: TensorDescription(shard.shape, shard.dtype) for shard in shards},
-    )
+    found = compare(reader.below(group), {shard.name: shard for shard in shards})
     if found:
         raise CheckpointError(f"{reader.path} holds another worker than this one:\n{table(found)}")
     for shard in shards:
@@ -130,14 +128,9 @@ def _fill_rank_local(reader: Reader, group: str, shards: Sequence[Shard]) -> Non
 
 def _check_fits(reader: Reader, everyone: Sequence[StateDescription], skip: Sequence[str]) -> None:
     """Raise ``CheckpointError`` if the file differs from the joint state of all ranks."""
-    stored = {name: TensorDescription(each.shape, each.dtype) for name, each in reader.below(layout.MODEL).items()}
-    start = f"{layout.MODEL}/"
-    expected = {
-        box.name.removeprefix(start): TensorDescription(box.shape, box.dtype)
-        for each in everyone
-        for box in each.boxes
-        if box.name.startswith(start)
-    }
+    stored, start = reader.below(layout.MODEL), f"{layout.MODEL}/"
+    boxes = [box for each in everyone for box in each.boxes if box.name.startswith(start)]
+    expected = {box.name.removeprefix(start): box for box in boxes}
     for pattern in skip:
         if not any(is_skipped(name, [pattern]) for name in {**stored, **expected}):
             raise UsageError(f"nothing in {reader.path} or in the model is called {pattern!r}, which is to be skipped")
@@ -163,7 +156,7 @@ def _fill(reader: Reader, models: Models, optimizers: Mapping[str, torch.optim.O
 
 def _rest(reader: Reader, rank: int) -> Loaded:
     root = reader.root
-    train = content.without_plot(reader.values(layout.TRAIN))
+    train = {key: value for key, value in reader.values(layout.TRAIN).items() if key not in content.PLOT}
     curves = reader.below(layout.TRAIN)
     if curves:
         train[content.CURVES] = {name: reader.read(record.path) for name, record in curves.items()}
@@ -238,22 +231,17 @@ def _differences(reader: Reader, key: str, state: OptimizerState, skipped: Calla
     if "param_groups" not in saved:
         return [Difference(label, "missing", "-", state.kind)]
     found = [] if saved.get("kind") == state.kind else [Difference(label, "kind", str(saved.get("kind")), state.kind)]
+
+    def add(names: set[str], problem: str, in_file: str, in_program: str) -> None:
+        for name in sorted(name for name in names if not skipped(name)):
+            found.append(Difference(f"{label}: {name}", problem, in_file, in_program))
+
     before, now = _members(saved["param_groups"], reader), _members(state.groups, reader)
-    for number in range(max(len(before), len(now))):
-        old = before[number] if number < len(before) else set()
-        new = now[number] if number < len(now) else set()
-        where = f"group {number}"
-        found += [Difference(f"{label}: {name}", "missing", "-", where) for name in _not_skipped(new - old, skipped)]
-        found += [Difference(f"{label}: {name}", "unexpected", where, "-") for name in _not_skipped(old - new, skipped)]
-    known = set().union(*before)
-    unknown = {path.rpartition("/")[0] for path in reader.below(root)} - known
-    return found + [
-        Difference(f"{label}: {name}", "unexpected", "in no group", "-") for name in _not_skipped(unknown, skipped)
-    ]
-
-
-def _not_skipped(names: set[str], skipped: Callable[[str], bool]) -> list[str]:
-    return sorted(name for name in names if not skipped(name))
+    for number, (old, new) in enumerate(zip_longest(before, now, fillvalue=set[str]())):
+        add(new - old, "missing", "-", f"group {number}")
+        add(old - new, "unexpected", f"group {number}", "-")
+    add({path.rpartition("/")[0] for path in reader.below(root)}.difference(*before), "unexpected", "in no group", "-")
+    return found
 
 
 def restore(
@@ -340,19 +328,23 @@ class Difference:
     in_program: str
 
 
-def compare(in_file: Mapping[str, TensorDescription], in_program: Mapping[str, TensorDescription]) -> list[Difference]:
+def compare(in_file: Mapping[str, Record], in_program: Mapping[str, Shard]) -> list[Difference]:
     """Return all differences in names, shapes and dtypes: in the program's order, then names that only the file has."""
     found: list[Difference] = []
     for name, expected in in_program.items():
         stored = in_file.get(name)
         if stored is None:
-            found.append(Difference(name, "missing", "-", str(expected)))
+            found.append(Difference(name, "missing", "-", _described(expected)))
         elif stored.shape != expected.shape:
-            found.append(Difference(name, "shape", str(stored), str(expected)))
+            found.append(Difference(name, "shape", _described(stored), _described(expected)))
         elif stored.dtype != expected.dtype:
-            found.append(Difference(name, "dtype", str(stored), str(expected)))
+            found.append(Difference(name, "dtype", _described(stored), _described(expected)))
     unexpected = [name for name in in_file if name not in in_program]
-    return found + [Difference(name, "unexpected", str(in_file[name]), "-") for name in unexpected]
+    return found + [Difference(name, "unexpected", _described(in_file[name]), "-") for name in unexpected]
+
+
+def _described(tensor: Record | Shard) -> str:
+    return f"{tensor.dtype} {shape_text(tensor.shape)}"
 
 
 def table(differences: Sequence[Difference]) -> str:

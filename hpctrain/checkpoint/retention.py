@@ -180,7 +180,7 @@ class Retention:
     """
 
     def __init__(
-        self, folder: str | Path, policy: RetentionPolicy, read: Callable[[Path], Mapping[str, Any]] | None = None
+        self, folder: str | Path, policy: RetentionPolicy, read: Callable[[Path], Mapping[str, float]] | None = None
     ) -> None:
         """Apply ``policy`` to a folder; ``read`` returns the logged values of a file."""
         self.folder, self.policy, self._read = Path(folder), policy, read or logged_values
@@ -226,18 +226,23 @@ class Retention:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
         identity = (path.name, status.st_ino, status.st_mtime_ns)
         if identity not in self._values:
-            value = self._read(path).get(self.policy.best)
-            self._values[identity] = value if isinstance(value, float) else None
+            self._values[identity] = self._read(path).get(self.policy.best)
         return self._values[identity]
 
 
-def logged_values(path: Path) -> dict[str, Any]:
-    """Return the values that the run logged in the step of a file. Raises ``CheckpointError`` if it is damaged."""
+def logged_values(path: Path) -> dict[str, float]:
+    """Return the numbers that the run logged in the step of a file. Raises ``CheckpointError`` if it is damaged."""
     from hpctrain.checkpoint.format.reader import Reader
 
     with Reader(path) as reader:
-        logged = reader.values("/train").get(LOGGED, {})
-    return logged if isinstance(logged, dict) else {}
+        return logged_in(reader.values("/train"))
+
+
+def logged_in(train: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that the run logged in the step of a file, given the values of its ``/train``."""
+    logged = train.get(LOGGED)
+    known = logged.items() if isinstance(logged, dict) else ()
+    return {str(name): value for name, value in known if isinstance(value, float)}
 
 
 def _is_valid(newest: Path, verified: Path | None) -> bool:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+import numpy as np
 import torch
 
 from hpctrain.checkpoint import content
-from hpctrain.checkpoint.collective_save import CollectiveSave, InlineWriter, ShareWriter, WriteShare
 from hpctrain.checkpoint.content import SaveRequest
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.plan import BoxPart, WritePlan, described, plan
-from hpctrain.checkpoint.format.writer import Offsets, Target, WriteRequest
+from hpctrain.checkpoint.format.plan import (
+    BoxPart,
+    Offsets,
+    Source,
+    Target,
+    WritePlan,
+    WriteRequest,
+    WriteShare,
+    described,
+    plan,
+)
+from hpctrain.checkpoint.format.writer import ShareWriter, clear, create
 from hpctrain.checkpoint.local_state import LocalState, Models, StateDescription, by_key, exchange, joined
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
@@ -27,6 +37,7 @@ from hpctrain.util.atomic import Claim
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
+T = TypeVar("T")
 IO = Literal["posix", "mpiio"]
 SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not divided over ranks, however wide the filesystem's stripes are
 BURDEN = 128 << 10  # bytes that rank 0 could write in the time in which it makes the layout of one dataset
@@ -81,11 +92,9 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if error is None:
+            if kind is None:
                 self.wait()
         finally:
             self.close()
@@ -184,25 +193,25 @@ class Saver:
         return digest + bytes(str(alignment), "ascii"), descriptions, self._plan_cache[1]
 
     def _whole_file(
-        self, path: Path, local: LocalState, plan: WritePlan, rest: content.Content
+        self, path: Path, local: LocalState, plan: WritePlan, rest: tuple[list[Source], content.Groups]
     ) -> tuple[WriteShare, WriteRequest]:
         """Return rank 0's share, with everything that is not a tensor of a model or optimizer, and the whole file."""
-        sources = [*local.sources, *rest.sources]
+        more, groups = rest
         parts = [*plan.parts[0]]
-        for number, source in enumerate(rest.sources, len(local.sources)):
+        for number, source in enumerate(more, len(local.sources)):
             if 0 not in source.box.extent:
                 parts.append(BoxPart(number, 0, math.prod(source.box.extent)))
-        datasets = [*plan.datasets, *(described(source) for source in rest.sources)]
+        datasets = [*plan.datasets, *map(described, more)]
         file = WriteRequest(
             Target.of(path, datasets),
             datasets,
-            groups=rest.groups,
-            attributes={source.path: source.attributes for source in rest.sources},
+            groups,
+            attributes={source.path: source.attributes for source in more},
             alignment=self._storage.alignment,
             create=self._storage.io != "mpiio",
             claim=self.claim,
         )
-        return WriteShare(sources, parts), file
+        return WriteShare([*local.sources, *more], parts), file
 
 
 def save(
@@ -269,16 +278,12 @@ def _single_communicator() -> Communicator:
 
 
 def _writer(comm: Communicator, storage: Storage, background: bool) -> ShareWriter:
-    if storage.io == "mpiio":
-        return _mpi_io_writer(comm, storage, background)
-    if not background:
-        return InlineWriter()
-    from hpctrain.checkpoint.background import BackgroundWriter
+    if storage.io == "posix" and not background:
+        return ShareWriter()
+    if storage.io == "posix":
+        from hpctrain.checkpoint.background import BackgroundWriter
 
-    return BackgroundWriter()
-
-
-def _mpi_io_writer(comm: Communicator, storage: Storage, background: bool) -> ShareWriter:
+        return BackgroundWriter()
     if background:
         raise UsageError(
             "io = 'mpiio' writes by calls of all ranks, which a separate process per rank cannot make: "
@@ -287,8 +292,103 @@ def _mpi_io_writer(comm: Communicator, storage: Storage, background: bool) -> Sh
         )
     if comm.transport.name != "mpi":
         raise UsageError("io = 'mpiio' needs ranks that MPI has started: use io = 'posix'", everywhere=True)
-    from hpctrain.checkpoint.collective_save import MpiIoWriter
+    from hpctrain.checkpoint.mpi_io import MpiIoWriter
     from hpctrain.comm.transport.mpi import MpiTransport
 
     assert isinstance(comm.transport, MpiTransport)
     return MpiIoWriter(comm.transport, storage.hints)
+
+
+# Collective save of one checkpoint ------------------------------------------------------------------------------------
+#
+# Rank 0 makes the layout, every rank writes its share, and rank 0 completes and commits the file.
+# Between these steps the ranks exchange their outcome: an error on one rank is raised on all, and the
+# file is removed.
+#
+# Note: writing without waiting. The offset of a dataset depends only on the datasets before it and on
+# itself. So within a run each file has its tensors at the same offsets as the previous file. Then no
+# rank waits for the layout: all ranks write while rank 0 makes it. The layout is compared with the
+# expected one; if it differs, the shares are written again.
+
+
+class CollectiveSave:
+    """Collective save in progress; created by all ranks, which then all call ``advance`` until it is ``done``.
+
+    ``request`` is the file to write, on rank 0 only. ``expected`` contains the expected offsets of
+    the model and optimizer datasets, on all ranks or on no rank. ``advance`` waits for this rank's
+    writer; while the writer is ``busy``, the rank can do other work. ``offsets`` are those of the
+    datasets, once they are known.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        writer: ShareWriter,
+        share: WriteShare,
+        request: WriteRequest | None,
+        expected: Offsets | None = None,
+    ) -> None:
+        self._comm, self._writer, self._expected = comm, writer, expected
+        self.done = False
+        self.offsets: Offsets | None = None
+        self._steps: Iterator[Callable[[], None]] = iter((self._write, self._finish, self._end))
+        self._agreed(lambda: writer.stage(share))
+        # The file exists before any rank opens it.
+        self._agreed(lambda: create(request) if request is not None else None)
+        self._target: Target = comm.broadcast_object(request.target if request is not None else None)
+        if request is not None:
+            writer.lay_out(request)
+        if expected is not None:
+            self._steps = iter((self._compare, self._end))
+            writer.write(self._target, expected if request is None else None)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether this rank's writer has not finished the current step."""
+        return not self.done and self._writer.busy
+
+    def advance(self) -> None:
+        """Make the next step. Collective. If a rank failed, all ranks raise the same error."""
+        next(self._steps)()
+
+    def _write(self) -> None:
+        offsets = self._agreed(lambda: self._writer.result() if self._is_rank_0 else None)
+        self.offsets = self._comm.broadcast_object(offsets)
+        assert self.offsets is not None
+        self._writer.write(self._target, self.offsets)
+
+    def _compare(self) -> None:
+        """Compare the layout with the expected one; if it differs, write again. Then complete the file."""
+        laid_out = self._agreed(lambda: self._writer.result() if self._is_rank_0 else None)
+        expected = self._expected
+        assert expected is not None
+        differs = laid_out is not None and any(laid_out[name] != offset for name, offset in expected.items())
+        self.offsets = self._comm.broadcast_object(laid_out if differs else None) or expected
+        if self.offsets is not expected:
+            self._agreed(self._writer.result, alike=False)
+            self._agreed(lambda: clear(self._target) if self._is_rank_0 else None)
+            self._writer.write(self._target, self.offsets)
+        self._finish()
+
+    def _finish(self) -> None:
+        written = self._agreed(self._writer.result, alike=False)
+        of_all_ranks = np.concatenate(self._comm.all_gather_object(written))
+        if self._is_rank_0:
+            self._writer.finish(of_all_ranks)
+
+    def _end(self) -> None:
+        self._agreed(lambda: self._writer.result() if self._is_rank_0 else None)
+        self.done = True
+
+    @property
+    def _is_rank_0(self) -> bool:
+        return self._comm.rank == 0
+
+    def _agreed(self, action: Callable[[], T], *, alike: bool = True) -> T:
+        """Run an action that may fail; if it fails on any rank, drop the checkpoint and raise on all ranks."""
+        try:
+            return agreed(self._comm, action, alike=alike)
+        except BaseException:
+            self.done = True
+            self._writer.abort()
+            raise

@@ -285,12 +285,8 @@ def restore_state(thing: Any, state: Any, where: str) -> Any:
 
     Raises ``CheckpointError``, which names ``where``, if the state does not fit.
     """
-    if isinstance(thing, torch.Tensor):
-        return _fill_tensor(thing, state, where)
-    if isinstance(thing, np.ndarray):
-        if not isinstance(state, np.ndarray) or state.shape != thing.shape:
-            raise _shape_error(where, state, thing)
-        thing[...] = state
+    if isinstance(thing, (torch.Tensor, np.ndarray)):
+        _fill_in_place(thing, state, where)
         return thing
     try:
         if isinstance(thing, torch.Generator):
@@ -338,17 +334,16 @@ def _item(thing: Any, key: Any, state: Any, where: str) -> Any:
     return restore_state(thing[key], state, f"{where}[{key!r}]")
 
 
-def _fill_tensor(thing: torch.Tensor, state: Any, where: str) -> torch.Tensor:
-    if not isinstance(state, torch.Tensor) or state.shape != thing.shape:
-        raise _shape_error(where, state, thing)
-    with torch.no_grad():
-        thing.copy_(state)
-    return thing
-
-
-def _shape_error(where: str, state: Any, thing: Any) -> CheckpointError:
-    found = f"shape {tuple(state.shape)}" if hasattr(state, "shape") else f"of type {type(state).__name__}"
-    return CheckpointError(f"{where} is {found} in the checkpoint and has shape {tuple(thing.shape)} in the program")
+def _fill_in_place(thing: Leaf, state: Any, where: str) -> None:
+    same_kind = isinstance(state, torch.Tensor if isinstance(thing, torch.Tensor) else np.ndarray)
+    if not same_kind or state.shape != thing.shape:
+        found = f"shape {tuple(state.shape)}" if hasattr(state, "shape") else f"of type {type(state).__name__}"
+        raise CheckpointError(f"{where} is {found} in the checkpoint and has shape {tuple(thing.shape)} in the program")
+    if isinstance(thing, torch.Tensor):
+        with torch.no_grad():
+            thing.copy_(state)
+    else:
+        thing[...] = state
 
 
 def is_plain(item: Any) -> bool:

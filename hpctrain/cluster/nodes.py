@@ -93,8 +93,10 @@ def compress_node_list(hosts: Iterable[str]) -> str:
             series[match[1], match[3]].append(match[2])
         else:
             plain.append(host)
-    found = [before + _brackets(_runs(numbers)) + after for (before, after), numbers in series.items()]
-    return ",".join(sorted([*plain, *found]))
+    for (before, after), numbers in series.items():
+        text = number_ranges(numbers)
+        plain.append(before + (text if text.isdecimal() else f"[{text}]") + after)
+    return ",".join(sorted(plain))
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
@@ -111,21 +113,15 @@ def expand_counts(text: str) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _runs(numbers: Iterable[str]) -> list[list[str]]:
-    """Return runs of consecutive numbers as pairs of the first and the last one."""
+def number_ranges(numbers: Iterable[str]) -> str:
+    """Return numbers as ranges of consecutive ones: ``001-002,7``."""
     runs: list[list[str]] = []
     for number in sorted(numbers, key=lambda text: (int(text), len(text))):
         if runs and number == str(int(runs[-1][1]) + 1).zfill(len(runs[-1][0])):
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return runs
-
-
-def _brackets(runs: list[list[str]]) -> str:
-    if len(runs) == 1 and runs[0][0] == runs[0][1]:
-        return runs[0][0]
-    return "[" + ",".join(first if first == last else f"{first}-{last}" for first, last in runs) + "]"
+    return ",".join(first if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _choices(piece: str, text: str) -> list[str]:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from hpctrain.cluster.nodes import number_ranges
+from hpctrain.util import retry
 from hpctrain.util.text import columns
 
 
@@ -34,13 +36,7 @@ def cpu_affinity() -> tuple[int, ...]:
 
 def format_cpus(cpus: Iterable[int]) -> str:
     """Return CPU numbers in the format of ``taskset`` and ``lscpu``: ``0-2,7``."""
-    runs: list[list[int]] = []
-    for cpu in sorted(set(cpus)):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return number_ranges(map(str, set(cpus)))
 
 
 def threads_for(my_cpus: Sequence[int], all_cpus_on_node: Sequence[Sequence[int]]) -> int:
@@ -108,11 +104,7 @@ def free_memory(system: Path = Path("/")) -> int:
 
 def free_bytes(folder: str = FOLDER) -> int | None:
     """Return the free bytes of a file system; ``None`` if the folder does not exist."""
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
+    return retry.free_bytes(folder)
 
 
 def left_over(folder: str = FOLDER, *, age: float = AGE) -> list[Segment]:

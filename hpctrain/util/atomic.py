@@ -49,13 +49,8 @@ def call_once(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def write_text(path: str | Path, text: str, *, mode: int = 0o666, call: Call = call_once) -> None:
     """Write a text file in UTF-8. Raises ``OSError``; an existing file then stays."""
-    write_bytes(path, text.encode("utf-8"), mode=mode, call=call)
-
-
-def write_bytes(path: str | Path, data: bytes, *, mode: int = 0o666, call: Call = call_once) -> None:
-    """Write a file. Raises ``OSError``; an existing file then stays."""
     with replacing(path, mode=mode, call=call) as file:
-        file.write(data)
+        file.write(text.encode("utf-8"))
 
 
 @contextmanager

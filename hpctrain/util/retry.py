@@ -108,7 +108,7 @@ def cannot_write(path: Path, error: OSError) -> HpctrainError:
     return FileSystemError(f"cannot write {path}: {reason}; {tried}; start again when the file system works")
 
 
-def free_bytes(folder: Path) -> int | None:
+def free_bytes(folder: str | Path) -> int | None:
     """Return the bytes that this user can still write into a folder; None if the file system does not tell."""
     try:
         status = os.statvfs(folder)

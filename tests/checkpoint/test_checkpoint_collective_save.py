@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import ThreadRanks
+from support.checkpoints import ThreadRanks, flip
 from support.training_fixtures import contents
 
 from hpctrain import checkpoint
@@ -215,9 +215,7 @@ def test_a_partial_read_verifies_checksums_of_its_extents(tmp_path: Path, monkey
     write(tmp_path / "c.h5", "whole", 1)
     with Reader(tmp_path / "c.h5") as reader:
         place = reader.offsets["/model/up"]
-    data = bytearray((tmp_path / "c.h5").read_bytes())
-    data[place + 300] ^= 1
-    (tmp_path / "c.h5").write_bytes(data)
+    flip(tmp_path / "c.h5", place + 300)
     with Reader(tmp_path / "c.h5") as reader:
         out = np.empty((2, 24), dtype="<f4")
         reader.read_box("/model/up", (0, 0), (2, 24), out)  # bytes 0 to 192: the undamaged extent

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.checkpoints import flip
 
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
-from hpctrain.checkpoint.retention import keep_last, list_checkpoints, newest_valid, remove_leftovers, step_file
+from hpctrain.checkpoint.retention import (
+    Retention,
+    RetentionPolicy,
+    keep_last,
+    list_checkpoints,
+    newest_valid,
+    remove_leftovers,
+    step_file,
+)
 from hpctrain.cli.main import main
 from hpctrain.errors import CheckpointError, UsageError
 
@@ -22,12 +31,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / ".step_00000040.h5.tmp-host-1").write_bytes(b"torn")
     (tmp_path / "notes.txt").write_text("keep")
     return tmp_path
-
-
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -42,7 +45,7 @@ def test_checkpoints_are_ordered_by_step(folder: Path) -> None:
 
 def test_a_damaged_newest_file_is_ignored_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert newest_valid(folder) == folder / "step_100000000.h5"
-    damage(folder / "step_100000000.h5")
+    flip(folder / "step_100000000.h5", 100)
     (folder / "step_00000030.h5").write_bytes(b"")
     with caplog.at_level(logging.WARNING, "hpctrain"):
         assert newest_valid(folder) == folder / "step_00000010.h5"
@@ -53,7 +56,7 @@ def test_a_damaged_newest_file_is_ignored_with_a_warning(folder: Path, caplog: p
 
 def test_strict_mode_raises_if_the_newest_is_damaged(folder: Path) -> None:
     assert newest_valid(folder, strict=True) == folder / "step_100000000.h5"
-    damage(folder / "step_100000000.h5")
+    flip(folder / "step_100000000.h5", 100)
     with pytest.raises(CheckpointError, match="step_100000000.h5"):
         newest_valid(folder, strict=True)
 
@@ -61,7 +64,7 @@ def test_strict_mode_raises_if_the_newest_is_damaged(folder: Path) -> None:
 def test_an_empty_folder_is_no_error_but_only_damaged_files_are(folder: Path) -> None:
     assert newest_valid(folder / "none") is None
     for path in list_checkpoints(folder):
-        damage(path)
+        flip(path, 100)
     with pytest.raises(CheckpointError, match="none of the 4 checkpoints"):
         newest_valid(folder)
 
@@ -73,15 +76,16 @@ def test_the_oldest_files_are_deleted(folder: Path) -> None:
 
 
 def test_no_file_is_deleted_while_the_newest_is_damaged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    damage(folder / "step_100000000.h5")
-    assert keep_last(folder, 1) == []
-    assert "older checkpoints are kept" in caplog.text
+    flip(folder / "step_100000000.h5", 100)
+    for keep in (RetentionPolicy(last=1), RetentionPolicy(last=1, best="loss"), RetentionPolicy(last=1, every=3)):
+        assert Retention(folder, keep).apply() == []
+    assert "older checkpoints are kept: the newest is not valid" in caplog.text
     assert keep_last(folder, 1, verified=folder / "step_00000030.h5") == [], "only the newest counts"
     assert len(list_checkpoints(folder)) == 4
 
 
 def test_a_file_just_committed_is_not_read_again(folder: Path) -> None:
-    damage(folder / "step_100000000.h5")
+    flip(folder / "step_100000000.h5", 100)
     assert keep_last(folder, 3) == []
     assert len(keep_last(folder, 3, verified=folder / "step_100000000.h5")) == 1
 

@@ -172,15 +172,3 @@ def test_an_unreadable_file_is_kept_if_it_may_be_the_best(tmp_path: Path, caplog
     assert f"{step_file(1)} is kept: cannot determine whether it is the best" in caplog.text
     Retention(tmp_path, RetentionPolicy(last=1)).apply()
     assert present(tmp_path) == [4]
-
-
-def test_no_file_is_deleted_while_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for step in range(1, 5):
-        write(tmp_path, step, {"loss": float(step)})
-    newest = tmp_path / step_file(4)
-    data = bytearray(newest.read_bytes())
-    data[100] ^= 1
-    newest.write_bytes(data)
-    for keep in (RetentionPolicy(last=1), RetentionPolicy(last=1, best="loss"), RetentionPolicy(last=1, every=2)):
-        assert Retention(tmp_path, keep).apply() == []
-    assert present(tmp_path) == [1, 2, 3, 4] and "older checkpoints are kept: the newest is not valid" in caplog.text

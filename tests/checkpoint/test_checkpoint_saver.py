@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import ThreadRanks, make_model, same, train
+from support.checkpoints import ThreadRanks, flip, make_model, same, train
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format.layout import STORAGE
@@ -112,6 +112,10 @@ def test_all_differences_are_shown_before_any_memory_is_touched(tmp_path: Path) 
         "1.num_batches_tracked unexpected int64 scalar -",
     ):
         assert re.search(line.replace(" ", " +"), text), line
+    heading, *lines = text.splitlines()[1:]
+    assert heading.split() == "name problem in the file in the program".split() and len(lines) == 8
+    words = ("missing", "shape", "dtype", "unexpected")
+    assert {line.index(word) for line in lines for word in words if word in line} == {heading.index("problem")}
     assert same(other.state_dict(), before)
 
 
@@ -194,9 +198,7 @@ def test_damage_found_during_a_load_names_the_tensor(tmp_path: Path) -> None:
     checkpoint.save(path, model=make_model())
     with h5py.File(path, "r") as file:
         start = file["/model/2.bias"].id.get_offset()
-    data = bytearray(path.read_bytes())
-    data[start] ^= 1
-    path.write_bytes(data)
+    flip(path, start)
     with pytest.raises(CheckpointError, match=f"{path}: /model/2.bias is damaged"):
         checkpoint.load(path, model=make_model())
 

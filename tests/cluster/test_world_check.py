@@ -43,15 +43,19 @@ def test_a_world_that_agrees_with_the_launcher_is_accepted(launch: Launch, mpi_s
         ("Open MPI", "Open MPI", "pmix"),
         ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution", "Open MPI", "pmix"),
         ("MPICH", "MPICH", "pmi2"),
-        ("MPICH Version:      5.0.2\nMPICH Release date: ...", "MPICH", "pmi2"),
+        ("MPICH Version:      5.0.2\nMPICH Release date: Fri", "MPICH", "pmi2"),
         ("CRAY MPICH version 8.1.29.2", "Cray MPICH", "cray_shasta"),
+        ("MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)", "Cray MPICH", "cray_shasta"),
         ("Intel(R) MPI Library 2021.10 for Linux* OS", "Intel MPI", "pmi2"),
+        ("MVAPICH2 Version      :\t2.3.7", "MVAPICH", "pmi2"),
+        ("ACME MPI 1.0, as good as MPI gets, whatever you heard", "ACME MPI 1.0, as good as MPI gets, whate", ""),
     ],
 )
 def test_singletons_under_srun_get_a_hint_at_the_right_plugin(vendor: str, name: str, plugin: str) -> None:
+    assert library(vendor) == name and srun_type(name) == plugin
     text = message(promised("slurm", 4), 1, vendor)
     assert text.startswith(f"srun started 4 processes, but {name} sees a world of 1: each would train alone; ")
-    assert f"srun --mpi={plugin} " in text and f"the mpiexec that came with {name}" in text
+    assert f"srun --mpi={plugin or '...'} (srun --mpi=list" in text and f"the mpiexec that came with {name}" in text
 
 
 def test_mpiexec_of_another_mpi_is_named() -> None:
@@ -68,24 +72,9 @@ def test_a_single_rank_numbered_above_zero_is_refused() -> None:
     assert "at least 3 processes" in message(promised("pmix", None, rank=2), 1, "Open MPI")
 
 
-def test_an_unknown_library_gets_a_hint_to_list_the_plugins() -> None:
+def test_a_long_name_of_a_library_is_shortened() -> None:
     text = message(promised("slurm", 4), 1, "Some MPI\nof a vendor " + "x" * 200)
-    assert "srun --mpi=list" in text and "Some MPI of a vendor" in text and len(text) < 300
-
-
-@pytest.mark.parametrize(
-    "vendor, name, kind",
-    [
-        ("MPICH Version:      5.0.2\nMPICH Release date: Fri", "MPICH", "pmi2"),
-        ("Open MPI v5.0.11, package: Open MPI, ident: 5.0.11", "Open MPI", "pmix"),
-        ("MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)", "Cray MPICH", "cray_shasta"),
-        ("Intel(R) MPI Library 2021.13 for Linux* OS", "Intel MPI", "pmi2"),
-        ("MVAPICH2 Version      :\t2.3.7", "MVAPICH", "pmi2"),
-        ("ACME MPI 1.0, as good as MPI gets, whatever you heard", "ACME MPI 1.0, as good as MPI gets, whate", ""),
-    ],
-)
-def test_libraries_are_recognised_by_their_version_string(vendor: str, name: str, kind: str) -> None:
-    assert library(vendor) == name and srun_type(name) == kind
+    assert "Some MPI of a vendor" in text and len(text) < 300
 
 
 def test_a_missing_mpi_names_what_to_install() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,24 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
 
 def same(one: Any, two: Any) -> bool:
     """Return whether two nested states are equal in bits, types, devices and order."""
+    if type(one) is not type(two):
+        return False
     if isinstance(one, torch.Tensor):
         return one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
+    if isinstance(one, np.ndarray):
+        return one.dtype == two.dtype and bool(np.array_equal(one, two))
     if isinstance(one, dict):
         return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
     if isinstance(one, (list, tuple)):
-        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
-    return type(one) is type(two) and one == two
+        return len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two)
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of the byte at an offset of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
 
 
 class ThreadRanks:

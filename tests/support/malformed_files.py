@@ -95,22 +95,15 @@ def _two_in_one(path: Path, other: Path) -> None:
     path.write_bytes(data)
 
 
-def _user_block(path: Path, other: Path) -> None:
-    path.unlink()
-    with h5py.File(path, "w", libver=VERSIONS, userblock_size=512) as file:
-        file["x"] = 1
+def _foreign(**settings: object) -> Callable[[Path, Path], object]:
+    """Return an attack that replaces the file by one of another program."""
 
+    def make(path: Path, other: Path) -> None:
+        path.unlink()
+        with h5py.File(path, "w", **{"libver": VERSIONS, **settings}) as file:
+            file["x"] = 1
 
-def _old_format(path: Path, other: Path) -> None:
-    path.unlink()
-    with h5py.File(path, "w", libver=("earliest", "v108")) as file:
-        file["x"] = 1
-
-
-def _foreign(path: Path, other: Path) -> None:
-    path.unlink()
-    with h5py.File(path, "w", libver=VERSIONS) as file:
-        file["x"] = 1
+    return make
 
 
 def _json(text: str) -> Callable[[Path, Path], object]:
@@ -212,9 +205,9 @@ ATTACKS: dict[str, Attack] = {
     "deep_json": Attack(_json("[" * 200_000), "states.json is not valid JSON"),
     "huge_number": Attack(_json("9" * 100_000), "states.json is not valid JSON"),
     # Other kinds of file --------------------------------------------------------------------------
-    "user_block": Attack(_user_block, "is not an HDF5 file"),
-    "old_format": Attack(_old_format, "is an HDF5 file, but not one that hpctrain wrote"),
-    "foreign": Attack(_foreign, "is an HDF5 file, but not a checkpoint"),
+    "user_block": Attack(_foreign(userblock_size=512), "is not an HDF5 file"),
+    "old_format": Attack(_foreign(libver=("earliest", "v108")), "is an HDF5 file, but not one that hpctrain wrote"),
+    "foreign": Attack(_foreign(), "is an HDF5 file, but not a checkpoint"),
     "pickle": Attack(_raw(lambda data: b"cos\nsystem\n(S'touch pwned'\ntR."), "is not an HDF5 file"),
     "pickle_before": Attack(_raw(lambda data: b"cos\nsystem\n(S'touch x'\ntR.".ljust(512) + data), "is not an HDF5"),
 }

@@ -22,7 +22,8 @@ import numpy as np
 from hpctrain._version import __version__
 from hpctrain.checkpoint.format import integrity, layout
 from hpctrain.checkpoint.format.integrity import LENGTH, Written, digest, manifest, outside, seal
-from hpctrain.checkpoint.format.layout import Array, Record, Value, to_array
+from hpctrain.checkpoint.format.layout import Array, Groups, Record, Value, to_array
+from hpctrain.checkpoint.format.plan import WriteRequest
 from hpctrain.shard import Shard
 
 _BLOCK = 4096
@@ -55,25 +56,9 @@ class Image(io.RawIOBase):
         last = next((number for number in reversed(range(first, behind)) if number in self._blocks), None)
         return 0 if last is None else min(count, (last + 1) * _BLOCK - offset)
 
-    def readable(self) -> bool:
-        """Return true."""
-        return True
-
-    def writable(self) -> bool:
-        """Return true."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return true."""
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position."""
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
         return self._position
 
     def truncate(self, size: int | None = None) -> int:
@@ -123,9 +108,6 @@ class Image(io.RawIOBase):
 # complete the draft.
 
 
-Groups = Mapping[str, Mapping[str, Value]]
-
-
 class Draft:
     """Structure of a file that is being written.
 
@@ -133,28 +115,22 @@ class Draft:
     without bytes.
     """
 
-    def __init__(
-        self,
-        datasets: Sequence[Shard],
-        attributes: Mapping[str, Mapping[str, Value]],
-        groups: Groups,
-        alignment: int = layout.ALIGNMENT,
-    ) -> None:
-        """Make the layout of datasets with more ``attributes`` by path, and ``groups`` (``"/"``: the root) with theirs.
+    def __init__(self, request: WriteRequest) -> None:
+        """Make the layout of the datasets and groups of a request.
 
         The groups above a dataset are created implicitly. Datasets are created first, and groups
         get their attributes last: a dataset's offset therefore depends only on itself and the
         datasets before it, whatever else the file contains.
         """
-        self.records = [_record(dataset, attributes.get(dataset.name, {})) for dataset in datasets]
-        self._groups = _all_groups(groups, self.records)
+        self.records = [_record(dataset, request.attributes.get(dataset.name, {})) for dataset in request.datasets]
+        self._groups = _all_groups(request.groups, self.records)
         self._image = Image()
         self._file = h5py.File(
             self._image,
             "w",
             libver=("v110", "v110"),  # checksummed structure; a torn file fails to open; readable by HDF5 1.10
-            alignment_threshold=alignment,
-            alignment_interval=alignment,
+            alignment_threshold=request.alignment,
+            alignment_interval=request.alignment,
             track_order=True,
         )
         self._groups_made = {"": self._file.id}
@@ -163,9 +139,11 @@ class Draft:
             _set_attributes(self._group(path.rstrip("/")), values)
         self.offsets: list[int | None] = [dataset.get_offset() for dataset in datasets_made]
         self._crcs = [h5py.h5a.open(dataset, layout.CRC32.encode()) for dataset in datasets_made]
-        self._text = self._make_text(layout.MANIFEST, len(self._manifest().encode()))
-        self._seal = self._make_text(layout.SEAL, LENGTH)
-        self._table = self._make_table()
+        self._text = self._create_text(layout.MANIFEST, len(self._manifest().encode()))
+        self._seal = self._create_text(layout.SEAL, LENGTH)
+        rows = sum(integrity.rows_of(record.nbytes) for record in self.records)
+        space = h5py.h5s.create_simple((rows, len(integrity.COLUMNS)))
+        self._table = _create(self._file.id, layout.EXTENTS, h5py.h5t.STD_I64LE, space).get_offset()
         _set_attributes(self._file.id, {layout.DIGEST: to_array(digest(""))})
 
     def _group(self, path: str) -> h5py.h5g.GroupID:
@@ -197,11 +175,9 @@ class Draft:
         stored = to_array(digest(text))
         h5py.h5a.open(self._file.id, layout.DIGEST.encode()).write(stored, mtype=_string_type(stored.dtype.itemsize))
         self._file.close()
-        if self._text is not None:
-            self._put(self._text, text.encode())
-        if self._table is not None:
+        self._put(self._text, text.encode())
+        if self._table is not None:  # without rows it has no bytes
             self._put(self._table, table.tobytes())
-        assert self._text is not None and self._seal is not None
         checked = [*tensors, (self._text, len(text.encode())), (self._seal, LENGTH)]
         self._put(self._seal, seal(self._image.size, checked, self._read).encode())
         return self._image.parts(outside(self._image.size, tensors))
@@ -209,7 +185,7 @@ class Draft:
     def _set_checksums(self, table: integrity.Table, count: int) -> None:
         order = sorted((offset, number) for number, offset in enumerate(self.offsets) if offset is not None)
         for (_, number), found in zip(order, integrity.by_tensor(table, count), strict=True):
-            crc = integrity.crc_of(found)
+            crc = integrity.combined((extent.crc32, extent.nbytes) for extent in found)
             array = to_array(np.uint32(crc))
             self._crcs[number].write(array)
             record = self.records[number]
@@ -218,15 +194,8 @@ class Draft:
     def _manifest(self) -> str:
         return manifest(self._groups, self.records)
 
-    def _make_text(self, path: str, length: int) -> int | None:
-        kind = _string_type(length)
-        return int(_create(self._file.id, path, kind, _scalar()).get_offset())
-
-    def _make_table(self) -> int | None:
-        rows = sum(integrity.rows_of(record.nbytes) for record in self.records)
-        space = h5py.h5s.create_simple((rows, len(integrity.COLUMNS)))
-        dataset = _create(self._file.id, layout.EXTENTS, h5py.h5t.STD_I64LE, space)
-        return None if not rows else int(dataset.get_offset())
+    def _create_text(self, path: str, length: int) -> int:
+        return int(_create(self._file.id, path, _string_type(length), _scalar()).get_offset())
 
     def _put(self, offset: int, data: bytes) -> None:
         self._image.seek(offset)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import DIGEST, Array, Record
+from hpctrain.checkpoint.format.layout import DIGEST, Array, Record, shape_text
 from hpctrain.errors import CheckpointError
 
 try:
@@ -88,11 +88,6 @@ def table_of(tensors: Sequence[tuple[int, int]], written: Written) -> Table:
     return np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
 
 
-def crc_of(extents: Sequence[Extent]) -> int:
-    """Return the CRC-32 of a tensor from those of its extents."""
-    return combined((extent.crc32, extent.nbytes) for extent in extents)
-
-
 def by_tensor(table: Table, count: int) -> list[list[Extent]]:
     """Return the extents of each of ``count`` tensors, in the order of their offsets."""
     found: list[list[Extent]] = [[] for _ in range(count)]
@@ -138,7 +133,7 @@ def manifest(groups: Mapping[str, Attributes], records: Iterable[Record]) -> str
         lines.append(f"group\t{path}")
         lines += _attribute_lines(path, attributes)
     for record in records:
-        lines.append(f"dataset\t{record.path}\t{record.storage.str}\t{_shape(record.shape)}")
+        lines.append(f"dataset\t{record.path}\t{record.storage.str}\t{shape_text(record.shape)}")
         lines += _attribute_lines(record.path, record.attributes)
     return "".join(line + "\n" for line in sorted(lines))
 
@@ -160,14 +155,10 @@ def differences(promised: str, found: str) -> list[str]:
 
 def _attribute_lines(path: str, attributes: Attributes) -> list[str]:
     return [
-        f"attribute\t{path}\t{name}\t{array.dtype.str}\t{_shape(array.shape)}\t{zlib.crc32(array.tobytes()):08x}"
+        f"attribute\t{path}\t{name}\t{array.dtype.str}\t{shape_text(array.shape)}\t{zlib.crc32(array.tobytes()):08x}"
         for name, array in attributes.items()
         if (path, name) != ("/", DIGEST)
     ]
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _objects(lines: set[str]) -> set[str]:

@@ -82,15 +82,9 @@ class Record:
         return math.prod(self.shape) * self.storage.itemsize
 
 
-@dataclass(frozen=True)
-class TensorDescription:
-    """Shape and element type of a tensor; ``dtype`` is the torch name."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}"
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape as text: ``2x3``, ``scalar``."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def storage_of(dtype: str, what: str) -> np.dtype[np.generic]:
@@ -108,22 +102,18 @@ def child(group: str, name: str) -> str:
 
 def check_name(name: str, where: str) -> None:
     """Raise ``CheckpointError`` unless the name is valid as one component of a path."""
-    reason = _unfit(name)
-    if reason:
-        shown = name if len(name) <= 80 else name[:80] + "..."
-        raise CheckpointError(f"the name {shown!r} {where} cannot be stored: {reason}")
-
-
-def _unfit(name: str) -> str:
     if name in ("", ".", ".."):
-        return "it must not be empty, '.' or '..'"
-    if "/" in name:
-        return "it must not contain '/'"
-    if not name.isprintable():  # also covers lone surrogates, which UTF-8 cannot encode
-        return "it must not contain control characters"
-    if len(name.encode()) > _LONGEST_NAME:
-        return f"it must not be longer than {_LONGEST_NAME} bytes"
-    return ""
+        reason = "be empty, '.' or '..'"
+    elif "/" in name:
+        reason = "contain '/'"
+    elif not name.isprintable():  # also covers lone surrogates, which UTF-8 cannot encode
+        reason = "contain control characters"
+    elif len(name.encode()) > _LONGEST_NAME:
+        reason = f"be longer than {_LONGEST_NAME} bytes"
+    else:
+        return
+    shown = name if len(name) <= 80 else name[:80] + "..."
+    raise CheckpointError(f"the name {shown!r} {where} cannot be stored: it must not {reason}")
 
 
 def version_for(groups: Mapping[str, Mapping[str, object]], paths: Iterable[str]) -> tuple[int, int]:
@@ -159,7 +149,7 @@ def keys_in(reader: Reader, group: str) -> list[str]:
     return [keys] if isinstance(keys, str) else [str(key) for key in keys]
 
 
-def key_groups(group: str, keys: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
+def key_groups(group: str, keys: Sequence[str]) -> dict[str, dict[str, Value]]:
     """Return the groups of several models or optimizers with their attributes; empty for a single one."""
     if not keys or list(keys) == [""]:
         return {}
@@ -170,6 +160,7 @@ def key_groups(group: str, keys: Sequence[str]) -> dict[str, dict[str, tuple[str
 
 
 Value = int | float | str | np.uint32 | tuple[str, ...]
+Groups = Mapping[str, Mapping[str, Value]]  # attributes of groups by path
 
 JSON_SUFFIX = ".json"
 _INT64 = range(-(1 << 63), 1 << 63)

@@ -1,4 +1,4 @@
-"""Sources of datasets, and the plan of which rank writes which bytes, computed from the boxes of all ranks.
+"""Sources and target of a file, and the plan of which rank writes which bytes, from the boxes of all ranks.
 
 Note: distribution. A rank writes the boxes that it alone has. Boxes that several ranks have
 (parameters under data parallelism) are divided among them in file order. So each of these ranks
@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Array, Value
+from hpctrain.checkpoint.format.layout import Array, Groups, Value
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
+from hpctrain.util import atomic
+from hpctrain.util.atomic import Claim
 
 
 @dataclass(frozen=True)
@@ -40,21 +44,8 @@ class Source:
     @classmethod
     def of(cls, path: str, array: Array, dtype: str | None = None, **attributes: Value) -> Source:
         """Return the source of an array in memory; ``dtype`` is needed if the array has another type (bfloat16)."""
-        return cls.lazy(path, array.shape, dtype or array.dtype.name, lambda: array, **attributes)
-
-    @classmethod
-    def lazy(
-        cls, path: str, shape: tuple[int, ...], dtype: str, load: Callable[[], Array], **attributes: Value
-    ) -> Source:
-        """Return the source of a whole array that ``load`` returns when it is written."""
-
-        def read(begin: int, end: int) -> Array:
-            array = load()
-            if array.shape != shape:
-                raise CheckpointError(f"{path} was announced as {dtype} {shape} and came as {array.shape}")
-            return np.ascontiguousarray(array).reshape(-1)[begin:end]
-
-        return cls(box_of(path, shape, dtype), read, attributes)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        return cls(box_of(path, array.shape, dtype or array.dtype.name), lambda begin, end: flat[begin:end], attributes)
 
     @property
     def path(self) -> str:
@@ -110,9 +101,6 @@ def nbytes_of(box: Shard) -> int:
     return math.prod(box.extent) * layout.storage_of(box.dtype, box.name).itemsize
 
 
-# Plan of which rank writes which bytes of a checkpoint, computed by pure functions from the boxes of all ranks --------
-
-
 @dataclass(frozen=True)
 class BoxPart:
     """The elements from ``begin`` to ``end`` of one box; ``box`` is its index among the boxes of a rank."""
@@ -150,13 +138,18 @@ def plan(held: Sequence[Sequence[Shard]], small: int, burden: int = 0) -> WriteP
     gaps.
     """
     datasets = _collect(held)
-    distribution = _Distribution(len(held), small, burden * len(datasets))
+    # By the ranks that have the same boxes: the boxes, each with its index on each of these ranks.
+    groups: dict[tuple[int, ...], list[tuple[Shard, tuple[int, ...]]]] = defaultdict(list)
     for dataset in datasets:
         _check_cover(dataset)
         for (start, extent), ranks_with_box in dataset.boxes.items():
-            whole = dataset.whole
-            distribution.take(Shard(whole.name, whole.shape, whole.dtype, start, extent, None), ranks_with_box)
-    return WritePlan([dataset.whole for dataset in datasets], distribution.parts())
+            ranks, numbers = zip(*ranks_with_box)
+            groups[ranks].append((replace(dataset.whole, start=start, extent=extent), numbers))
+    parts: list[list[BoxPart]] = [[] for _ in held]
+    for ranks, boxes in groups.items():
+        _distribute(boxes, ranks, parts, small, burden * len(datasets))
+    ordered = [sorted(each, key=lambda part: (part.box, part.begin)) for each in parts]
+    return WritePlan([dataset.whole for dataset in datasets], ordered)
 
 
 def _collect(held: Sequence[Sequence[Shard]]) -> list[_Dataset]:
@@ -194,63 +187,102 @@ def _where(box: tuple[tuple[int, ...], tuple[int, ...]], dataset: _Dataset) -> s
     return f"box {box[0]} + {box[1]} of rank {dataset.boxes[box][0][0]}"
 
 
-class _Distribution:
-    """Distribution of boxes among the ranks that have them: balanced in bytes, and in file order."""
+def _distribute(
+    boxes: Sequence[tuple[Shard, tuple[int, ...]]],
+    ranks: tuple[int, ...],
+    parts: Sequence[list[BoxPart]],
+    small: int,
+    burden: int,
+) -> None:
+    """Divide boxes among the ranks that have them: balanced in bytes, and in file order."""
+    large = [each for each in boxes if nbytes_of(each[0]) >= small]
+    total = sum(nbytes_of(box) for box, _ in large)
+    # At most rank 0's own share can be moved to other ranks.
+    done = min(burden, total // max(len(ranks) - 1, 1)) if ranks[0] == 0 else 0
+    total += done
+    for box, numbers in boxes:
+        if nbytes_of(box) < small:
+            _give(parts[ranks[0]], numbers[0], 0, math.prod(box.extent))
+    for box, numbers in large:
+        for begin, end in _cuts(box, len(ranks)):
+            index = done * len(ranks) // max(total, 1)
+            _give(parts[ranks[index]], numbers[index], begin, end)
+            done += (end - begin) * nbytes_of(box) // max(math.prod(box.extent), 1)
 
-    def __init__(self, ranks: int, small: int, burden: int) -> None:
-        self._small, self._burden = small, burden
-        self._parts: list[list[BoxPart]] = [[] for _ in range(ranks)]
-        # By the ranks that have the same boxes: the boxes, each with its index on each of these ranks.
-        self._groups: dict[tuple[int, ...], list[tuple[Shard, list[int]]]] = defaultdict(list)
 
-    def take(self, box: Shard, ranks_with_box: Sequence[tuple[int, int]]) -> None:
-        """Add a box with the ranks that have it."""
-        self._groups[tuple(rank for rank, _ in ranks_with_box)].append((box, [number for _, number in ranks_with_box]))
-
-    def parts(self) -> list[list[BoxPart]]:
-        """Return each rank's parts, in the order of its boxes."""
-        for ranks, boxes in self._groups.items():
-            large = [each for each in boxes if nbytes_of(each[0]) >= self._small]
-            total = sum(nbytes_of(box) for box, _ in large)
-            # At most rank 0's own share can be moved to other ranks.
-            done = min(self._burden, total // max(len(ranks) - 1, 1)) if ranks[0] == 0 else 0
-            total += done
-            for box, numbers in boxes:
-                if nbytes_of(box) < self._small:
-                    self._give(ranks[0], numbers[0], 0, math.prod(box.extent))
-            for box, numbers in large:
-                for begin, end in _cuts(box, len(ranks)):
-                    index = done * len(ranks) // max(total, 1)
-                    self._give(ranks[index], numbers[index], begin, end)
-                    done += (end - begin) * nbytes_of(box) // max(math.prod(box.extent), 1)
-        return [sorted(parts, key=lambda part: (part.box, part.begin)) for parts in self._parts]
-
-    def _give(self, rank: int, number: int, begin: int, end: int) -> None:
-        """Add a part; if it continues the previous one, extend that."""
-        parts = self._parts[rank]
-        if parts and (parts[-1].box, parts[-1].end) == (number, begin):
-            parts[-1] = BoxPart(number, parts[-1].begin, end)
-        elif end > begin:
-            parts.append(BoxPart(number, begin, end))
+def _give(parts: list[BoxPart], number: int, begin: int, end: int) -> None:
+    """Add a part; if it continues the previous one, extend that."""
+    if parts and (parts[-1].box, parts[-1].end) == (number, begin):
+        parts[-1] = BoxPart(number, parts[-1].begin, end)
+    elif end > begin:
+        parts.append(BoxPart(number, begin, end))
 
 
 def _cuts(box: Shard, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges into which a box may be divided: by extents if it is contiguous in the file, else whole."""
-    runs = list(box.runs()) if ranks > 1 and _is_one_run(box) else []
-    if not runs:
-        yield 0, math.prod(box.extent)
+    begin, count = 0, math.prod(box.extent)
+    offset, _, length = next(box.runs(), (0, 0, 0))
+    if ranks == 1 or length < count:
+        yield begin, count
         return
-    (offset, _, count), each = runs[0], layout.EXTENT // layout.storage_of(box.dtype, box.name).itemsize
-    begin = 0
+    each = layout.EXTENT // layout.storage_of(box.dtype, box.name).itemsize
     while begin < count:
         end = min(count, begin + each - (offset + begin) % each)
         yield begin, end
         begin = end
 
 
-def _is_one_run(box: Shard) -> bool:
-    """Return whether a box is contiguous in the dataset, without listing its runs."""
-    inner = len(box.shape)
-    while inner and box.extent[inner - 1] == box.shape[inner - 1]:
-        inner -= 1
-    return math.prod(box.extent[: max(inner - 1, 0)]) == 1
+Offsets = Mapping[str, int | None]  # offset in the file by dataset; None for a dataset without bytes
+
+
+class FileChunk(NamedTuple):
+    """Bytes to write: their offset in the file, the data, and the name of their tensor."""
+
+    offset: int
+    data: memoryview
+    name: str
+
+
+@dataclass(frozen=True)
+class WriteShare:
+    """The parts of a rank's sources that it writes: its share."""
+
+    sources: Sequence[Source] = ()
+    parts: Sequence[BoxPart] = ()
+
+    def chunks(self, offsets: Offsets) -> Iterator[FileChunk]:
+        """Yield offset in the file and bytes of each part; ``offsets`` are those of the datasets."""
+        for part in self.parts:
+            source = self.sources[part.box]
+            offset, data = offsets[source.path], source.bytes(part.begin, part.end)
+            if offset is None:
+                raise CheckpointError(f"HDF5 allocated no space for {source.path} in the file")
+            for to, at, length in source.byte_ranges(part.begin, part.end):
+                yield FileChunk(offset + to, data[at : at + length], source.path)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Target of a checkpoint: its path, the private name under which it is written, and the bytes of its tensors."""
+
+    path: Path
+    private: Path
+    nbytes: int
+
+    @classmethod
+    def of(cls, path: Path, datasets: Iterable[Shard]) -> Target:
+        """Return the target of a file with these datasets, with a new private name."""
+        return cls(path, atomic.private_name(path), sum(map(nbytes_of, datasets)))
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """File to write, for rank 0: datasets with further attributes by path, and groups with their attributes."""
+
+    target: Target
+    datasets: Sequence[Shard]
+    groups: Groups
+    attributes: Groups = field(default_factory=dict)
+    alignment: int = layout.ALIGNMENT
+    create: bool = True  # the private file; if false, MPI-IO creates it
+    claim: Claim | None = None  # on the folder: checked before the file is renamed to its target

@@ -10,8 +10,8 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -46,35 +46,26 @@ class Reader:
         """Open a file; ``pieces`` yields at most ``piece`` bytes at a time."""
         self.path, self._piece = Path(path), piece
         size = _check_superblock(self.path)
-        with refusing(self.path):
-            self._file = _open(self.path)
-        try:
+        with ExitStack() as opened:
             with refusing(self.path):
+                self._file = opened.enter_context(_open(self.path))
                 version = _check_format(self._file, self.path, size)
                 found = walk(self._file, str(self.path), size)
                 self._handle = int(self._file.id.get_vfd_handle())
-        except BaseException:
-            self._file.close()
-            raise
-        self.size = size
-        self.records: dict[str, Record] = found.records
-        self.groups = found.groups
-        self.offsets = found.offsets
-        self._extents: dict[str, list[Extent]] = {}
-        try:
-            self._check_manifest(found.manifest)
+            self.size = size
+            self.records: dict[str, Record] = found.records
+            self.groups = found.groups
+            self.offsets = {path: start for path, (start, _) in found.ranges.items() if path in found.records}
+            self._extents: dict[str, list[Extent]] = {}
+            self._check_manifest(found.texts.get(layout.MANIFEST))
             self._check_seal(found, version)
             self._take_extents(found, version)
-        except BaseException:
-            self.close()
-            raise
+            opened.pop_all()
 
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -100,13 +91,8 @@ class Reader:
         """Return a tensor in its storage type, after its CRC-32 was checked."""
         record = self.records[path]
         array: Array = np.empty(record.shape, dtype=record.storage)
-        self.read_into(path, array)
+        self.read_box(path, (0,) * len(record.shape), record.shape, array)
         return array
-
-    def read_into(self, path: str, out: Array) -> None:
-        """Read a tensor into a C-contiguous array of its shape and storage type; raise if a CRC-32 is wrong."""
-        record = self.records[path]
-        self.read_box(path, (0,) * len(record.shape), record.shape, out)
 
     def read_box(self, path: str, start: tuple[int, ...], extent: tuple[int, ...], out: Array) -> None:
         """Read the box of a tensor that begins at ``start`` into a C-contiguous array of the shape ``extent``.
@@ -126,7 +112,7 @@ class Reader:
     def _read_runs(self, record: Record, runs: Sequence[tuple[int, int, int]], data: memoryview) -> None:
         """Fill ``data`` from runs (offset in the file, offset in ``data``, length), ascending in both offsets."""
         first = 0
-        for extent in self._extents_of(record):
+        for extent in self._extents.get(record.path, []):
             begin, end = extent.offset, extent.offset + extent.nbytes
             while first < len(runs) and runs[first][0] + runs[first][2] <= begin:
                 first += 1
@@ -154,15 +140,9 @@ class Reader:
         crc = 0
         for start in range(0, extent.nbytes, _STEP):
             piece = out[start : start + _STEP]
-            self._fill_from(record.path, piece, extent.offset + start)
+            self._fill(record.path, piece, extent.offset + start)
             crc = crc32(piece, crc)
         self._check_crc(record, crc, extent.crc32)
-
-    def _extents_of(self, record: Record) -> list[Extent]:
-        if not record.nbytes:
-            return []
-        whole = [Extent(self.offsets[record.path], record.nbytes, record.crc32)]
-        return self._extents.get(record.path, whole)
 
     def pieces(self, path: str) -> Iterator[Array]:
         """Yield a tensor's elements in C order, in bounded pieces; raise at the end if its CRC-32 is wrong."""
@@ -170,7 +150,7 @@ class Reader:
         buffer = bytearray(min(self._piece, record.nbytes))
         for start in range(0, record.nbytes, self._piece):
             piece = memoryview(buffer)[: min(self._piece, record.nbytes - start)]
-            self._fill(record, piece, start)
+            self._fill(path, piece, self.offsets[path] + start)
             crc = crc32(piece, crc)
             yield np.frombuffer(piece, dtype=record.storage)
         self._check_crc(record, crc, record.crc32)
@@ -182,10 +162,7 @@ class Reader:
                 if progress:
                     progress(piece.nbytes)
 
-    def _fill(self, record: Record, piece: memoryview, start: int) -> None:
-        self._fill_from(record.path, piece, self.offsets[record.path] + start)
-
-    def _fill_from(self, what: str, piece: memoryview, offset: int) -> None:
+    def _fill(self, what: str, piece: memoryview, offset: int) -> None:
         done = 0
         while done < len(piece):
             try:
@@ -204,15 +181,15 @@ class Reader:
 
     def _take_extents(self, found: Structure, version: tuple[int, int]) -> None:
         """Store the table of extents, which the seal has verified; files before version 1.2 have no table."""
+        if found.table is None and version >= layout.EXTENTS_SINCE:
+            raise CheckpointError(f"{self.path} lacks {layout.EXTENTS}")
+        filled = [self.records[path] for path in sorted(self.offsets, key=self.offsets.__getitem__)]
         if found.table is None:
-            if version >= layout.EXTENTS_SINCE:
-                raise CheckpointError(f"{self.path} lacks {layout.EXTENTS}")
+            self._extents = {one.path: [Extent(self.offsets[one.path], one.nbytes, one.crc32)] for one in filled}
             return
-        paths = sorted(found.offsets, key=found.offsets.__getitem__)
-        filled = [path for path in paths if self.records[path].nbytes]
-        for path, of_tensor in zip(filled, integrity.by_tensor(found.table, len(filled))):
-            integrity.check_extents(of_tensor, self.offsets[path], self.records[path].nbytes, f"{path} of {self.path}")
-            self._extents[path] = of_tensor
+        for one, of_tensor in zip(filled, integrity.by_tensor(found.table, len(filled))):
+            integrity.check_extents(of_tensor, self.offsets[one.path], one.nbytes, f"{one.path} of {self.path}")
+            self._extents[one.path] = of_tensor
 
     def _check_manifest(self, promised: str | None) -> None:
         """Compare the stored manifest with the contents; no part of the file is trusted before."""
@@ -228,9 +205,11 @@ class Reader:
 
     def _check_seal(self, found: Structure, version: tuple[int, int]) -> None:
         """Compare the seal with the bytes that it covers; files before version 1.1 have no seal."""
-        if found.seal is None and version < layout.SEALED_SINCE:
+        stored = found.texts.get(layout.SEAL)
+        if stored is None and version < layout.SEALED_SINCE:
             return
-        if found.seal != seal(self.size, found.checked, self._read_at, self._next_data):
+        checked = [each for path, each in found.ranges.items() if path != layout.EXTENTS]  # by other checksums
+        if stored != seal(self.size, checked, self._read_at, self._next_data):
             raise CheckpointError(
                 f"{self.path}: its structure or {layout.SEAL} is damaged: the bytes outside the tensors do not have "
                 "the digest that was written"
@@ -239,7 +218,7 @@ class Reader:
     def _read_at(self, offset: int, count: int) -> bytes:
         """Return bytes without the hole at their end, if the filesystem reports holes."""
         data = bytearray(_written(self._handle, offset, count))
-        self._fill_from(layout.SEAL, memoryview(data), offset)
+        self._fill(layout.SEAL, memoryview(data), offset)
         return bytes(data)
 
     def _next_data(self, offset: int) -> int:
@@ -314,7 +293,7 @@ def _check_format(file: h5py.File, path: Path, size: int) -> tuple[int, int]:
     if "format" not in file.attrs or "format_version" not in file.attrs:
         raise CheckpointError(f"{path} is an HDF5 file, but not a checkpoint: it lacks the attribute format")
     name, version = (
-        read_attribute(file.id, key, f"{path}: /", size).tobytes().rstrip(b"\0").decode()
+        read_attribute(h5py.h5a.open(file.id, key.encode()), key, f"{path}: /", size).tobytes().rstrip(b"\0").decode()
         for key in ("format", "format_version")
     )
     if name != layout.FORMAT:

@@ -37,20 +37,13 @@ _LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.V
 
 @dataclass
 class Structure:
-    """Structure of a file: attributes per group, a record and an offset per tensor, and the checksums.
-
-    ``checked`` are the ranges of the file that the seal leaves out: tensors, manifest and the seal
-    itself.
-    """
+    """Structure of a file: attributes per group, a record per tensor, a range of bytes per dataset, and checksums."""
 
     groups: dict[str, dict[str, Array]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
-    offsets: dict[str, int] = field(default_factory=dict)  # no entry for a tensor without elements
-    checked: list[Range] = field(default_factory=list)
-    manifest: str | None = None
-    seal: str | None = None
+    ranges: dict[str, Range] = field(default_factory=dict)  # no entry for a dataset without elements
+    texts: dict[str, str] = field(default_factory=dict)  # manifest and seal
     table: integrity.Table | None = None
-    table_range: list[Range] = field(default_factory=list)
 
 
 def walk(file: h5py.File, name: str, size: int, most: int = _MOST) -> Structure:
@@ -61,21 +54,16 @@ def walk(file: h5py.File, name: str, size: int, most: int = _MOST) -> Structure:
     walker = _Walker(name, size, most)
     walker.seen.add(h5py.h5o.get_info(file.id).addr)
     walker.group(file.id, "/", 0)
-    shared = overlap([*walker.found.checked, *walker.found.table_range])
+    shared = overlap(walker.found.ranges.values())
     if shared:
         raise CheckpointError(f"{name}: two datasets share the bytes at {shared[0]}: not what hpctrain writes, refused")
     return walker.found
 
 
-def read_attribute(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, key: str, where: str, limit: int) -> Array:
+def read_attribute(attribute: h5py.h5a.AttrID, key: str, where: str, limit: int) -> Array:
     """Return an attribute of at most ``limit`` bytes as stored; refuse types that a checkpoint does not use."""
-    return _read_attribute(h5py.h5a.open(target, key.encode()), key, where, limit)
-
-
-def _read_attribute(attribute: h5py.h5a.AttrID, key: str, where: str, limit: int) -> Array:
-    kind = attribute.get_type()
-    dtype = _element_type(kind, key, where)
-    shape = _extent(attribute.get_space(), key, where)
+    kind, what = attribute.get_type(), f"attribute {key!r} of {where}"
+    dtype, shape = _element_type(kind, what), _extent(attribute.get_space(), what)
     if math.prod(shape) * dtype.itemsize > limit:
         raise CheckpointError(f"{where}: attribute {key!r} claims more bytes than the file has or structure may take")
     array: Array = np.empty(shape, dtype=dtype)
@@ -112,18 +100,15 @@ class _Walker:
         if isinstance(member, h5py.h5g.GroupID):
             self.group(member, path, depth + 1)
         elif isinstance(member, h5py.h5d.DatasetID):
-            self._dataset(member, path)
+            with refusing(f"{self.name}: {path}"):
+                self._dataset(member, path)
         else:
             raise self._refusal(path, "is neither a group nor a dataset")
 
     def _dataset(self, dataset: h5py.h5d.DatasetID, path: str) -> None:
-        with refusing(f"{self.name}: {path}"):
-            self._examine(dataset, path)
-
-    def _examine(self, dataset: h5py.h5d.DatasetID, path: str) -> None:
         self._check_layout(dataset, path)
-        dtype = _element_type(dataset.get_type(), None, f"{self.name}: {path}")
-        shape = _extent(dataset.get_space(), None, f"{self.name}: {path}")
+        dtype = _element_type(dataset.get_type(), f"{self.name}: {path}")
+        shape = _extent(dataset.get_space(), f"{self.name}: {path}")
         nbytes, offset = math.prod(shape) * dtype.itemsize, dataset.get_offset()
         if nbytes > self.left or (offset is not None and offset + nbytes > self.size):
             raise self._refusal(path, f"claims {nbytes} bytes, more than a file of {self.size} bytes can hold")
@@ -132,19 +117,13 @@ class _Walker:
         if math.prod(map(float, filter(None, shape))) * dtype.itemsize >= _ELEMENTS:
             raise self._refusal(path, f"claims the shape {shape}")
         self.left -= nbytes
-        byte_range = [(offset, nbytes)] if nbytes and offset is not None else []
+        if nbytes:
+            self.found.ranges[path] = offset, nbytes
         attributes = self._attributes(dataset, path)
-        if path == layout.EXTENTS:
-            self.found.table, self.found.table_range = self._table(dataset, dtype, shape, attributes), byte_range
-            return
-        self.found.checked += byte_range
-        if path in (layout.MANIFEST, layout.SEAL):
-            text = self._text(dataset, path, dtype, shape, attributes)
-            setattr(self.found, path.strip("/"), text)
-            return
-        if offset is not None:
-            self.found.offsets[path] = offset
-        self.found.records[path] = self._record(path, dtype, shape, attributes)
+        if path in (layout.MANIFEST, layout.SEAL, layout.EXTENTS):
+            self._read_checksums(dataset, path, dtype, shape, attributes)
+        else:
+            self.found.records[path] = self._record(path, dtype, shape, attributes)
 
     def _check_layout(self, dataset: h5py.h5d.DatasetID, path: str) -> None:
         plist = dataset.get_create_plist()
@@ -158,38 +137,29 @@ class _Walker:
         if kind != h5py.h5d.CONTIGUOUS:
             raise self._refusal(path, f"is stored {_LAYOUTS.get(kind, 'in an unknown way')}")
 
-    def _text(
+    def _read_checksums(
         self,
         dataset: h5py.h5d.DatasetID,
         path: str,
         dtype: np.dtype[np.generic],
         shape: tuple[int, ...],
         attributes: Mapping[str, Array],
-    ) -> str:
-        """Return the text of the manifest or the seal."""
-        if dtype.kind != "S" or shape or attributes:
-            raise self._refusal(path, "is not one text without attributes")
-        self._count_memory(path, dtype.itemsize)
-        array = np.empty((), dtype=dtype)
+    ) -> None:
+        """Read the manifest, the seal or the table of extents; the reader checks whether the table fits the tensors."""
+        is_table, count = path == layout.EXTENTS, len(integrity.COLUMNS)
+        if is_table:
+            what, fits = f"a table of {count} columns", dtype == np.dtype("<i8") and shape[1:] == (count,)
+        else:
+            what, fits = "one text", dtype.kind == "S" and not shape
+        if attributes or not fits:
+            raise self._refusal(path, f"is not {what} without attributes")
+        self._count_memory(path, math.prod(shape) * dtype.itemsize)
+        array = np.empty(shape, dtype=dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, array, mtype=dataset.get_type())
-        return array.tobytes().rstrip(b"\0").decode()
-
-    def _table(
-        self,
-        dataset: h5py.h5d.DatasetID,
-        dtype: np.dtype[np.generic],
-        shape: tuple[int, ...],
-        attributes: Mapping[str, Array],
-    ) -> integrity.Table:
-        """Return the table of extents; its reader checks whether it fits the tensors."""
-        if dtype != np.dtype("<i8") or len(shape) != 2 or shape[1] != len(integrity.COLUMNS) or attributes:
-            raise self._refusal(
-                layout.EXTENTS, f"is not a table of {len(integrity.COLUMNS)} columns without attributes"
-            )
-        self._count_memory(layout.EXTENTS, math.prod(shape) * dtype.itemsize)
-        table: integrity.Table = np.empty(shape, dtype=np.int64)
-        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, table, mtype=dataset.get_type())
-        return table
+        if is_table:
+            self.found.table = array.astype(np.int64, copy=False)
+        else:
+            self.found.texts[path] = array.tobytes().rstrip(b"\0").decode()
 
     def _record(
         self, path: str, dtype: np.dtype[np.generic], shape: tuple[int, ...], attributes: Mapping[str, Array]
@@ -211,7 +181,7 @@ class _Walker:
             for number in range(h5py.h5a.get_num_attrs(target)):
                 attribute = h5py.h5a.open(target, index=number)
                 key = _checked_name(attribute.name, f"of {where}")
-                found[key] = _read_attribute(attribute, key, where, min(self.left, self.memory_left))
+                found[key] = read_attribute(attribute, key, where, min(self.left, self.memory_left))
                 self.left -= found[key].nbytes
                 self._count_memory(path, found[key].nbytes + len(key))
         return found
@@ -254,7 +224,7 @@ def _checked_name(name: str | bytes, where: str) -> str:
     return text
 
 
-def _element_type(kind: h5py.h5t.TypeID, key: str | None, where: str) -> np.dtype[np.generic]:
+def _element_type(kind: h5py.h5t.TypeID, what: str) -> np.dtype[np.generic]:
     """Return the NumPy type of an allowed HDF5 type; the match is exact, so that HDF5 converts nothing."""
     if not kind.committed():
         if isinstance(kind, h5py.h5t.TypeStringID) and not kind.is_variable_str():
@@ -262,14 +232,10 @@ def _element_type(kind: h5py.h5t.TypeID, key: str | None, where: str) -> np.dtyp
         for name in _CANDIDATES.get((kind.get_class(), kind.get_size()), ()):
             if kind.equal(_TYPES[name]):
                 return np.dtype(name)
-    raise CheckpointError(f"{_what(key, where)} has a type that no checkpoint holds, refused")
+    raise CheckpointError(f"{what} has a type that no checkpoint holds, refused")
 
 
-def _extent(space: h5py.h5s.SpaceID, key: str | None, where: str) -> tuple[int, ...]:
+def _extent(space: h5py.h5s.SpaceID, what: str) -> tuple[int, ...]:
     if space.get_simple_extent_type() not in (h5py.h5s.SCALAR, h5py.h5s.SIMPLE):
-        raise CheckpointError(f"{_what(key, where)} has no extent, refused")
+        raise CheckpointError(f"{what} has no extent, refused")
     return tuple(space.shape)
-
-
-def _what(key: str | None, where: str) -> str:
-    return where if key is None else f"attribute {key!r} of {where}"

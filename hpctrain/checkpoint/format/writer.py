@@ -8,35 +8,32 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.draft import Draft, Groups
+from hpctrain.checkpoint.format.draft import Draft
 from hpctrain.checkpoint.format.integrity import Written, crc32
-from hpctrain.checkpoint.format.layout import Value
-from hpctrain.checkpoint.format.plan import BoxPart, Source, described, nbytes_of, plan
+from hpctrain.checkpoint.format.layout import Groups
+from hpctrain.checkpoint.format.plan import (
+    FileChunk,
+    Offsets,
+    Source,
+    Target,
+    WriteRequest,
+    WriteShare,
+    described,
+    plan,
+)
 from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
-from hpctrain.shard import Shard
 from hpctrain.util import atomic
-from hpctrain.util.atomic import Claim
 from hpctrain.util.retry import NO_SPACE, TRANSIENT, free_bytes, retries
-
-Offsets = Mapping[str, int | None]  # offset in the file by dataset; None for a dataset without bytes
-
-
-class FileChunk(NamedTuple):
-    """Bytes to write: their offset in the file, the data, and the name of their tensor."""
-
-    offset: int
-    data: memoryview
-    name: str
 
 
 class WrittenChunk(NamedTuple):
@@ -134,17 +131,6 @@ def _start_writing(handle: int, offset: int, nbytes: int) -> None:
 _sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
-def chunks(sources: Sequence[Source], parts: Iterable[BoxPart], offsets: Offsets) -> Iterator[FileChunk]:
-    """Yield offset in the file and bytes of each part of the sources; ``offsets`` are those of the datasets."""
-    for part in parts:
-        source = sources[part.box]
-        offset, data = offsets[source.path], source.bytes(part.begin, part.end)
-        if offset is None:
-            raise CheckpointError(f"HDF5 allocated no space for {source.path} in the file")
-        for to, at, length in source.byte_ranges(part.begin, part.end):
-            yield FileChunk(offset + to, data[at : at + length], source.path)
-
-
 # One file, from its layout to its commit ------------------------------------------------------------------------------
 #
 # Note: layout first, bytes second. A ``Draft`` returns the offset of each dataset. Then structure and
@@ -157,33 +143,6 @@ def chunks(sources: Sequence[Source], parts: Iterable[BoxPart], offsets: Offsets
 # Every checkpoint takes this path: a rank's, a writer process's, and an imported one.
 
 
-@dataclass(frozen=True)
-class Target:
-    """Target of a checkpoint: its path, the private name under which it is written, and the bytes of its tensors."""
-
-    path: Path
-    private: Path
-    nbytes: int
-
-    @classmethod
-    def of(cls, path: Path, datasets: Iterable[Shard]) -> Target:
-        """Return the target of a file with these datasets, with a new private name."""
-        return cls(path, atomic.private_name(path), sum(map(nbytes_of, datasets)))
-
-
-@dataclass(frozen=True)
-class WriteRequest:
-    """File to write, for rank 0: datasets with further attributes by path, and groups with their attributes."""
-
-    target: Target
-    datasets: Sequence[Shard]
-    groups: Groups
-    attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
-    alignment: int = layout.ALIGNMENT
-    create: bool = True  # the private file; if false, MPI-IO creates it
-    claim: Claim | None = None  # on the folder: checked before the file is renamed to its target
-
-
 class FileWriter:
     """File writer: one process's part of one checkpoint at a time.
 
@@ -194,18 +153,29 @@ class FileWriter:
     def __init__(self) -> None:
         self._draft: Draft | None = None
         self._request: WriteRequest | None = None
+        self._offsets: Offsets | None = None
 
-    def lay_out(self, request: WriteRequest) -> dict[str, int | None]:
+    def lay_out(self, request: WriteRequest) -> Offsets:
         """Return the offset of each dataset in the file; for rank 0."""
-        self._request = request
+        self._request, self._offsets = request, None
         with write_errors(request.target):
-            self._draft = Draft(request.datasets, request.attributes, request.groups, request.alignment)
-        return {dataset.name: offset for dataset, offset in zip(request.datasets, self._draft.offsets)}
+            self._draft = Draft(request)
+        self._offsets = {dataset.name: offset for dataset, offset in zip(request.datasets, self._draft.offsets)}
+        return self._offsets
 
-    def write(self, target: Target, chunks: Iterable[FileChunk]) -> Written:
-        """Write a share into the private file, verify and flush it; return the written byte ranges."""
+    def write(
+        self, target: Target, chunks: Callable[[Offsets], Iterable[FileChunk]], offsets: Offsets | None = None
+    ) -> Written:
+        """Write a share into the private file, verify and flush it; return the written byte ranges.
+
+        Without ``offsets``, those of the preceding layout are used; if that has failed, nothing is
+        written.
+        """
+        offsets = self._offsets if offsets is None else offsets
+        if offsets is None:
+            return as_written(())
         with write_errors(target), open_private(target) as handle:
-            rows = write_chunks(handle, chunks)
+            rows = write_chunks(handle, chunks(offsets))
             os.fsync(handle)  # by the descriptor that wrote: only that one reports failures
         return as_written(rows)
 
@@ -219,7 +189,10 @@ class FileWriter:
         target = request.target
         with write_errors(target):
             with open_private(target) as handle:
-                _write_structure(handle, draft, written)
+                parts = draft.finish(written)
+                os.ftruncate(handle, draft.size)
+                what = "the structure of the file"
+                write_chunks(handle, (FileChunk(offset, memoryview(part), what) for offset, part in parts))
                 os.fsync(handle)
             if verify:
                 verify_file(target.private)
@@ -239,10 +212,69 @@ class FileWriter:
         self._draft = self._request = None
 
 
+class ShareWriter:
+    """Writer of a rank's share; the rank itself does the work, within the call.
+
+    Calls are made one after another, and ``result`` completes the earliest call without a result.
+    One checkpoint takes ``stage``, then ``lay_out`` on rank 0, ``write`` on all ranks, ``finish`` on
+    rank 0.
+    """
+
+    def __init__(self) -> None:
+        self._file = FileWriter()
+        self._share = WriteShare()
+        self._outcomes: deque[tuple[Any, Exception | None]] = deque()
+
+    def stage(self, share: WriteShare) -> None:
+        """Accept the data to write; they are not copied."""
+        self._share = share
+
+    def lay_out(self, request: WriteRequest) -> None:
+        """Make the layout; the result is the offset of each dataset."""
+        self._start(self._file.lay_out, request)
+
+    def write(self, target: Target, offsets: Offsets | None = None) -> None:
+        """Write the share, by default as laid out; the result is the list of written byte ranges."""
+        self._start(self._file.write, target, self._share.chunks, offsets)
+
+    def finish(self, written: Written) -> None:
+        """Complete and commit the file; it has its final name when the result is available."""
+        self._start(self._file.finish, written)
+        self._share = WriteShare()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a call has not finished."""
+        return False
+
+    def result(self) -> Any:
+        """Wait for the earliest call and return its result, or raise its error."""
+        outcome, error = self._outcomes.popleft()
+        if error is not None:
+            raise error
+        return outcome
+
+    def abort(self) -> None:
+        """Drop pending work and remove the private file."""
+        self._share = WriteShare()
+        self._outcomes.clear()
+        self._file.abort()
+
+    def close(self) -> None:
+        """Drop pending work and end the writer."""
+        self.abort()
+
+    def _start(self, call: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            self._outcomes.append((call(*arguments), None))
+        except Exception as error:
+            self._outcomes.append((None, error))
+
+
 def write_file(
     path: Path,
     sources: Iterable[Source],
-    groups: Mapping[str, Mapping[str, Value]],
+    groups: Groups,
     alignment: int = layout.ALIGNMENT,
     *,
     verify: bool = True,
@@ -261,9 +293,9 @@ def write_file(
         with write_errors(target):
             shares = plan([boxes], alignment)
         request = WriteRequest(target, shares.datasets, groups, attributes, alignment)
-        offsets = writer.lay_out(request)
+        writer.lay_out(request)
         create(request)
-        writer.finish(writer.write(target, chunks(sources, shares.parts[0], offsets)), verify=verify)
+        writer.finish(writer.write(target, WriteShare(sources, shares.parts[0]).chunks), verify=verify)
     except BaseException:
         writer.abort()
         raise
@@ -300,13 +332,6 @@ def open_private(target: Target) -> Iterator[int]:
         os.close(handle)
 
 
-def _write_structure(handle: int, draft: Draft, written: Written) -> None:
-    """Write the structure of a file whose tensors are written, and set the final size of the file."""
-    parts = draft.finish(written)
-    os.ftruncate(handle, draft.size)
-    write_chunks(handle, (FileChunk(offset, memoryview(part), "the structure of the file") for offset, part in parts))
-
-
 def _flush_folder(path: Path) -> None:
     """Make the rename durable. The new file is complete under its name by now, even if this raises."""
     try:
@@ -324,35 +349,25 @@ def write_errors(target: Target) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise write_error(error, target.path, target.private, target.nbytes) from error
+        raise _write_error(error, target) from error
 
 
-def write_error(error: Exception, path: Path, temporary: Path, needed: int) -> Exception:
-    """Return the ``CheckpointError`` with the reason why a file cannot be written; ``needed`` is its number of bytes.
+def _write_error(error: Exception, target: Target) -> Exception:
+    """Return the ``CheckpointError`` with the reason why a file cannot be written.
 
     The bytes of the private file count as free, because it is about to be removed.
     """
-    number = error.errno if isinstance(error, OSError) else None
+    path, number = target.path, error.errno if isinstance(error, OSError) else None
     if isinstance(error, HpctrainError) and number is None:
         if not isinstance(error, CheckpointError):
             return error
         return CheckpointError(f"cannot write {path}: {error}")
     reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
     if number in NO_SPACE:
-        free = _free_bytes(temporary)
-        available = "an unknown number of" if free is None else str(free)
-        reason += f": {needed} bytes are needed, {available} bytes are free in {path.parent}"
+        free, taken = free_bytes(path.parent), 0
+        with suppress(OSError):
+            taken = target.private.stat().st_blocks * 512
+        available = "an unknown number of" if free is None else str(free + taken)
+        reason += f": {target.nbytes} bytes are needed, {available} bytes are free in {path.parent}"
     kind = CheckpointFaultError if number in TRANSIENT else CheckpointError
     return kind(f"cannot write {path}: {reason.lower() if number else reason}")
-
-
-def _free_bytes(temporary: Path) -> int | None:
-    """Return the bytes that were free before the private file was written."""
-    free = free_bytes(temporary.parent)
-    if free is None:
-        return None
-    try:
-        taken = temporary.stat().st_blocks * 512
-    except OSError:
-        taken = 0
-    return free + taken

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 Progress = Callable[[int], object]
+Chosen = Mapping[str, Record]  # the tensors to export, by name
 
 EXPORT_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "torch": ".pt"}
 
@@ -62,22 +63,24 @@ def export(
         chosen = reader.below(layout.MODEL) if model_only else reader.below("/")
         if not chosen:
             raise UsageError(f"{file} holds no tensors{' of a model' if model_only else ''}")
-        put_in_place(target, lambda out: _WRITERS[kind](reader, chosen, out, model_only, progress))
+        try:
+            with atomic.replacing(target) as out:
+                _WRITERS[kind](reader, chosen, out, model_only, progress)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
     return len(chosen)
 
 
-def _to_safetensors(
-    reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
-) -> None:
+def _to_safetensors(reader: Reader, chosen: Chosen, out: BinaryIO, model_only: bool, progress: Progress | None) -> None:
     ordered = sorted(chosen.items(), key=lambda item: -item[1].storage.itemsize)  # aligned for mapping
     data = (_pieces(reader, record, progress) for _, record in ordered)
     metadata = {"format": "pt", "step": str(reader.root.get("step")), "creator": str(reader.root.get("creator"))}
     safetensors.write(out, [(name, record.shape, record.dtype) for name, record in ordered], data, metadata)
 
 
-def _to_npz(
-    reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
-) -> None:
+def _to_npz(reader: Reader, chosen: Chosen, out: BinaryIO, model_only: bool, progress: Progress | None) -> None:
     """Write one array per tensor; bfloat16, which NumPy lacks, becomes float32 with the same values."""
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, record in chosen.items():
@@ -90,9 +93,7 @@ def _to_npz(
                     member.write((plain != 0).tobytes() if record.dtype == "bool" else plain.tobytes())
 
 
-def _to_torch(
-    reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
-) -> None:
+def _to_torch(reader: Reader, chosen: Chosen, out: BinaryIO, model_only: bool, progress: Progress | None) -> None:
     import torch  # only here: the other formats of this module work on a login node
 
     from hpctrain.checkpoint.states import from_numpy, unpack_states
@@ -102,7 +103,10 @@ def _to_torch(
             progress(record.nbytes)
         return from_numpy(reader.read(record.path), record.dtype)
 
-    models = {key: _torch_model(reader, key, load) for key in keys_in(reader, layout.MODEL)}
+    models = {
+        key: {name: load(record) for name, record in reader.below(group_of(layout.MODEL, key)).items()}
+        for key in keys_in(reader, layout.MODEL)
+    }
     model = models[""] if "" in models else models
     if model_only:
         torch.save(model, out)
@@ -119,10 +123,6 @@ def _to_torch(
     everything["train"] |= {"curves": curves} if curves else {}
     everything["config"] = reader.values(layout.CONFIG).get("toml")
     torch.save(everything, out)
-
-
-def _torch_model(reader: Reader, key: str, load: Callable[[Record], Any]) -> dict[str, Any]:
-    return {name: load(record) for name, record in reader.below(group_of(layout.MODEL, key)).items()}
 
 
 def _torch_optimizer(reader: Reader, key: str, load: Callable[[Record], Any]) -> dict[str, Any]:
@@ -233,10 +233,12 @@ def _from_torch(path: Path) -> Found:
 
 def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
     """Return the model's tensors in a file that torch saved, at the top level or under one of the usual keys."""
+    import torch
+
     content = _load(path)
     for name in ("", *_INSIDE):
         found = content.get(name) if name and isinstance(content, dict) else content
-        if isinstance(found, dict) and found and all(map(_is_tensor, found.values())):
+        if isinstance(found, dict) and found and all(isinstance(one, torch.Tensor) for one in found.values()):
             return found
     held = sorted(map(str, content))[:8] if isinstance(content, dict) else type(content).__name__
     raise UsageError(
@@ -278,15 +280,6 @@ def _check_archive(file: BinaryIO, path: Path) -> None:
     file.seek(0)
 
 
-def _is_tensor(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor)
-
-
-# Atomic writing of output files that are not checkpoints --------------------------------------------------------------
-
-
 def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> None:
     """Raise ``UsageError`` if the output exists and must not be replaced; an input is never replaced."""
     if not target.name:
@@ -298,17 +291,3 @@ def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> 
         raise UsageError(f"{target} is the input file: choose another name to write")
     if not force:
         raise UsageError(f"{target} exists: choose another name, or --force to replace it")
-
-
-def put_in_place(target: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Fill a file under a private name by ``write``, flush it and rename it; remove it after an error.
-
-    Raises ``CheckpointError`` if the file cannot be written.
-    """
-    try:
-        with atomic.replacing(target) as out:
-            write(out)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Array, Record, TensorDescription
+from hpctrain.checkpoint.format.layout import Array, Record, shape_text
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.tools.curves import as_floats
 
@@ -120,7 +120,7 @@ def _tensor(one: Reader, two: Reader, path: str, progress: Progress | None) -> T
 
 
 def _described(record: Record | None) -> str | None:
-    return None if record is None else str(TensorDescription(record.shape, record.dtype))
+    return None if record is None else f"{record.dtype} {shape_text(record.shape)}"
 
 
 def _values(

@@ -1,4 +1,8 @@
-"""Inspection of checkpoints: contents of a folder or a file, validity, and the best file of a run."""
+"""Inspection of checkpoints: contents of a folder or a file, validity, and the best file of a run.
+
+It runs on a login node with h5py and NumPy, without torch and MPI. All results are plain
+dataclasses; the command line formats them.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,11 @@ from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.retention import (
     BEST,
     KEEP_BEST,
-    LOGGED,
     Best,
     StoredCheckpoint,
     best_of,
     list_checkpoints,
+    logged_in,
     newest_valid,
     step_of,
 )
@@ -52,12 +56,8 @@ def newest_of(path: str | Path) -> Path:
     Every byte of that checkpoint is read. Raises ``UsageError`` for a folder without checkpoints,
     ``CheckpointError`` if all of them are damaged.
     """
-    if not Path(path).is_dir():
-        return Path(path)
-    found = newest_valid(folder_of(path))
-    if found is None:
-        raise UsageError(f"{path} is a folder that holds no checkpoint; give a step_*.h5 file or the folder of a run")
-    return found
+    *_, newest = all_of(path)
+    return newest_valid(newest.parent) or newest if Path(path).is_dir() else newest
 
 
 def all_of(path: str | Path) -> list[Path]:
@@ -102,7 +102,9 @@ def judge(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
             name = str(found[KEEP_BEST])
         if known is None and found.get(KEEP_BEST) == name and found.get(BEST) in ("lowest", "highest"):
             known = found[BEST]
-    names = ", ".join(sorted({one for found in facts.values() for one in _logged(found)})) or "no numbers"
+    logged = {path: logged_in(found) for path, found in facts.items()}
+    finite = {one for values in logged.values() for one, value in values.items() if math.isfinite(value)}
+    names = ", ".join(sorted(finite)) or "no numbers"
     if not name:
         raise UsageError(
             f"{run}: its checkpoints do not say which is the best (the run had no keep_best); name a number with by= "
@@ -110,7 +112,7 @@ def judge(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
         )
     judged: Best = known or "lowest"
     candidates = [
-        StoredCheckpoint(str(path), step_of(path.name) or 0, _logged(found).get(name)) for path, found in facts.items()
+        StoredCheckpoint(str(path), step_of(path.name) or 0, values.get(name)) for path, values in logged.items()
     ]
     chosen = best_of(candidates, judged)
     if chosen is None or chosen.value is None:
@@ -125,18 +127,6 @@ def _facts(path: Path) -> dict[str, Any] | None:
             return reader.values(layout.TRAIN)
     except CheckpointError:
         return None
-
-
-def _logged(facts: dict[str, Any]) -> dict[str, float]:
-    found = facts.get(LOGGED, {})
-    known = found.items() if isinstance(found, dict) else ()
-    return {str(name): value for name, value in known if isinstance(value, float) and math.isfinite(value)}
-
-
-# Inspection of checkpoints: contents of a folder, contents of a file, validity ----------------------------------------
-#
-# It runs on a login node with h5py and NumPy, without torch and MPI. All results are plain
-# dataclasses; the command line formats them.
 
 
 Progress = Callable[[int], object]
@@ -252,7 +242,6 @@ def _entry(path: Path) -> Entry:
         size = path.stat().st_size if path.exists() else 0
         return Entry(str(path), size, step_of(path.name), error=str(error))
     by = str(facts[KEEP_BEST]) if facts.get(KEEP_BEST) else None
-    value = facts.get(LOGGED, {}).get(by) if isinstance(facts.get(LOGGED), dict) else None
     return Entry(
         file=str(path),
         bytes=size,
@@ -261,7 +250,7 @@ def _entry(path: Path) -> Entry:
         world_size=root.get("world_size"),
         loss=loss[-1] if loss else None,
         by=by,
-        value=value if isinstance(value, float) else None,
+        value=logged_in(facts).get(by or ""),
     )
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -146,13 +146,9 @@ def _tensor(name: str, entry: Mapping[str, Any], begin: int) -> Tensor:
 
 def _check_places(tensors: Sequence[Tensor], begin: int, size: int, path: str | Path) -> None:
     """Raise ``CheckpointError`` unless the tensors are contiguous and fill the file."""
-    for tensor in _by_place(tensors):
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset != begin:
             raise CheckpointError(f"{path}: {tensor.name!r} does not begin where the tensor before it ends")
         begin += tensor.nbytes
     if begin != size:
         raise CheckpointError(f"{path} has {size} bytes, its tensors end at {begin}: it is cut off or altered")
-
-
-def _by_place(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    yield from sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes))

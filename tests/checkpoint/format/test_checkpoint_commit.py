@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.format.plan import Source
+from hpctrain.checkpoint.format.plan import Source, box_of
 from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.retention import step_of
@@ -133,20 +133,20 @@ def test_reported_free_bytes_include_those_of_the_private_file(target: Path, mon
 
 
 def test_an_error_of_the_caller_is_raised_unchanged(target: Path) -> None:
-    def fail() -> np.ndarray:
+    def fail(*_: int) -> np.ndarray:
         raise NonFiniteError("w is not finite")
 
     with pytest.raises(NonFiniteError):
-        write_file(target, [Source.of("/model/v", NEW), Source.lazy("/model/w", NEW.shape, "float32", fail)], {})
+        write_file(target, [Source.of("/model/v", NEW), Source(box_of("/model/w", NEW.shape, "float32"), fail)], {})
     assert os.listdir(target.parent) == [target.name]
 
 
 def test_an_interrupt_leaves_no_private_file(target: Path) -> None:
-    def interrupted() -> np.ndarray:
+    def stop(*_: int) -> np.ndarray:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_file(target, [Source.of("/model/v", NEW), Source.lazy("/model/w", NEW.shape, "float32", interrupted)], {})
+        write_file(target, [Source.of("/model/v", NEW), Source(box_of("/model/w", NEW.shape, "float32"), stop)], {})
     assert os.listdir(target.parent) == [target.name] and holds(target, OLD)
 
 

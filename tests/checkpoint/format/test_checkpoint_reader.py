@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.format.writer import write_file
@@ -80,28 +81,25 @@ def test_a_file_with_appended_bytes_is_refused(small_file: Path) -> None:
         verify_file(small_file)
 
 
-def test_zeroed_and_swapped_pages_are_reported_by_the_tensor_name(tmp_path: Path) -> None:
-    path = tmp_path / "p.h5"
-    write_file(path, [Source.of("/model/w", np.arange(4096, dtype="<f4")), Source.of("/model/v", np.ones(9))], {})
-    data = path.read_bytes()
-    with h5py.File(path, "r") as file:
-        start = file["/model/w"].id.get_offset()
-    first, second = data[start : start + 4096], data[start + 4096 : start + 8192]
-    for pages in (bytes(4096) + second, second + first):
-        path.write_bytes(data[:start] + pages + data[start + 8192 :])
-        with pytest.raises(CheckpointError, match="/model/w is damaged"):
-            verify_file(path)
+WRONG_DATA: dict[str, tuple[np.ndarray, Callable[[bytes], bytes]]] = {
+    "zeroed page": (np.arange(4096), lambda data: bytes(4096) + data[4096:]),
+    "swapped pages": (np.arange(4096), lambda data: data[4096:8192] + data[:4096] + data[8192:]),
+    # HDF5's own fletcher32 does not distinguish the 16-bit words 0xFFFF and 0x0000.
+    "ones for zeros": (np.zeros(64), lambda data: b"\xff\xff" + data[2:]),
+    # The layout exists, but the data were never written: the extents hold the disk's previous contents.
+    "killed writer": (np.ones(64), lambda data: bytes(len(data))),
+}
 
 
-def test_zero_replaced_by_all_ones_is_detected(tmp_path: Path) -> None:
-    """HDF5's own fletcher32 does not distinguish the 16-bit words 0xFFFF and 0x0000."""
-    path = tmp_path / "z.h5"
-    write_file(path, [Source.of("/model/w", np.zeros(64, dtype="<f4"))], {})
+@pytest.mark.parametrize("name", WRONG_DATA)
+def test_wrong_data_are_reported_by_the_tensor_name(tmp_path: Path, name: str) -> None:
+    path, array, change = tmp_path / "p.h5", WRONG_DATA[name][0].astype("<f4"), WRONG_DATA[name][1]
+    write_file(path, [Source.of("/model/w", array), Source.of("/model/v", np.ones(9))], {})
     with h5py.File(path, "r") as file:
         start = file["/model/w"].id.get_offset()
     with open(path, "r+b") as raw:
         raw.seek(start)
-        raw.write(b"\xff\xff")
+        raw.write(change(array.tobytes()))
     with pytest.raises(CheckpointError, match="/model/w is damaged"):
         verify_file(path)
 
@@ -130,19 +128,6 @@ def test_changes_by_another_program_are_named(
     assert str(small_file) in str(caught.value)
 
 
-def test_a_file_without_data_of_a_killed_writer_is_refused(tmp_path: Path) -> None:
-    """The layout exists, but the data were never written: the extents hold the disk's previous contents."""
-    path = tmp_path / "k.h5"
-    write_file(path, [Source.of("/model/w", np.ones(64, dtype="<f4"))], {})
-    with h5py.File(path, "r") as file:
-        start = file["/model/w"].id.get_offset()
-    with open(path, "r+b") as raw:
-        raw.seek(start)
-        raw.write(bytes(256))
-    with pytest.raises(CheckpointError, match="/model/w is damaged"):
-        verify_file(path)
-
-
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x89HDF\r\n\x1a\n", bytes(100), b"\x80\x02}q\x00."])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "f.h5"
@@ -165,7 +150,7 @@ def test_reading_into_memory_of_wrong_shape_or_type_is_refused(small_file: Path)
     with Reader(small_file) as reader:
         for wrong in (np.empty((3, 2), "<f4"), np.empty((2, 3), "<f8"), np.empty((3, 2), "<f4").T):
             with pytest.raises(CheckpointError, match="needs a contiguous array of float32"):
-                reader.read_into("/model/a.weight", wrong)
+                reader.read_box("/model/a.weight", (0, 0), (2, 3), wrong)
 
 
 def test_a_file_open_in_this_process_can_be_read(small_file: Path) -> None:
@@ -177,3 +162,22 @@ def test_progress_counts_every_byte(small_file: Path) -> None:
     told: list[int] = []
     verify_file(small_file, told.append)
     assert sum(told) == 24 + 8
+
+
+def test_newer_major_version_is_refused_and_newer_minor_is_not(tmp_path: Path) -> None:
+    for version in ((1, 9), (2, 0)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layout, "COMMON", version)
+            sources = [Source.of("/later/x", np.zeros(2, dtype="<f4"))]
+            write_file(tmp_path / f"{version[0]}.h5", sources, {}, verify=False)
+    with Reader(tmp_path / "1.h5") as reader:
+        assert list(reader.records) == ["/later/x"]
+    with pytest.raises(CheckpointError, match="format version 2.0: this hpctrain reads up to 1.3, update it"):
+        Reader(tmp_path / "2.h5")
+
+
+def test_a_file_with_another_format_name_is_refused(small_file: Path) -> None:
+    with h5py.File(small_file, "r+", libver=("v110", "v110")) as file:
+        file.attrs.create("format", np.array(b"hpctrain-chockpoint"), dtype="S19")
+    with pytest.raises(CheckpointError, match="has the format 'hpctrain-chockpoint'"):
+        Reader(small_file)

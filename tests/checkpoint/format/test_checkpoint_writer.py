@@ -15,7 +15,7 @@ import pytest
 from support.checkpoints import all_dtypes
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.plan import Source
+from hpctrain.checkpoint.format.plan import Source, box_of
 from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.errors import CheckpointError
@@ -125,7 +125,7 @@ def test_thousands_of_tensors_and_a_long_attribute_round_trip(tmp_path: Path) ->
 
 def test_an_array_that_differs_from_its_declared_shape_or_dtype_is_refused(tmp_path: Path) -> None:
     for shape, kind in (((3,), "<f4"), ((2,), "<f8")):
-        source = Source.lazy("/model/a", (2,), "float32", lambda: np.zeros(shape, dtype=kind))
+        source = Source(box_of("/model/a", (2,), "float32"), lambda begin, end: np.zeros(shape, dtype=kind))
         with pytest.raises(CheckpointError, match="was announced as float32"):
             write_file(tmp_path / "a.h5", [source], {})
     with pytest.raises(CheckpointError, match="has the dtype complex64"):

@@ -7,13 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from hpctrain.checkpoint import content
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.cli.main import main
-from hpctrain.errors import CheckpointError
 
 ODD: list[Any] = [
     *(-1, 2**63 - 1, 1.7e308, float("nan"), float("inf"), "", "$x^{", "x" * 5000, ("a", "b")),
@@ -85,28 +82,3 @@ def test_unusual_curves_are_plotted_or_one_line_of_error(
     for kind in ("svg", "png"):
         told(path, capsys, ["plot", str(path), "-o", str(tmp_path / f"out.{kind}")])
     assert (tmp_path / "out.svg").exists() or name == "nothing"
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"torch": np.zeros(5056, "u1")},
-        {"torch": np.full(5056, 255, "u1")},
-        {"torch": np.zeros(3, "u1")},
-        {"torch": np.zeros((2, 2), "f4")},
-        {"torch": "x"},
-        {"python": [3, [1] * 3, None]},
-        {"python": [3, [2**40] * 625, None]},
-        {"python": 7},
-        {"numpy": {"kind": "MT19937", "key": [-1] * 624, "position": 0, "has_gauss": 0, "gauss": 0.0}},
-        {"numpy": {"kind": "MT19937", "key": [1] * 624, "position": 10**9, "has_gauss": 0, "gauss": 0.0}},
-        {"numpy": {"kind": "x"}},
-        {"numpy": []},
-    ],
-)
-def test_rng_states_are_checked_before_they_are_set(state: dict[str, Any]) -> None:
-    before = content.capture_rng()
-    with pytest.raises(CheckpointError, match="generators does not fit"):
-        content.restore_rng(state)
-    assert torch.equal(torch.get_rng_state(), torch.from_numpy(before["torch"]))
-    content.restore_rng(before)
