@@ -13,91 +13,133 @@ import argparse
 import ast
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hpctrain"
+FOLDERS = (PACKAGE, "tests", "benchmarks")
 SMALL, LARGE, LONGEST_FUNCTION = 60, 400, 60  # lines
 _OWN = {"self", "cls", "super"}
 _PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # public in Python, in spite of their names
 
 
+class Facts(NamedTuple):
+    """Facts about one file."""
+
+    lines: int
+    classes: list[str]  # at the top level
+    imports: list[str]  # at runtime, without those for type checking
+    long_functions: int
+    private: set[str]  # private names that it accesses on other objects
+    patches: int
+
+
 def counts(root: Path = ROOT) -> dict[str, int]:
     """Return all counts."""
-    library, tests, benchmarks = (_trees(root / name) for name in (PACKAGE, "tests", "benchmarks"))
-    lines = {path: text.count("\n") for path, (text, _) in library.items()}
-    modules = {path: number for path, number in lines.items() if path.name != "__init__.py"}
+    return counts_of({path: facts_of(text := path.read_text(), ast.parse(text)) for path in paths(root)}, root)
+
+
+def paths(root: Path) -> Iterator[Path]:
+    """Yield the files that are counted."""
+    for name in FOLDERS:
+        yield from (path for path in sorted((root / name).rglob("*.py")) if "/." not in str(path.relative_to(root)))
+
+
+def facts_of(text: str, tree: ast.Module) -> Facts:
+    """Return the facts about a file, from one pass over its nodes."""
+    functions, classes, attributes, patches = [], [], [], 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            attributes.append(node)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            functions.append(node)
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            patched = node.func.attr in {"setattr", "delattr"} and _base(node.func) in {
+                "monkeypatch",
+                "patch",
+                "patched",
+            }
+            patches += patched
+    own = {node.name for node in (*functions, *classes)}
+    own |= {node.attr for node in attributes if _base(node) in _OWN}
+    private = {
+        node.attr
+        for node in attributes
+        if node.attr.startswith("_") and not node.attr.startswith("__") and _base(node) not in _OWN
+    }
+    return Facts(
+        lines=text.count("\n"),
+        classes=[node.name for node in tree.body if isinstance(node, ast.ClassDef)],
+        imports=list(_imports(tree)),
+        long_functions=sum((node.end_lineno or node.lineno) - node.lineno >= LONGEST_FUNCTION for node in functions),
+        private=private - own - _PUBLIC,
+        patches=patches,
+    )
+
+
+def _base(node: ast.Attribute) -> str:
+    return node.value.id if isinstance(node.value, ast.Name) else ""
+
+
+def counts_of(facts: Mapping[Path, Facts], root: Path) -> dict[str, int]:
+    """Return the counts of files with these facts."""
+    library, tests, benchmarks = (
+        {path: one for path, one in facts.items() if root / name in path.parents} for name in FOLDERS
+    )
+    modules = [one.lines for path, one in library.items() if path.name != "__init__.py"]
+    graph = graph_of(library, root)
     return {
-        "lines of the library": sum(lines.values()),
-        "lines of tests": _lines(tests),
-        "lines of benchmarks": _lines(benchmarks),
+        "lines of the library": sum(one.lines for one in library.values()),
+        "lines of tests": sum(one.lines for one in tests.values()),
+        "lines of benchmarks": sum(one.lines for one in benchmarks.values()),
         "modules": len(modules),
-        f"modules under {SMALL} lines": sum(number < SMALL for number in modules.values()),
-        f"modules over {LARGE} lines": sum(number > LARGE for number in modules.values()),
-        "modules with one importer": _with_one_importer(library, root),
-        f"functions over {LONGEST_FUNCTION} lines": sum(1 for _ in _long_functions(library)),
+        f"modules under {SMALL} lines": sum(number < SMALL for number in modules),
+        f"modules over {LARGE} lines": sum(number > LARGE for number in modules),
+        "modules with one importer": _with_one_importer(graph),
+        f"functions over {LONGEST_FUNCTION} lines": sum(one.long_functions for one in library.values()),
         "class names used twice": len(names_used_twice(library)),
-        "import cycles inside packages": len(cycles(library, root)),
-        "private members that tests access": len(private_access(tests)),
-        "attributes that tests patch": sum(_patches(tree) for _, tree in tests.values()),
+        "import cycles inside packages": len(cycles(graph)),
+        "private members that tests access": len(
+            {(path.name, each) for path, one in tests.items() for each in one.private}
+        ),
+        "attributes that tests patch": sum(one.patches for one in tests.values()),
     }
 
 
-Sources = dict[Path, tuple[str, ast.Module]]
-
-
-def _trees(folder: Path) -> Sources:
-    paths = (path for path in sorted(folder.rglob("*.py")) if "/." not in str(path.relative_to(folder.parent)))
-    return {path: (text := path.read_text(), ast.parse(text)) for path in paths}
-
-
-def _lines(sources: Sources) -> int:
-    return sum(text.count("\n") for text, _ in sources.values())
-
-
-def names_used_twice(library: Sources) -> list[str]:
+def names_used_twice(library: Mapping[Path, Facts]) -> list[str]:
     """Return the names of classes that more than one module defines at its top level."""
-    found = Counter(
-        node.name for _, tree in library.values() for node in tree.body if isinstance(node, ast.ClassDef)
-    )
+    found = Counter(name for one in library.values() for name in one.classes)
     return sorted(name for name, number in found.items() if number > 1)
-
-
-def _long_functions(library: Sources) -> Iterator[ast.AST]:
-    for _, tree in library.values():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                if (node.end_lineno or node.lineno) - node.lineno >= LONGEST_FUNCTION:
-                    yield node
 
 
 # Imports --------------------------------------------------------------------------------------------------------------
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the runtime imports of a module, without those for type checking."""
-    waiting: list[ast.AST] = list(tree.body)
+    """Yield the runtime imports of a module, which are statements: expressions are not searched."""
+    waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            waiting += node.orelse
-        elif isinstance(node, ast.Import):
+        if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             yield from (f"{node.module}.{each.name}" for each in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            waiting += node.orelse
         else:
-            waiting += ast.iter_child_nodes(node)
+            for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+                parts = getattr(node, field, ())
+                waiting += parts if isinstance(parts, list) else ()
 
 
-def _graph(library: Sources, root: Path) -> dict[str, set[str]]:
+def graph_of(library: Mapping[Path, Facts], root: Path) -> dict[str, set[str]]:
     """Return the modules that each module of the library imports."""
-    named = {_name(path, root): tree for path, (_, tree) in library.items()}
-    graph: dict[str, set[str]] = {}
-    for name, tree in named.items():
-        targets = {found for each in _imports(tree) if (found := _module(each, named))}
-        graph[name] = targets - {name}
-    return graph
+    named = {_name(path, root): one.imports for path, one in library.items()}
+    return {name: {_module(each, named) for each in found} - {name, ""} for name, found in named.items()}
 
 
 def _name(path: Path, root: Path) -> str:
@@ -105,26 +147,23 @@ def _name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _module(name: str, named: Iterable[str]) -> str | None:
-    if name in named:
-        return name
+def _module(name: str, named: Iterable[str]) -> str:
     above = name.rpartition(".")[0]
-    return above if above in named else None
+    return name if name in named else above if above in named else ""
 
 
-def _with_one_importer(library: Sources, root: Path) -> int:
+def _with_one_importer(graph: Mapping[str, set[str]]) -> int:
     """Return the number of modules with a single importer in the same package."""
     importers = defaultdict(set)
-    for name, targets in _graph(library, root).items():
+    for name, targets in graph.items():
         for target in targets:
             importers[target].add(name)
     own = {name: next(iter(found)) for name, found in importers.items() if len(found) == 1}
     return sum(name.rpartition(".")[0] == other.rpartition(".")[0] for name, other in own.items())
 
 
-def cycles(library: Sources, root: Path) -> list[list[str]]:
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Return groups of modules or packages within one package that import each other in a cycle."""
-    graph = _graph(library, root)
     packages = {name.rpartition(".")[0] for name in graph} - {""}
     found = []
     for package in sorted(packages):
@@ -160,52 +199,23 @@ def _reach(name: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-# Tests ----------------------------------------------------------------------------------------------------------------
-
-
-def private_access(tests: Sources) -> set[tuple[str, str]]:
-    """Return the private names that tests access on other objects, by file."""
-    found = set()
-    for path, (_, tree) in tests.items():
-        own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _base(node) in _OWN}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                if _base(node) not in _OWN and node.attr not in own | _PUBLIC:
-                    found.add((path.name, node.attr))
-    return found
-
-
-def _base(node: ast.Attribute) -> str:
-    return node.value.id if isinstance(node.value, ast.Name) else ""
-
-
-def _patches(tree: ast.Module) -> int:
-    return sum(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in {"setattr", "delattr"}
-        and _base(node.func) in {"monkeypatch", "patch", "patched"}
-        for node in ast.walk(tree)
-    )
-
-
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--names", action="store_true", help="name the classes and cycles that are counted")
     args = parser.parse_args()
-    found = counts()
+    facts = {path: facts_of(text := path.read_text(), ast.parse(text)) for path in paths(ROOT)}
+    found = counts_of(facts, ROOT)
     if args.json:
         print(json.dumps(found, indent=2))
         return
     for name, number in found.items():
         print(f"{number:8,}  {name}")
     if args.names:
-        library = _trees(ROOT / PACKAGE)
+        library = {path: one for path, one in facts.items() if ROOT / PACKAGE in path.parents}
         print("\nclass names used twice:", ", ".join(names_used_twice(library)))
-        for group in cycles(library, ROOT):
+        for group in cycles(graph_of(library, ROOT)):
             print("cycle:", " ".join(group))
 
 

@@ -5,25 +5,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.sources import ONE_WORKER, ROOT, module, scan
+
 REACHED = json.loads((ROOT / "tests" / "golden" / "structure.json").read_text())
 
 
-def _structure() -> Any:
-    spec = importlib.util.spec_from_file_location("structure", ROOT / "packaging" / "structure.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
+@ONE_WORKER
 def test_counts_equal_the_recorded_ones() -> None:
-    found = _structure().counts()
+    found, _ = scan()
     counts = {what: found[what] for what in REACHED}
     risen = {what: number for what, number in counts.items() if number > REACHED[what]}
     assert not risen, "python packaging/structure.py --names shows more; make them fewer elsewhere"
@@ -31,7 +23,7 @@ def test_counts_equal_the_recorded_ones() -> None:
 
 
 def test_cycles_duplicate_names_and_private_accesses_are_found(tmp_path: Path) -> None:
-    structure = _structure()
+    structure = module("structure")
     texts = {
         "hpctrain/__init__.py": "",
         "hpctrain/a/__init__.py": "",
