@@ -245,7 +245,7 @@ class CandidateTensors:
             yield getattr(strategy, "_memory", None)
         if isinstance(strategy, ShardedDataParallel):
             reduction = strategy.components.reduction
-            yield getattr(reduction.buffers, "memory", None)
+            yield reduction.memory
             for each in reduction.reductions:
                 yield each.flat, each.target, each._slice
             for member in strategy.components.members:

@@ -218,7 +218,7 @@ class DataParallel(SyncStrategy):
             self._add_gradient(number, parameter)
         else:
             self._gradient_hooks.check_reduced(self._names[number])
-            self.gradients.mark_local(self._sample_weight)
+            self.gradients.local_weight = self._sample_weight
 
     def _add_gradient(self, number: int, parameter: Tensor) -> None:
         """Copy one gradient into its bucket; start the buckets that are full."""
@@ -278,7 +278,7 @@ class DataParallel(SyncStrategy):
         self._works.clear()
         self._next = 0
         self._running = False
-        self.gradients.mark_averaged()
+        self.gradients.local_weight = None
         self._reductions += 1
         if not self._rebuilt:
             self._rebuild()

@@ -41,7 +41,8 @@ class ModelGradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._local_weight: float | None = None  # sample weight of the local gradients; None: there are none
+        # Sample weight of the local gradients that a backward pass has left; None: there are none.
+        self.local_weight: float | None = None
 
     def averaged(self) -> list[tuple[str, Tensor]]:
         """Return this rank's part of the averaged gradients, by name."""
@@ -61,15 +62,7 @@ class ModelGradients:
         """Discard all gradients, averaged or not."""
         for _, parameter in trainable(self._model):
             parameter.grad = None
-        self._local_weight = None
-
-    def mark_local(self, weight: float) -> None:
-        """Record that a backward pass leaves local gradients, of a sample ``weight``."""
-        self._local_weight = weight
-
-    def mark_averaged(self) -> None:
-        """Record that a reduction leaves no local gradient."""
-        self._local_weight = None
+        self.local_weight = None
 
     def check_weight(self, weight: float) -> None:
         """Raise ``UsageError`` if local gradients were computed with another sample weight.
@@ -77,15 +70,15 @@ class ModelGradients:
         Called before each pass that adds to them or reduces them, because one factor is applied to
         their sum.
         """
-        if self._local_weight is None or self._local_weight == weight:
+        if self.local_weight is None or self.local_weight == weight:
             return
         if any(bool(element_values(gradient).any()) for _, gradient in self.local()):
             raise UsageError(
                 f"cannot add gradients of sample weight {weight:g} to those that no_sync has accumulated "
-                f"at {self._local_weight:g}; the batches of one update must be divided over the ranks alike; "
+                f"at {self.local_weight:g}; the batches of one update must be divided over the ranks alike; "
                 "write run.backward(batch, compute, accumulate=n)"
             )
-        self._local_weight = None  # they were dropped
+        self.local_weight = None  # they were dropped
 
 
 class EarlyUpdates(Protocol):

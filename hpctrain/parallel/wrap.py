@@ -91,7 +91,7 @@ def _attach(
             return ShardedDataParallel(model, comm, settings, device)
         from hpctrain.parallel.offload.host_optimizer import HostOptimizer
 
-        return ShardedDataParallel(model, comm, settings, device, offload, HostOptimizer)
+        return ShardedDataParallel(model, comm, settings, device, partial(HostOptimizer, offload, device))
     materialise(model, device)
     model.to(device)
     if settings.data == "dp":

@@ -10,8 +10,7 @@ from fakes.streams import LazyStreams
 from torch import Tensor, nn
 
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp.param_group import ParamGroup
-from hpctrain.parallel.fsdp.reduce import GroupReduction
+from hpctrain.parallel.fsdp.param_group import GroupReduction, ParamGroup
 from hpctrain.parallel.fsdp.setup import Parts
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.fsdp.unshard import UnshardOnDemand

@@ -165,5 +165,5 @@ def attached(
     parallel.setdefault("units", ("Block",))
     settings = ParallelSettings(**parallel)
     if streams is not None:
-        return ShardedDataParallel(Model(), comm, settings, CPU, offload, partial(HostOptimizer, streams=streams))
+        return ShardedDataParallel(Model(), comm, settings, CPU, partial(HostOptimizer, offload, CPU, streams=streams))
     return attach(Model(), comm, settings, CPU, offload=offload)

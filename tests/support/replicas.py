@@ -50,6 +50,20 @@ class Branches(nn.Module):
         return x
 
 
+class Beside(nn.Module):
+    """Layer that first uses parameters independent of the input, so that backward reaches them last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, WIDTH]`` to the same shape."""
+        beside = (torch.tanh(self.left @ self.right) @ self.right).sum(0)
+        return x * self.scale + beside
+
+
 class Mixed(nn.Module):
     """Layers in three precisions, one each, and a parameter without elements."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from support.nodes import NodeOfRank, in_pairs, on_nodes, one_per_node
+from support.replicas import assert_same, backward, gradients, share, vectors
 from torch import Tensor, nn
 
 from hpctrain.parallel.config import ParallelSettings
@@ -97,6 +98,27 @@ def _joined(boxes: list[Any]) -> Tensor:
 def whole_gradients(comm: Any, model: nn.Module, strategy: ShardedDataParallel) -> dict[str, Any]:
     """Return the whole gradients of all parameters, assembled from all ranks."""
     return put_together(comm, strategy, {name: parameter.grad for name, parameter in model.named_parameters()})
+
+
+def check_steps(
+    comm: Any,
+    strategy: ShardedDataParallel,
+    plain: nn.Module,
+    steps: int = 3,
+    passes: Callable[[nn.Module, tuple[Tensor, Tensor]], None] = backward,
+    batches: Callable[[int], tuple[Tensor, Tensor]] = vectors,
+    **tolerance: float,
+) -> None:
+    """Compare the gradients of steps with those of one process on whole batches; each step makes a small update."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (strategy.model, plain)]
+    for step in range(steps):
+        whole = batches(step)
+        passes(strategy.model, (share(whole[0], comm), share(whole[1], comm)))
+        passes(plain, whole)
+        assert_same(whole_gradients(comm, strategy.model, strategy), gradients(plain), **tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def whole_weights(model: nn.Module, strategy: ShardedDataParallel) -> dict[str, Tensor]:

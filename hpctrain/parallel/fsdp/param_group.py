@@ -1,95 +1,33 @@
-"""Parameter groups: parameters in one flat tensor that is divided into one slice per rank.
+"""Parameter groups: parameters in one flat tensor that is divided into one slice per rank, and their gradients.
 
-Note: flat slices. The parameters of a group are stored one after another. Rank r of p holds the
-r-th of p equal slices, wherever their boundaries cut the parameters. Thus every rank holds the same
-number of elements. All-gather and reduce-scatter need no copy to reorder tensors, and a parameter
-is contiguous for the computation (after Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
-Sharded Data Parallel", VLDB 2023, section 3.2.3).
+Note: sharded and unsharded parameters. Between steps the module holds the *shard*: a parameter with
+the elements of this rank. It has as many dims as the whole parameter, and all but the first have
+size 1. Thus rules such as "decay parameters with two dims" still work. The optimizer is created
+with the shards. During forward and backward passes the module holds the *unsharded* parameter, a
+view of the flat tensor. Both objects are created once. Switching between them only registers the
+other object in the module.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
-from hpctrain.parallel.strategy import ModelGradients
-from hpctrain.plain_tensors import on_shards
-from hpctrain.shard import Shard
+from hpctrain.parallel.fsdp.sharding import FlatLayout, HeldRange, lay_out
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.offload.host_optimizer import HostOptimizer
+    from hpctrain.parallel.fsdp.collectives import StreamWork
     from hpctrain.parallel.offload.transfer import MasterWeights
 
-ALIGN = 64  # bytes: parameters and slices start on cache lines
-
-
-@dataclass(frozen=True)
-class HeldRange:
-    """Range of a parameter's elements that a rank holds, in C order, and its offset in the rank's slice."""
-
-    begin: int
-    end: int
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class FlatLayout:
-    """Layout of a flat tensor in ``ranks`` slices: parameters of ``numels`` elements at ``offsets``."""
-
-    offsets: tuple[int, ...]
-    numels: tuple[int, ...]
-    ranks: int
-    slice_numel: int  # elements per slice
-
-    @property
-    def numel(self) -> int:
-        """Return the elements of the flat tensor, padding included."""
-        return self.ranks * self.slice_numel
-
-    def held(self, rank: int) -> list[HeldRange]:
-        """Return the range of each parameter that a rank holds; ranges may be empty."""
-        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
-        found = []
-        for offset, numel in zip(self.offsets, self.numels):
-            begin, end = max(offset, low), min(offset + numel, high)
-            found.append(HeldRange(begin - offset, end - offset, begin - low) if begin < end else HeldRange(0, 0, 0))
-        return found
-
-
-def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> FlatLayout:
-    """Place parameters one after another, each aligned to a cache line; ``itemsize`` in bytes."""
-    align = max(ALIGN // itemsize, 1)
-    offsets, end = [], 0
-    for numel in numels:
-        offsets.append(end)
-        end += -(-numel // align) * align
-    slice_numel = max(-(-end // (ranks * align)), 1) * align
-    return FlatLayout(tuple(offsets), tuple(numels), ranks, slice_numel)
-
-
-# Parameter groups: parameters in one flat tensor that is divided into one slice per rank ------------------------------
-#
-# Note: sharded and unsharded parameters. Between steps the module holds the *shard*: a parameter with
-# the elements of this rank. It has as many dims as the whole parameter, and all but the first have
-# size 1. Thus rules such as "decay parameters with two dims" still work. The optimizer is created
-# with the shards. During forward and backward passes the module holds the *unsharded* parameter, a
-# view of the flat tensor. Both objects are created once. Switching between them only registers the
-# other object in the module.
-
-
-Locations = list[tuple[nn.Module, str]]
+Locations = list[tuple[nn.Module, str]]  # modules and attributes
+Entry = tuple[str, nn.Parameter, Locations]  # a parameter, its name, and where the model uses it
 Memory = Callable[[int, torch.dtype], Tensor]  # allocates a flat tensor
 
 
@@ -139,9 +77,7 @@ class ParamGroup:
 
     def __init__(
         self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        locations: Sequence[Locations],
+        entries: Sequence[Entry],
         comm: Communicator,
         flat: Memory,
         *,
@@ -150,7 +86,7 @@ class ParamGroup:
         device: torch.device,
         host: Memory | None = None,
     ) -> None:
-        first = parameters[0]
+        first = entries[0][1]
         self.comm = comm
         self.trained = first.requires_grad
         self.on_demand = on_demand
@@ -158,15 +94,15 @@ class ParamGroup:
         self.host_weights: MasterWeights | None = None
         self.single_rank = host is not None and comm.size == 1  # no communication, and no staging through the host
         itemsize = min(first.itemsize, dtype.itemsize)
-        self.layout: FlatLayout = lay_out([each.numel() for each in parameters], comm.size, itemsize)
+        self.layout: FlatLayout = lay_out([each.numel() for _, each, _ in entries], comm.size, itemsize)
         self.flat = flat(self.layout.numel, dtype)
         start = comm.rank * self.layout.slice_numel
         self.flat_slice = self.flat[start : start + self.layout.slice_numel]
         numel, dtype_of_shard = self.layout.slice_numel, first.dtype
         self.shard_data = self._allocate_shard(dtype_of_shard) if host is None else host(numel, dtype_of_shard)
         self.members = [
-            self._member(number, name, parameter, where)
-            for number, (name, parameter, where) in enumerate(zip(names, parameters, locations))
+            self._member(*entry, offset, held)
+            for entry, offset, held in zip(entries, self.layout.offsets, self.layout.held(comm.rank))
         ]
         self.free()
 
@@ -176,9 +112,10 @@ class ParamGroup:
             return torch.empty(self.layout.slice_numel, dtype=dtype, device=self.device)
         return self.flat_slice
 
-    def _member(self, number: int, name: str, parameter: nn.Parameter, locations: Locations) -> ShardedParam:
-        held, shape = self.layout.held(self.comm.rank)[number], parameter.shape
-        offset = self.layout.offsets[number]
+    def _member(
+        self, name: str, parameter: nn.Parameter, locations: Locations, offset: int, held: HeldRange
+    ) -> ShardedParam:
+        shape = parameter.shape
         # .data: later writes to the flat tensor must not count as in-place changes in autograd.
         unsharded = self.flat.data[offset : offset + parameter.numel()].view(shape)
         shard = held_in(self.shard_data.data, held, shape)
@@ -239,6 +176,15 @@ class ParamGroup:
         if not self.single_rank:
             self.comm.all_gather(self.flat, self.flat_slice)
 
+    def reduce_scatter(self, target: Tensor, flat: Tensor) -> Work | None:
+        """Start to reduce gradients into this rank's slice; on a single rank this is the whole group. Collective."""
+        if not self.single_rank:
+            work = self.comm.reduce_scatter(target, flat, "sum", async_op=True)
+            return None if isinstance(work, Tensor) else work
+        if target is not flat:
+            target.copy_(flat)
+        return None
+
     def free(self) -> None:
         """Free the memory of the unsharded parameters if it is not permanent."""
         if self.on_demand:
@@ -252,16 +198,13 @@ class ParamGroup:
             member.check_registered()
         for member in self.members:
             if member.shard.requires_grad is not member.unsharded.requires_grad:
-                self._set_requires_grad(member)
+                if not self.trained:
+                    raise UsageError(
+                        f"parameter {member.name} was frozen when the model was wrapped, so it has no memory for "
+                        "gradients: unfreeze it before, and freeze it afterwards where it is not to be trained yet"
+                    )
+                member.unsharded.requires_grad_(member.shard.requires_grad)
             member.register(member.unsharded)
-
-    def _set_requires_grad(self, member: ShardedParam) -> None:
-        if not self.trained:
-            raise UsageError(
-                f"parameter {member.name} was frozen when the model was wrapped, so it has no memory for gradients: "
-                "unfreeze it before, and freeze it afterwards where it is not to be trained yet"
-            )
-        member.unsharded.requires_grad_(member.shard.requires_grad)
 
     def to_sharded(self) -> None:
         """Register the shards in the modules."""
@@ -271,110 +214,114 @@ class ParamGroup:
 
 def held_in(memory: Tensor, held: HeldRange, shape: torch.Size) -> Tensor:
     """Return a rank's elements of a parameter of ``shape``, as a view of memory with the layout of ``shard_data``."""
-    return memory[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))
+    numel = held.end - held.begin
+    return memory[held.offset : held.offset + numel].view(numel, *[1] * (len(shape) - 1))
 
 
-class ShardGradients(ModelGradients):
-    """Gradients of shards, and the local gradients of unsharded parameters; ``host`` updates offloaded shards."""
+# Gradients of one group: the unsharded buffer, its state, and the reduced slice ---------------------------------------
 
-    def __init__(self, model: nn.Module, members: Sequence[ShardedParam], host: HostOptimizer | None) -> None:
-        super().__init__(model)
-        self._members, self._offloaded = members, None if host is None else host.gradients
 
-    @on_shards
-    def averaged(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's slices of the averaged gradients, by name."""
-        if self._offloaded is not None:
-            self._offloaded.apply_scale()
-        held = ((member.name, self._of(member.shard)) for member in self._members if member.shard.numel())
-        return [(name, gradient) for name, gradient in held if gradient is not None]
+@dataclass(eq=False)
+class GroupReduction:
+    """Reduction of the gradients of one parameter group."""
 
-    def _of(self, shard: nn.Parameter) -> Tensor | None:
-        return shard.grad if self._offloaded is None else self._offloaded.of(shard)
+    group: ParamGroup
+    number: int  # index among the parameter groups
+    first: int  # index of the group's first parameter among the parameters of all groups
+    dtype: torch.dtype  # dtype of the gradients in communication
+    # indices within the group of the parameters whose gradient has been computed
+    computed: set[int] = field(default_factory=set)
+    # those of ``computed`` whose gradient is not yet copied to the flat buffer
+    uncopied: set[int] = field(default_factory=set)
+    flat: Tensor | None = None
+    handle: StreamWork | None = None
+    target: Tensor | None = None  # output of the reduce-scatter: the slice of this rank
+    _views: list[Tensor] = field(default_factory=list)
+    _slice: Tensor | None = None  # this rank's slice of the gradients; its memory is reused in each step
 
-    def local(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
-        for member in self._members:
-            if member.unsharded.grad is not None:
-                yield member.name, member.unsharded.grad
+    @property
+    def complete(self) -> bool:
+        """Return whether the gradients of all parameters of the group have been computed."""
+        return len(self.computed) == len(self.group.members)
 
-    @on_shards
-    def scale(self, factor: Tensor) -> None:
-        """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
-        if self._offloaded is None:
-            super().scale(factor)
+    def add(self, number: int) -> None:
+        """Record that a gradient has been computed; raise ``UsageError`` for one that cannot be reduced."""
+        member = self.group.members[number]
+        if number in self.computed:
+            raise UsageError(
+                f"parameter {member.name} got its gradient twice in one backward pass: "
+                "use non-reentrant activation checkpointing (use_reentrant=False)"
+            )
+        assert member.unsharded.grad is not None
+        if member.unsharded.grad.layout is not torch.strided:
+            raise UsageError(f"parameter {member.name} got a sparse gradient: only dense ones can be reduced")
+        self.computed.add(number)
+
+    def open(self, memory: Tensor) -> None:
+        """Use ``memory``, given as bytes, as the buffer of the unsharded gradients."""
+        layout, end = self.group.layout, 0
+        self.flat, self._views = memory.view(self.dtype), []
+        for member, offset, numel in zip(self.group.members, layout.offsets, layout.numels):
+            self.flat[end:offset].zero_()  # padding is reduced too, and must stay finite
+            end = offset + numel
+            self._views.append(self.flat[offset:end].view(member.shape))
+        self.flat[end:].zero_()
+
+    def copy_in(self, number: int, scale: float) -> None:
+        """Write ``scale`` x a parameter's gradient to the buffer in one pass, then release the gradient.
+
+        Writes zeros if the parameter has no gradient. A scale of 0 writes zeros even if the
+        gradient is infinite or NaN.
+        """
+        unsharded, view = self.group.members[number].unsharded, self._views[number]
+        if unsharded.grad is None or scale == 0:
+            view.zero_()
         else:
-            self._offloaded.scale([member.shard for member in self._members], factor)
+            torch.mul(unsharded.grad, scale, out=view)
+        unsharded.grad = None
 
-    @on_shards
-    def drop(self) -> None:
-        """Drop all gradients, reduced or not."""
-        for member in self._members:
-            member.shard.grad = member.unsharded.grad = None
-        self.mark_averaged()
-        if self._offloaded is not None:
-            self._offloaded.drop()
+    def copy_missing(self, scale: float) -> None:
+        """Complete the buffer: a gradient that this pass did not compute is an accumulated one, or zeros."""
+        if self.uncopied or not self.complete:
+            for number in range(len(self.group.members)):
+                if number not in self.computed or number in self.uncopied:
+                    self.copy_in(number, scale)
+            self.uncopied.clear()
 
+    def allocate_target(self) -> Tensor:
+        """Return the buffer for this rank's slice: the one of the last step, or a new one if they accumulate there."""
+        group = self.group
+        if self._slice is None:
+            self._slice = torch.zeros_like(group.shard_data)
+        adds = any(member.shard.grad is not None for member in group.members)
+        if adds or self.dtype is not group.shard_data.dtype:
+            self.target = torch.empty(group.layout.slice_numel, dtype=self.dtype, device=group.shard_data.device)
+        else:
+            self.target = self._slice
+        return self.target
 
-# Boxes of the model's tensors that a rank holds, so that readers of a checkpoint can locate the elements --------------
-#
-# A range of the elements of a flattened tensor is described by boxes of the tensor.
+    def after_reduce(self) -> None:
+        """Process this rank's slice, which ``target`` holds or will hold after enqueued work; does nothing here."""
 
+    def close(self) -> None:
+        """Release the buffer of the unsharded gradients."""
+        self.flat, self._views = None, []
 
-Box = tuple[tuple[int, ...], tuple[int, ...], int]  # start, extent, offset of the first element from begin
+    def assign_gradients(self, used: list[bool]) -> None:
+        """Assign the reduced gradients to the shards.
 
-
-def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Cover the elements ``begin`` to ``end`` (in C order) of a tensor with the fewest axis-parallel boxes.
-
-    Each box is contiguous in the tensor. The boxes are returned in C order; a tensor of d dims
-    needs at most 2 d - 1. Each step takes the longest box that starts at the end of the previous
-    box. This gives the fewest boxes: boxes that start at the same element are nested, and the rest
-    after a longer box never needs more boxes than the rest after a shorter one.
-    """
-    assert 0 <= begin <= end <= math.prod(shape), (shape, begin, end)
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    found: list[Box] = []
-    position = begin
-    while position < end:
-        start, extent = _longest(shape, strides, position, end)
-        found.append((start, extent, position - begin))
-        position += math.prod(extent)
-    return found
-
-
-def _longest(
-    shape: Sequence[int], strides: Sequence[int], first: int, end: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return start and extent of the longest contiguous box that begins at element ``first`` and ends by ``end``."""
-    start = tuple(first // stride % length for stride, length in zip(strides, shape))
-    for dim, stride in enumerate(strides):
-        if first % stride == 0 and end - first >= stride:
-            slabs = min((end - first) // stride, shape[dim] - start[dim])
-            return start, (*[1] * dim, slabs, *shape[dim + 1 :])
-    return (), ()  # a tensor without dims: its single element
-
-
-class FlatSplit:
-    """``Split`` of a model whose parameters are cut into flat slices; ``members`` maps every name to its parameter."""
-
-    def __init__(self, members: Mapping[str, ShardedParam]) -> None:
-        self._members = members
-
-    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        """Return the boxes of a parameter, or of an optimizer state of its shape; others are whole on every rank."""
-        member = self._members.get(name)
-        if member is None:
-            return [Shard.whole(name, tensor)]
-        shape, held, flat = tuple(member.shape), member.held, tensor.detach().view(-1)
-        if 0 in shape:
-            return [Shard.whole(name, flat.view(shape))]  # no rank holds an element, but the file must list the tensor
-        whole = Shard(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, None)
-        return [
-            replace(whole, start=start, extent=extent, tensor=_cut(flat, offset, extent))
-            for start, extent, offset in boxes(shape, held.begin, held.end)
-        ]
-
-
-def _cut(flat: Tensor, offset: int, extent: tuple[int, ...]) -> Tensor:
-    return flat[offset : offset + math.prod(extent)].view(extent)
+        ``used`` marks the parameters that have a gradient on any rank. The others keep the gradient
+        that they had, as in a backward pass without sharding.
+        """
+        assert self._slice is not None and self.target is not None
+        for member, is_used in zip(self.group.members, used):
+            if not is_used:
+                continue
+            new, shard = held_in(self.target, member.held, member.shape), member.shard
+            if shard.grad is not None:
+                shard.grad.add_(new)
+                continue
+            accumulated = held_in(self._slice, member.held, member.shape)
+            shard.grad = accumulated if self.target is self._slice else accumulated.copy_(new)
+        self.target = None
+        self.computed.clear()

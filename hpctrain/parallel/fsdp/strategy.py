@@ -2,14 +2,14 @@
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
 2020, and Zhao et al., "PyTorch FSDP", VLDB 2023. The notes of the other modules describe the
-details: how parameters are divided into shards (``param_group``), when they are unsharded
-(``residency``, ``unshard``) and how gradients are reduced (``reduce``). This module connects these
+details: how parameters are divided into shards (``sharding``, ``param_group``), when they are
+unsharded and how gradients are reduced (``collectives``, ``unshard``). This module connects these
 parts to the model and its optimizer by hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.clip import clip_shards
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp.param_group import FlatSplit, ShardGradients
 from hpctrain.parallel.fsdp.setup import Parts, shard_model
+from hpctrain.parallel.fsdp.sharding import FlatSplit, ShardGradients
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.hooks import (
     AddedParameters,
@@ -41,14 +41,13 @@ from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.plain_tensors import on_shards, plain_tensors
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.fsdp.setup import MakeHostOptimizer
-    from hpctrain.parallel.offload.config import OffloadSettings
+    from hpctrain.parallel.offload.host_optimizer import HostOptimizer
 
 
 class ShardedDataParallel(SplitStrategy):
     """Strategy that applies ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
 
-    With ``offload``, this rank's shards are stored in host memory and updated there by a ``make_host_optimizer``.
+    If ``make_host_optimizer`` is given, its result stores this rank's shards in host memory and updates them there.
 
     Create the optimizer afterwards. The constructor is collective. The parameters take the values
     of rank 0. Raises ``MismatchError`` if the ranks' models differ, ``UsageError`` for units that
@@ -61,16 +60,15 @@ class ShardedDataParallel(SplitStrategy):
         comm: Communicator,
         settings: ParallelSettings = ParallelSettings(data="fsdp"),
         device: torch.device = torch.device("cpu"),
-        offload: OffloadSettings | None = None,
-        make_host_optimizer: MakeHostOptimizer | None = None,
+        make_host_optimizer: Callable[[Communicator], HostOptimizer] | None = None,
         parts: Parts = Parts(),
     ) -> None:
         super().__init__(model, comm)
         self.settings, self.reduces_early = settings, settings.reduces_early
         before = {name: (p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
-        self.components = shard_model(model, comm, settings, device, offload, make_host_optimizer, parts)
+        self.components = shard_model(model, comm, settings, device, make_host_optimizer, parts)
         self.early_updates = self._host_optimizer = self.components.host_optimizer
-        self.copies = self.components.replicas
+        self._plan, self.copies = self.components.plan, self.components.plan.replicas
         self._residency, self._grad_reduction = self.components.residency, self.components.reduction
         members = self.components.members
         self.gradients = ShardGradients(model, members, self._host_optimizer)
@@ -90,15 +88,14 @@ class ShardedDataParallel(SplitStrategy):
         )
         self._handles: list[RemovableHandle | StepHooks] = [
             *self._register_hooks(),
-            *self._residency.register_hooks(model, self._begin_backward),
+            *self._residency.register_hooks(self._begin_backward),
             self._optimizer_hooks.attach(),
             StepHooks(self, lambda strategy, optimizer: strategy._added_parameters.check(optimizer)),
         ]
 
     def set_sample_weight(self, weight: float) -> None:
-        """Weight this rank's gradients by ``weight`` in the average over the data ranks, until the next call."""
         super().set_sample_weight(weight)
-        self._grad_reduction.sample_weight = self._sample_weight
+        self._grad_reduction.scale = self._sample_weight / self.comm.size
 
     @on_shards
     def join_empty(self, *, backward: bool = True) -> None:
@@ -114,8 +111,7 @@ class ShardedDataParallel(SplitStrategy):
             )
         self._apply_writes()
         if backward:
-            self.gradients.check_weight(self._sample_weight)
-            self._broadcast_buffers()
+            self._begin_training_pass()
         self._residency.join_pass(backward=backward)
         if backward:
             self._finish_reduction()
@@ -124,8 +120,7 @@ class ShardedDataParallel(SplitStrategy):
     def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
         """Unshard all parameters for the ``with`` block, as in ZeRO 2; gradients stay unsharded until its end."""
         if reduces:
-            self.gradients.check_weight(self._sample_weight)
-            self._broadcast_buffers()
+            self._begin_training_pass()
         self._unshard_all()
         try:
             with self.no_sync():
@@ -135,19 +130,15 @@ class ShardedDataParallel(SplitStrategy):
         if reduces:
             self._finish_reduction()
         elif any(True for _ in self.gradients.local()):
-            self.gradients.mark_local(self._sample_weight)
+            self.gradients.local_weight = self._sample_weight
 
     @on_shards
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
         if self._host_optimizer is None:
-            return clip_shards(self._shards, self.components.comm, max_norm)
-        return self._host_optimizer.clip(self._shards, self.components.comm, max_norm, plain=self._is_plain)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Return whether nothing would be sharded without offload; then a norm is that of unsharded gradients."""
-        return self.comm.size == 1 and self.components.compute_dtype is None
+            return clip_shards(self._shards, self._plan.comm, max_norm)
+        # If nothing would be sharded without offload, the norm is that of unsharded gradients.
+        plain = self.comm.size == 1 and self._plan.compute_dtype is None
+        return self._host_optimizer.clip(self._shards, self._plan.comm, max_norm, plain=plain)
 
     def detach(self) -> None:
         """Remove all hooks from the module; its parameters stay shards."""
@@ -167,7 +158,6 @@ class ShardedDataParallel(SplitStrategy):
         return self._split
 
     def whole_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of the unsharded parameter; None for a buffer."""
         member = self.components.by_name.get(name)
         return None if member is None else tuple(member.shape)
 
@@ -199,7 +189,7 @@ class ShardedDataParallel(SplitStrategy):
                 with plain_tensors():
                     for group in self.components.groups:
                         value = (lambda member: member.unsharded.detach()) if self.comm.rank == 0 else None
-                        group.fill(value, self.components.replicas)
+                        group.fill(value, self.copies)
                 self.refresh()
         finally:
             self._reshard_all()
@@ -216,7 +206,6 @@ class ShardedDataParallel(SplitStrategy):
         self._residency.reshard()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` unless an optimizer holds shards and updates element by element."""
         if not self._optimizer_hooks.check(optimizer):
             raise UsageError(
                 "the optimizer holds no parameter of the model: make it from model.parameters() after job.wrap(model)",
@@ -243,29 +232,20 @@ class ShardedDataParallel(SplitStrategy):
             self._residency.wait_for_readers()
 
     def _apply_writes(self) -> None:
-        """Apply the changes that the program has made to shards since the last pass."""
         if self._written:
             self._written = False
             self.refresh()
 
     def gradients_final(self) -> None:
-        """Apply a pending scale factor to the gradients of offloaded shards."""
         if self._host_optimizer is not None:
             self._host_optimizer.gradients.apply_scale()
 
     def norm_groups(self) -> list[Communicator]:
-        """Return the ranks that together hold the gradients of one replica."""
-        return [self.components.comm]
+        return [self._plan.comm]
 
     def partial_parameters(self) -> tuple[str, dict[str, nn.Parameter], bool]:
-        """Return the shards, if each parameter has more than one."""
-        if self.components.comm.size == 1:
-            return "", {}, False
-        return (
-            "this rank's shard of parameter",
-            {member.name: member.shard for member in self.components.members},
-            False,
-        )
+        shards = {member.name: member.shard for member in self.components.members}
+        return "this rank's shard of parameter", shards if self._plan.comm.size > 1 else {}, False
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
@@ -285,17 +265,15 @@ class ShardedDataParallel(SplitStrategy):
 
     def _register_hooks(self) -> list[RemovableHandle]:
         handles = around_forward(self.model, self._before_forward, self._after_forward)
-        if self.components.compute_dtype is not None:
-            for unit in self.components.units:
-                handles.append(unit.module.register_forward_pre_hook(ModuleHook(self._cast), with_kwargs=True))
+        if (dtype := self._plan.compute_dtype) is not None:
+            to_dtype = ModuleHook(lambda module, args, kwargs: cast((args, kwargs), dtype))
+            handles += [
+                module.register_forward_pre_hook(to_dtype, with_kwargs=True) for module in self.components.units
+            ]
         for index, reduction in enumerate(self._grad_reduction.reductions):
             for number, member in enumerate(reduction.group.members):
                 handles.append(after_gradient(member.unsharded, self._after_gradient, index, number))
         return handles
-
-    def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        assert self.components.compute_dtype is not None
-        return cast((args, kwargs), self.components.compute_dtype)
 
     @on_shards
     def _before_forward(self, args: Any, kwargs: Any) -> None:
@@ -303,10 +281,14 @@ class ShardedDataParallel(SplitStrategy):
             return
         self._apply_writes()
         if self.model.training and torch.is_grad_enabled():
-            self.gradients.check_weight(self._sample_weight)
-            if self._syncing:
-                self._broadcast_buffers()
+            self._begin_training_pass()
         self._residency.begin_forward(records=torch.is_grad_enabled())
+
+    def _begin_training_pass(self) -> None:
+        if self.gradients.local_weight is not None:
+            self.gradients.check_weight(self._sample_weight)
+        if self._syncing and self.settings.broadcast_buffers and any(True for _ in self.model.buffers()):
+            broadcast_buffers(self.model, self.comm)
 
     @on_shards
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
@@ -337,7 +319,7 @@ class ShardedDataParallel(SplitStrategy):
             self._grad_reduction.add_gradient(reduction, number)
         else:
             self._gradient_hooks.check_reduced(reduction.group.members[number].name)
-            self.gradients.mark_local(self._sample_weight)
+            self.gradients.local_weight = self._sample_weight
 
     @on_shards
     def _end_backward(self) -> None:
@@ -352,14 +334,10 @@ class ShardedDataParallel(SplitStrategy):
     @on_shards
     def _finish_reduction(self) -> None:
         """Reduce the remaining gradients; afterwards this rank has no unreduced gradient."""
-        hooked = self._grad_reduction.records_received = bool(self._gradient_hooks.hooked)
+        hooked = bool(self._gradient_hooks.hooked)
         if hooked:
             self._gradient_hooks.check(lambda found: any(self.comm.all_gather_object(found)))
         self._grad_reduction.finish()
-        self.gradients.mark_averaged()
+        self.gradients.local_weight = None
         if hooked:
-            self._gradient_hooks.call(lambda name: name in self._grad_reduction.received)
-
-    def _broadcast_buffers(self) -> None:
-        if self.settings.broadcast_buffers:
-            broadcast_buffers(self.model, self.comm)
+            self._gradient_hooks.call(self._grad_reduction.received().__contains__)

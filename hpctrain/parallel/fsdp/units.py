@@ -27,9 +27,8 @@ def uncalled(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if not has_forward(module):
-            found.setdefault(
-                module, f"never runs, being a {type(module).__name__}: name its members, '{_members_of(name)}'"
-            )
+            members = f"{name}.*" if name else "*"
+            found.setdefault(module, f"never runs, being a {type(module).__name__}: name its members, {members!r}")
         for part in _parts_read(module):
             found[part] = f"is read by the {type(module).__name__} around it and never called: name that, {name!r}"
     return found
@@ -38,10 +37,6 @@ def uncalled(model: nn.Module) -> dict[nn.Module, str]:
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module has a ``forward`` method."""
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
-
-
-def _members_of(name: str) -> str:
-    return f"{name}.*" if name else "*"
 
 
 def _parts_read(module: nn.Module) -> list[nn.Module]:
@@ -217,6 +212,11 @@ class Unit:
     # For each parameter, all modules and attributes where it is registered (tied ones have
     # several).
     locations: list[list[tuple[nn.Module, str]]]
+
+    def entries(self) -> Iterator[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]:
+        """Yield the name, the parameter and its locations, for each parameter."""
+        for (name, parameter), locations in zip(self.parameters, self.locations):
+            yield name, parameter, locations
 
 
 def find_units(

@@ -2,7 +2,7 @@
 
 Note: the states of a unit in a step. A unit is gathered before its forward pass and freed after it.
 It is gathered again when the backward pass reaches its outputs. It is freed when the gradients of
-its inputs and of its parameters have been computed (see ``UnitHooks``). The model's own unit stays
+its inputs and of its parameters have been computed (see ``UnitState``). The model's own unit stays
 unsharded from the forward pass to the end of the backward pass. On a device with streams, the next
 units are gathered while one computes: at most ``prefetch`` of them, because each one takes memory.
 """
@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.reduce import GradReduction
-from hpctrain.parallel.fsdp.residency import CommStream, Residency, UnitState
+from hpctrain.parallel.fsdp.collectives import CommStream, GradReduction, Residency, StreamWork
+from hpctrain.parallel.fsdp.param_group import ParamGroup
 from hpctrain.parallel.hooks import after_backward, after_gradient, around_forward, before_backward
 from hpctrain.plain_tensors import on_shards
 
-# Hooks of a unit: forward hooks of its module, and gradient hooks of its outputs and inputs ---------------------------
+# Units: their parameters, and the hooks that unshard and reshard them -------------------------------------------------
 #
 # Note: when a unit may be freed in the backward pass. When the gradients of the unit's inputs have
 # been computed, everything on the path from its outputs to its inputs has been computed. Other paths
@@ -33,20 +33,61 @@ from hpctrain.plain_tensors import on_shards
 # require no gradient is freed at the end of the pass.
 
 
-class UnitHooks:
-    """Hooks that unshard and reshard one unit."""
+class UnitState:
+    """State of one unit: its parameter groups, whether they are unsharded, and what a backward pass has computed."""
 
-    def __init__(self, residency: UnshardOnDemand, unit: UnitState, on_backward: Callable[[], None]) -> None:
-        self._residency, self._unit, self._on_backward = residency, unit, on_backward
-        self._trained = [member for group in unit.groups if group.trained for member in group.members]
+    def __init__(self, number: int, name: str, module: nn.Module, groups: list[ParamGroup]) -> None:
+        self.number, self.name, self.module, self.groups = number, name, module, groups
+        self.handles: list[StreamWork] = []  # of its all-gathers until they have been waited for
+        self.gathered = self.unsharded = False
+        self._trained = [member for group in groups if group.trained for member in group.members]
         # parameters that received a gradient in the last pass
         self._expected = {member.name for member in self._trained}
         self._received: set[str] = set()
         self._inputs_done = False
 
-    def attach(self) -> list[RemovableHandle]:
-        """Register hooks on the unit's module and parameters."""
-        handles = around_forward(self._unit.module, self._before, self._after)
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gathers of the unit, and register its unsharded parameters in the module."""
+        self._wait()
+        if not self.unsharded:
+            self.unsharded = True
+            for group in self.groups:
+                group.to_unsharded()
+
+    def to_sharded(self) -> None:
+        """Register the shards in the module."""
+        if self.unsharded:
+            self.unsharded = False
+            for group in self.groups:
+                group.to_sharded()
+
+    def reshard(self) -> None:
+        """Reshard the unit: free the memory of its unsharded parameters."""
+        self.to_sharded()
+        self._wait()
+        if self.gathered:
+            self.gathered = False
+            for group in self.groups:
+                group.free()
+
+    def end_backward(self) -> None:
+        """End a backward pass."""
+        self.reshard()
+        if self._received:
+            self._expected, self._received = self._received, set()
+        self._inputs_done = False
+
+    def _wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+
+    # Hooks ------------------------------------------------------------------------------------------------------------
+
+    def register_hooks(self, residency: UnshardOnDemand, on_backward: Callable[[], None]) -> list[RemovableHandle]:
+        """Register hooks on the unit's module and parameters, and on the gradients of its outputs and inputs."""
+        self._residency, self._on_backward = residency, on_backward
+        handles = around_forward(self.module, self._before, self._after)
         for member in self._trained:
             handles.append(after_gradient(member.unsharded, self._after_gradient, member.name))
         return handles
@@ -55,7 +96,7 @@ class UnitHooks:
     def _before(self, args: Any, kwargs: Any) -> None:
         if self._residency.idle:
             return
-        self._residency.unshard_unit(self._unit)
+        self._residency.unshard_unit(self)
         if torch.is_grad_enabled() and not self._residency.in_backward:
             after_backward((args, kwargs), self._after_inputs)
 
@@ -66,13 +107,13 @@ class UnitHooks:
             return
         if torch.is_grad_enabled():
             before_backward(result, self._begin_backward)
-        self._unit.reshard()
+        self.reshard()
 
     @on_shards
     def _begin_backward(self) -> None:
         self._on_backward()
         self._inputs_done = False
-        self._residency.unshard_unit(self._unit)
+        self._residency.unshard_unit(self)
 
     @on_shards
     def _after_inputs(self) -> None:
@@ -87,13 +128,7 @@ class UnitHooks:
 
     def _reshard_if_done(self) -> None:
         if self._received >= self._expected:
-            self._unit.reshard()
-
-    def end_backward(self) -> None:
-        """End a backward pass."""
-        if self._received:
-            self._expected, self._received = self._received, set()
-        self._inputs_done = False
+            self.reshard()
 
 
 # Recorded order of gathers and reductions in a pass, the same on all ranks --------------------------------------------
@@ -195,20 +230,17 @@ class UnshardOnDemand(Residency):
         self._plan: PassPlan | None = None
         self._cursor: PlanCursor | None = None
         self._record: PassPlan | None = None  # recorded in the first forward and backward pass
-        self._in_backward = False
-        self._hooks: list[UnitHooks] = []
+        self.in_backward = False  # whether a backward pass is in progress
         self.reducer: GradReduction | None = None
         self.idle = False  # while all units are unsharded at once, the hooks of units have no effect
 
-    def register_hooks(self, model: nn.Module, on_backward: Callable[[], None]) -> list[RemovableHandle]:
-        """Register the hooks that unshard and reshard units as the model runs."""
-        self._hooks = [UnitHooks(self, unit, on_backward) for unit in self.units[1:]]
-        return [handle for hooks in self._hooks for handle in hooks.attach()]
+    def register_hooks(self, on_backward: Callable[[], None]) -> list[RemovableHandle]:
+        return [handle for unit in self.units[1:] for handle in unit.register_hooks(self, on_backward)]
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, records: bool) -> None:
-        """Begin a forward pass of the whole model; ``records``: learn its order of collectives, if that is unknown."""
+        """Begin a forward pass; ``records``: learn its order of collectives, if that is unknown."""
         self._record = PassPlan([], []) if records and self._plan is None else None
         self._cursor = PlanCursor(self._plan.forward) if self._plan else None
         self.unshard_unit(self.units[0])
@@ -221,8 +253,7 @@ class UnshardOnDemand(Residency):
             self.units[0].reshard()
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """Begin a backward pass."""
-        self._in_backward = True
+        self.in_backward = True
         if self._plan is not None:
             plan = self._plan if reduces else self._plan.without_reductions()
             self._cursor = PlanCursor(plan.backward)
@@ -232,10 +263,8 @@ class UnshardOnDemand(Residency):
         """Execute the rest of the plan, and free all units."""
         self._execute_remaining()
         for unit in self.units:
-            unit.reshard()
-        for hooks in self._hooks:
-            hooks.end_backward()
-        self._in_backward = False
+            unit.end_backward()
+        self.in_backward = False
 
     def agree_on_order(self, world: Communicator) -> None:
         """Make all ranks use the order that rank 0 has recorded. Collective, at the end of a pass."""
@@ -244,7 +273,6 @@ class UnshardOnDemand(Residency):
         self._record = None
 
     def join_pass(self, *, backward: bool) -> None:
-        """Take part in the collectives of a pass without computing."""
         if self._plan is None:
             raise UsageError(
                 f"rank {self._comm.rank} has no sample, but the first step needs some of every rank, because it shows "
@@ -257,24 +285,17 @@ class UnshardOnDemand(Residency):
             self._execute_remaining()
 
     def unshard(self) -> None:
-        """Unshard all units at once. Collective."""
         self._cursor = self._record = None
         for unit in self.units:
             self.unshard_unit(unit)
         self.idle = True
 
     def reshard(self) -> None:
-        """Reshard all units."""
         self.idle = False
         for unit in self.units:
             unit.reshard()
 
     # Units ------------------------------------------------------------------------------------------------------------
-
-    @property
-    def in_backward(self) -> bool:
-        """Return whether a backward pass is in progress."""
-        return self._in_backward
 
     def unshard_unit(self, unit: UnitState) -> None:
         """Unshard a unit for the computation that follows."""
@@ -299,7 +320,7 @@ class UnshardOnDemand(Residency):
     def _request(self, action: Action) -> None:
         if self._cursor is None:
             if self._record is not None:
-                (self._record.backward if self._in_backward else self._record.forward).append(action)
+                (self._record.backward if self.in_backward else self._record.forward).append(action)
             self._execute(action)
             return
         for other in self._due(self._cursor, action):

@@ -21,61 +21,45 @@ from hpctrain.parallel.strategy import SplitStrategy, Strategy
 from hpctrain.plain_tensors import on_shards, plain_tensors
 
 
-class WholeStates:
-    """Hooks that let every module of a split model load whole tensors, on all ranks that hold parts of them.
+def _hooks_on_loading(strategy: SplitStrategy) -> Iterator[RemovableHandle]:
+    """Let every module of a split model load whole tensors, on all ranks that hold parts of them; yield the hooks.
 
     ``model.load_state_dict(whole)``, also of a submodule, copies this rank's elements. Names that a
     pipeline has moved to other stages are ignored.
     """
-
-    def __init__(self, strategy: SplitStrategy) -> None:
-        self._strategy = strategy
-        self._handles: list[RemovableHandle] = []
-        for name, module in strategy.model.named_modules(remove_duplicate=False):
-            hook = ModuleHook(self._hook(f"{name}." if name else ""))
-            self._handles.append(module.register_load_state_dict_pre_hook(hook))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _hook(self, path: str) -> Any:
-        @on_shards
-        def hook(module: nn.Module, given: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-            if metadata.get("assign_to_params_buffers"):
-                raise UsageError(
-                    "load_state_dict(assign=True) after job.wrap(model): the optimizer and the strategy hold the "
-                    "parameters that it would replace; load without assign",
-                    everywhere=True,
-                )
-            for name, tensor in _tensors_of(module):
-                key = prefix + name
-                if tensor is None and self._strategy.pipe is not None:
-                    given.pop(key, None)  # held by another stage
-                elif tensor is not None and isinstance(given.get(key), Tensor):
-                    given[key] = self._part_of(path + name, tensor, given[key])
-
-        return hook
-
-    def _part_of(self, name: str, held: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor; a tensor of another shape is returned unchanged."""
-        split = self._strategy.split
-        if split is None or whole.shape == held.shape:
-            return whole
-        if tuple(whole.shape) != self._strategy.whole_shape(name):
-            return whole
-        part = torch.empty_like(held, dtype=whole.dtype, device=whole.device, requires_grad=False)
-        for shard in split.shards(name, part):
-            box = tuple(slice(start, start + extent) for start, extent in zip(shard.start, shard.extent))
-            shard.tensor.copy_(whole[box])
-        return part
+    for name, module in strategy.model.named_modules(remove_duplicate=False):
+        yield module.register_load_state_dict_pre_hook(ModuleHook(_loading(strategy, f"{name}." if name else "")))
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor | None]]:
-    yield from module._parameters.items()
-    yield from module._buffers.items()
+def _loading(strategy: SplitStrategy, path: str) -> Any:
+    @on_shards
+    def hook(module: nn.Module, given: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) after job.wrap(model): the optimizer and the strategy hold the "
+                "parameters that it would replace; load without assign",
+                everywhere=True,
+            )
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            key = prefix + name
+            if tensor is None and strategy.pipe is not None:
+                given.pop(key, None)  # held by another stage
+            elif tensor is not None and isinstance(given.get(key), Tensor):
+                given[key] = _own_part(strategy, path + name, tensor, given[key])
+
+    return hook
+
+
+def _own_part(strategy: SplitStrategy, name: str, held: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor; a tensor of another shape is returned unchanged."""
+    split = strategy.split
+    if split is None or whole.shape == held.shape or tuple(whole.shape) != strategy.whole_shape(name):
+        return whole
+    part = torch.empty_like(held, dtype=whole.dtype, device=whole.device, requires_grad=False)
+    for shard in split.shards(name, part):
+        box = tuple(slice(start, start + extent) for start, extent in zip(shard.start, shard.extent))
+        shard.tensor.copy_(whole[box])
+    return part
 
 
 # Switch of parameters between ``ShardParameter``, which refuses sums over parts, and plain ``nn.Parameter`` -----------
@@ -104,7 +88,7 @@ class ParameterGuard:
         self._handles.append(StepHooks(self, ParameterGuard._before_update, ParameterGuard._after_update))
         if in_passes:
             self._handles += around_forward(strategy.model, self._before_forward, self._after_forward)
-        self._loading = WholeStates(strategy)
+        self._handles += _hooks_on_loading(strategy)
         torch_functions.install(strategy)
         self._set_class(ShardParameter)
 
@@ -115,7 +99,6 @@ class ParameterGuard:
         if self._handles:
             torch_functions.uninstall()
         self._handles = []
-        self._loading.close()
         self._set_class(nn.Parameter)
         for parameter in self.parameters.values():
             parameter.__dict__.pop(ATTRIBUTE, None)

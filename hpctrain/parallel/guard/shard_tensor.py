@@ -72,7 +72,27 @@ class _Guarded:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an element-wise function and mark its results; raise ``UsageError`` for others."""
-        return _dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if name == "__set__" or name == "__delete__":
+            with plain_tensors():
+                return func(*args, **kwargs)
+        if name == "_has_compatible_shallow_copy_type":
+            _check_converted(args[0], args[1])
+        elif name in BY_POSITION and (found := _indexed(name, args, kwargs)) is not None:
+            raise _position_error(name, found)
+        elif not _allowed(name, func, args, kwargs):
+            raise _not_allowed_error(name, func, args, kwargs)
+        if is_in_place(func, kwargs):
+            _notify_write(args, kwargs)
+        try:
+            with plain_tensors():
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            raise _mismatch_error(name, args, kwargs) or error
+        if name == "as_subclass" or not isinstance(result, (Tensor, list, tuple)):
+            return result
+        return _marked(name, result, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ``UsageError``: a file would contain only this rank's part."""
@@ -106,29 +126,6 @@ class ShardParameter(_Guarded, nn.Parameter):
 def _text(tensor: object) -> str:
     part = part_of(tensor)
     return part.text if part else "a part of a parameter"
-
-
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = name_of(func)
-    if name == "__set__" or name == "__delete__":
-        with plain_tensors():
-            return func(*args, **kwargs)
-    if name == "_has_compatible_shallow_copy_type":
-        _check_converted(args[0], args[1])
-    elif name in BY_POSITION and (found := _indexed(name, args, kwargs)) is not None:
-        raise _position_error(name, found)
-    elif not _allowed(name, func, args, kwargs):
-        raise _not_allowed_error(name, func, args, kwargs)
-    if is_in_place(func, kwargs):
-        _notify_write(args, kwargs)
-    try:
-        with plain_tensors():
-            result = func(*args, **kwargs)
-    except RuntimeError as error:
-        raise _mismatch_error(name, args, kwargs) or error
-    if name == "as_subclass" or not isinstance(result, (Tensor, list, tuple)):
-        return result
-    return _marked(name, result, args, kwargs)
 
 
 def _origin(tensor: object) -> tuple[ShardInfo | None, SplitStrategy | None]:

@@ -12,6 +12,7 @@ function. If a torch version has no such cell, the names in torch's modules are 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ from hpctrain.plain_tensors import on_shards, plain_tensors
 
 _installed = 0
 _strategies: WeakSet[SplitStrategy] = WeakSet()
-_undo: list[Callable[[], None]] = []
+_undo = contextlib.ExitStack()
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -54,8 +55,8 @@ def uninstall() -> None:
     """Restore torch's functions at the last call."""
     global _installed
     _installed -= 1
-    while not _installed and _undo:
-        _undo.pop()()
+    if not _installed:
+        _undo.close()
 
 
 def _replace(inside: str, outside: str, new: Callable[..., Any] | None) -> None:
@@ -69,12 +70,7 @@ def _replace(inside: str, outside: str, new: Callable[..., Any] | None) -> None:
             if hasattr(module, name):
                 _set(module, name, torch.no_grad()(new))
         return
-    cell.cell_contents = new
-
-    def undo() -> None:
-        cell.cell_contents = original
-
-    _undo.append(undo)
+    _set(cell, "cell_contents", new)
 
 
 def _cell(function: Any) -> Any:
@@ -83,9 +79,8 @@ def _cell(function: Any) -> Any:
 
 
 def _set(owner: Any, name: str, new: Any) -> None:
-    before = getattr(owner, name)
+    _undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, new)
-    _undo.append(lambda: setattr(owner, name, before))
 
 
 def _agreed_unscale(unscale: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,10 +90,7 @@ def _agreed_unscale(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def called(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
         with plain_tensors():
             found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, *args)
-            gradients = (part_of(each) for group in optimizer.param_groups for each in group["params"])
-            strategies = {
-                id(one): one for part in gradients if part is not None and (one := part.strategy()) is not None
-            }
+            strategies = _strategies_of(part_of(each) for group in optimizer.param_groups for each in group["params"])
             if not strategies:
                 return found
             found = found or {found_inf.device: found_inf}
@@ -109,6 +101,10 @@ def _agreed_unscale(unscale: Callable[..., Any]) -> Callable[..., Any]:
             return {device: worst.reshape(()).to(device) for device in found}
 
     return called
+
+
+def _strategies_of(parts: Iterable[ShardInfo | None]) -> dict[int, SplitStrategy]:
+    return {id(one): one for part in parts if part is not None and (one := part.strategy()) is not None}
 
 
 # Norms ----------------------------------------------------------------------------------------------------------------
@@ -164,7 +160,7 @@ def _norm(
     foreach: bool | None,
 ) -> Tensor:
     """Return the norm of whole tensors and of parts together. Collective over the ranks that share the parts."""
-    strategies = {id(one): one for _, part in gradients if part is not None and (one := part.strategy()) is not None}
+    strategies = _strategies_of(part for _, part in gradients)
     if not gradients:
         pipelined = _pipelined_strategies()
         strategies |= {id(one): one for one in pipelined if len(pipelined) == 1}
@@ -214,7 +210,8 @@ def _sum_of_powers(tensors: Sequence[Tensor], order: float, device: torch.device
     """Return the sum of the powers of all elements; for an infinite order, the largest (or smallest) magnitude."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
-        return torch.tensor(_neutral_element(order), dtype=torch.float64, device=device)
+        nothing = math.inf if order == -math.inf else 0.0
+        return torch.tensor(nothing, dtype=torch.float64, device=device)
     norms = torch.stack([each.double().to(device) for each in _norms(filled, order)])
     if math.isinf(order):
         return norms.max() if order > 0 else norms.min()
@@ -227,10 +224,6 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
     for one_device in devices:
         found += torch._foreach_norm([tensor for tensor in tensors if tensor.device == one_device], order)
     return found
-
-
-def _neutral_element(order: float) -> float:
-    return math.inf if order == -math.inf else 0.0
 
 
 def _combined(one: Tensor, other: Tensor, order: float) -> Tensor:

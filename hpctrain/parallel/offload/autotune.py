@@ -1,4 +1,4 @@
-"""Division of the update between device and host, from bandwidths and from measurements of the first steps.
+"""Division of the update between device and host, from measurements of the first steps.
 
 Note: the balance. While the backward passes of a step take ``t`` seconds, the host updates
 parameters whose gradients have already been copied. AdamW on float32 masters moves 28 bytes per
@@ -16,7 +16,6 @@ cost, solved for the share that violates it, as in the Twin-Flow of DeepSpeed's 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,30 +24,6 @@ from torch import Tensor, nn
 
 from hpctrain.comm.device.streams import Streams
 from hpctrain.parallel.offload.one_pass import OnePass
-
-BYTES = 28.0  # bytes per parameter that an update by AdamW moves through host memory
-LINK_BYTES = 2.0  # bytes per parameter over the link, in each direction
-
-
-def share_on_device(
-    parameters: int,
-    backward: float,
-    host_rate: float,
-    link_rate: float = math.inf,
-    *,
-    host_bytes: float = BYTES,
-    link_bytes: float = LINK_BYTES,
-) -> float:
-    """Return the share (0 to 1) of ``parameters`` parameters that is to be updated on the device.
-
-    ``backward`` is the time of the backward passes of a step, in seconds. ``host_rate`` and
-    ``link_rate`` are in bytes per second: of the update on the host, and of the link in one
-    direction while both directions are in use.
-    """
-    if min(host_rate, link_rate) <= 0:
-        return 1.0
-    needed = parameters * max(host_bytes / host_rate, link_bytes / link_rate)
-    return max(0.0, 1.0 - max(backward, 0.0) / needed) if needed else 0.0
 
 
 def last_groups(numels: Sequence[int], share: float) -> list[int]:
@@ -67,7 +42,7 @@ def last_groups(numels: Sequence[int], share: float) -> list[int]:
 
 # Choice of the share of the update that stays on the device, from measurements of the first steps ---------------------
 #
-# Note: when the share is chosen. The time of backward passes and the update rate of this host show
+# Note: when the share is chosen. The times of the backward passes and of the update on this host show
 # within one or two steps. The very first steps are not representative, because libraries warm up and
 # states are created. Therefore all updates begin on the host. After the third step, the chosen share
 # moves to the device, as far as there is memory. The choice affects results only by the rounding of
@@ -132,7 +107,7 @@ class ShareFinder:
         if not elements or not seconds:
             return []  # the optimizer does not update in slices: nothing was measured
         backward = self._backward / (MEASURED_STEPS - WARMUP_STEPS)
-        share = share_on_device(elements, backward, elements / seconds, host_bytes=1, link_bytes=0)
+        share = max(0.0, 1.0 - backward / seconds)
         return limit_to_memory(last_groups(nbytes, share), nbytes, self._free_bytes(self._streams.device))
 
 

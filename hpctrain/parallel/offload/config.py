@@ -72,37 +72,35 @@ def offload_settings(value: OffloadSettings | Mapping[str, Any] | None) -> Offlo
 
 def check(offload: OffloadSettings, parallel: ParallelSettings) -> None:
     """Raise ``SettingsError`` if the strategy does not support what is to be offloaded."""
-    if offload.parameters and parallel.data != "fsdp":
-        _refuse(
-            f'setting offload.parameters = true: parallel.data = "{parallel.data}" keeps whole parameters on the '
-            'device; take parallel.data = "fsdp", which on one rank only lets them come and go'
-        )
-    if offload.activations and not parallel.recompute:
-        _refuse(
-            "setting offload.activations = true: what is offloaded is what recomputed units keep between forward and "
-            "backward; set parallel.recompute = true"
-        )
-    if offload.any_update:
-        _check_update(offload, parallel)
-
-
-def _check_update(offload: OffloadSettings, parallel: ParallelSettings) -> None:
-    if parallel.data == "dp":
-        _refuse('setting offload: parallel.data = "dp" has one optimizer for all GPUs; take "ddp", and a rank a GPU')
-    if parallel.pipe > 1 and parallel.schedule == "pipedream":
-        _refuse(
-            'setting offload: parallel.schedule = "pipedream" makes an update after every microbatch, on versions that '
-            'the device keeps; take another schedule, such as "1f1b"'
-        )
-    if offload.delayed and offload.device_fraction > 0:
-        _refuse(
-            "setting offload.delayed = true: what stays on the device (offload.device_fraction) is updated at once; "
-            "set one of the two"
-        )
-
-
-def _refuse(message: str) -> None:
-    raise SettingsError(message)
+    updates = offload.any_update
+    for refused, message in (
+        (
+            offload.parameters and parallel.data != "fsdp",
+            f'offload.parameters = true: parallel.data = "{parallel.data}" keeps whole parameters on the device; take '
+            'parallel.data = "fsdp", which on one rank only lets them come and go',
+        ),
+        (
+            offload.activations and not parallel.recompute,
+            "offload.activations = true: what is offloaded is what recomputed units keep between forward and backward; "
+            "set parallel.recompute = true",
+        ),
+        (
+            updates and parallel.data == "dp",
+            'offload: parallel.data = "dp" has one optimizer for all GPUs; take "ddp", and a rank a GPU',
+        ),
+        (
+            updates and parallel.pipe > 1 and parallel.schedule == "pipedream",
+            'offload: parallel.schedule = "pipedream" makes an update after every microbatch, on versions that the '
+            'device keeps; take another schedule, such as "1f1b"',
+        ),
+        (
+            updates and offload.delayed and offload.device_fraction > 0,
+            "offload.delayed = true: what stays on the device (offload.device_fraction) is updated at once; set one of "
+            "the two",
+        ),
+    ):
+        if refused:
+            raise SettingsError(f"setting {message}")
 
 
 def warn_if_useless(device: torch.device, comm: Communicator) -> None:

@@ -7,14 +7,14 @@ tensor that is read before the update is scaled at that moment.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.fsdp.param_group import ParamGroup, held_in
-from hpctrain.parallel.fsdp.reduce import GroupReduction
+from hpctrain.parallel.fsdp.param_group import GroupReduction, Memory, ParamGroup, held_in
 from hpctrain.parallel.offload.transfer import CopyHandle, Transfer
 
 
@@ -105,15 +105,15 @@ class Gradients:
 
 
 STAGING_BUFFERS = 2
-Memory = Callable[[int, torch.dtype], Tensor]
 
 
 @dataclass(eq=False)
-class _StagingBuffer:
-    """Staging buffer on the device, and the copy to the host that empties it."""
+class _Buffer:
+    """One of a few buffers that are used in turn, and what still uses it: a copy to the host, or an addition."""
 
     memory: Tensor
     copy: CopyHandle | None = None
+    user: GradOffloadReduction | None = None
 
 
 class GradOffload:
@@ -124,17 +124,22 @@ class GradOffload:
     """
 
     def __init__(
-        self, transfer: Transfer, host: Memory, device: torch.device, nbytes: int, *, double_buffered: bool
+        self,
+        transfer: Transfer,
+        host: Memory,
+        device: torch.device,
+        nbytes: int,
+        *,
+        double_buffered: bool,
+        on_copy_started: Callable[[GradOffloadReduction], None],
+        before_adding: Callable[[], None],
     ) -> None:
         self.host, self.double_buffered = host, double_buffered
+        self.on_copy_started, self.before_adding = on_copy_started, before_adding
         self._transfer, self._device, self._nbytes = transfer, device, nbytes
-        self._staging: list[_StagingBuffer] = []
-        self._sum_buffers: list[Tensor] = []
-        self._sum_users: list[GradOffloadReduction | None] = [None] * STAGING_BUFFERS
+        # On the device; and on the host, for slices to be added to others. The next one is first.
+        self._staging, self._sums = deque[_Buffer](), deque[_Buffer]()
         self._largest = 0  # bytes per slice
-        self._next_index = self._next_sum = 0
-        self.on_copy_started: Callable[[GradOffloadReduction], None] = lambda reduction: None
-        self.before_adding: Callable[[], None] = lambda: None
 
     def make_reduction(self, group: ParamGroup, number: int, first: int, dtype: torch.dtype) -> GradOffloadReduction:
         """Return the reduction of a group's gradients."""
@@ -159,29 +164,31 @@ class GradOffload:
         assert copy_handle is not None, "no slice is empty"
         return copy_handle
 
-    def _next_staging(self) -> _StagingBuffer:
+    def _next_staging(self) -> _Buffer:
         """Return the next staging buffer; subsequent work waits until it is empty."""
         if not self._staging:
             size = -(-min(self._nbytes, self._largest) // 8) * 8
-            empty = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(STAGING_BUFFERS)]
-            self._staging = [_StagingBuffer(memory) for memory in empty]
-        staging = self._staging[self._next_index]
-        self._next_index = (self._next_index + 1) % STAGING_BUFFERS
+            for _ in range(STAGING_BUFFERS):
+                self._staging.append(_Buffer(torch.empty(size, dtype=torch.uint8, device=self._device)))
+        staging = self._staging[0]
+        self._staging.rotate()
         if staging.copy is not None:
             staging.copy.wait()
         return staging
 
     def sum_buffer(self, reduction: GradOffloadReduction) -> Tensor:
         """Return host memory for a slice to be added to another; the previous user first completes its addition."""
-        number, self._next_sum = self._next_sum, (self._next_sum + 1) % STAGING_BUFFERS
-        if (user := self._sum_users[number]) is not None and user.is_adding:
-            user.finish_sum()
-        self._sum_users[number] = reduction
-        nbytes = reduction.group.shard_data.nbytes
-        self._sum_buffers += [torch.empty(0, dtype=torch.uint8)] * (STAGING_BUFFERS - len(self._sum_buffers))
-        if self._sum_buffers[number].numel() < nbytes:
-            self._sum_buffers[number] = self.host(nbytes, torch.uint8)
-        return self._sum_buffers[number][:nbytes].view(reduction.group.shard_data.dtype)
+        shard_data = reduction.group.shard_data
+        while len(self._sums) < STAGING_BUFFERS:
+            self._sums.append(_Buffer(torch.empty(0, dtype=torch.uint8)))
+        buffer = self._sums[0]
+        self._sums.rotate()
+        if buffer.user is not None and buffer.user.is_adding:
+            buffer.user.finish_sum()
+        buffer.user = reduction
+        if buffer.memory.numel() < shard_data.nbytes:
+            buffer.memory = self.host(shard_data.nbytes, torch.uint8)
+        return buffer.memory[: shard_data.nbytes].view(shard_data.dtype)
 
 
 class GradOffloadReduction(GroupReduction):
@@ -229,7 +236,6 @@ class GradOffloadReduction(GroupReduction):
             self.grad_offload.on_copy_started(self)
 
     def close(self) -> None:
-        """Release the device memory; subsequent work is ordered after its use."""
         super().close()
         self._device_slice = None
 
@@ -260,7 +266,6 @@ class GradOffloadReduction(GroupReduction):
                 held_in(self.slice, member.held, member.shape).copy_(part)
 
     def assign_gradients(self, used: list[bool]) -> None:
-        """Assign the gradients to the shards; parameters not ``used`` on any rank keep the gradient that they had."""
         if not self._is_offloaded:
             super().assign_gradients(used)
             return

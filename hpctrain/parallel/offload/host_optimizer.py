@@ -11,8 +11,8 @@ pass. With ``delayed``, updates overlap with the passes of the next step and tak
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,30 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device.streams import Streams, streams_of
 from hpctrain.errors import UsageError
 from hpctrain.parallel.clip import clip_factor, global_norm
-from hpctrain.parallel.fsdp.param_group import ParamGroup, held_in
-from hpctrain.parallel.fsdp.reduce import GroupReduction
+from hpctrain.parallel.fsdp.param_group import GroupReduction, ParamGroup, held_in
 from hpctrain.parallel.offload.autotune import ShareFinder, last_groups, move_states
 from hpctrain.parallel.offload.config import CHOOSE, OffloadSettings
 from hpctrain.parallel.offload.gradients import Gradients, GradOffload, GradOffloadReduction
-from hpctrain.parallel.offload.memory import HostMemory
-from hpctrain.parallel.offload.one_pass import HostGroup, HostUpdates, OnePass
+from hpctrain.parallel.offload.kernels import Options
+from hpctrain.parallel.offload.memory import HostMemory, PlacedStates
+from hpctrain.parallel.offload.one_pass import OnePass
 from hpctrain.parallel.offload.threads import JobHandle, WorkerThread
 from hpctrain.parallel.offload.transfer import CopyHandle, MasterWeights, Transfer
 
 MIB = 2**20
 TENSORS_ON_DISK = 3  # tensors per parameter on the disk: master and two moments
 LINE = 64  # bytes of padding per parameter slice, because slices start at cache lines
+
+
+@dataclass(eq=False)
+class HostGroup:
+    """One trained parameter group whose master is stored on the host."""
+
+    group: ParamGroup
+    host_weights: MasterWeights
+    reduction: GradOffloadReduction
+    early_update: JobHandle[None] | None = None  # handle of an update before the optimizer's step
+    updated: set[nn.Parameter] = field(default_factory=set)  # the shards that this update covers
 
 
 class HostOptimizer:
@@ -44,13 +55,21 @@ class HostOptimizer:
     ) -> None:
         self.settings, self.device = settings, device
         self._master_memory = HostMemory(settings, device, comm.rank)
+        self.host = self._master_memory.empty  # allocates masters
         self._host_memory = (
             HostMemory(replace(settings, disk=""), device, comm.rank) if settings.disk else self._master_memory
         )
         self._transfer = Transfer(streams or streams_of(device))
         self._chunk_bytes = int(settings.piece_mib * MIB)
+        self.gradients = Gradients()
         self.grad_offload = GradOffload(
-            self._transfer, self._host_memory.empty, device, self._chunk_bytes, double_buffered=settings.delayed
+            self._transfer,
+            self._host_memory.empty,
+            device,
+            self._chunk_bytes,
+            double_buffered=settings.delayed,
+            on_copy_started=self._begin_early,
+            before_adding=self.gradients.apply_scale,
         )
         self._worker = WorkerThread("hpctrain-offload")
         self.host_groups: list[HostGroup] = []
@@ -59,22 +78,22 @@ class HostOptimizer:
         self._early_optimizer: torch.optim.Optimizer | None = None
         self._announced = False  # whether the next gradients are those of the next update
         self._pending: tuple[list[JobHandle[None]], list[HostGroup]] | None = None  # update that overlaps with the step
-        self.gradients = Gradients()
-        disk = self._master_memory.empty if settings.disk else None
-        self._updates = HostUpdates(self.host_groups, self.gradients, self._chunk_bytes, disk)
+        self._states = PlacedStates(self.host) if settings.disk else None
+        self._passes: dict[int, OnePass] = {}
         chooses = settings.device_fraction == CHOOSE and device.type != "cpu" and not settings.delayed
         self.share_finder = ShareFinder(self._transfer.streams) if chooses else None
 
     # Location of the data ---------------------------------------------------------------------------------------------
 
-    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate host memory for masters."""
-        return self._master_memory.empty(numel, dtype)
+    def reserve(self, parameters: Iterable[Tensor], ranks: int) -> HostOptimizer:
+        """Reserve disk space for this rank's masters, and two states each, before anything is allocated; return self.
 
-    def reserve(self, parameters: Iterable[Tensor], ranks: int) -> None:
-        """Reserve disk space for this rank's masters, and two states each, before anything is allocated."""
+        ``parameters`` are those of the model. Frozen ones need space only if parameters are offloaded.
+        """
         if self.settings.disk:
-            self._master_memory.reserve(sum(TENSORS_ON_DISK * (-(-each.nbytes // ranks) + LINE) for each in parameters))
+            stored = (each for each in parameters if each.requires_grad or self.settings.parameters)
+            self._master_memory.reserve(sum(TENSORS_ON_DISK * (-(-each.nbytes // ranks) + LINE) for each in stored))
+        return self
 
     def take_over(self, groups: Sequence[ParamGroup], reduced: Sequence[GroupReduction]) -> None:
         """Take over parameter groups in host memory; ``reduced`` holds the reductions of the trained ones.
@@ -96,8 +115,6 @@ class HostOptimizer:
                 if not group.trained:
                     self._add_weights(group)
         self._by_reduction = {id(each.reduction): each for each in self.host_groups}
-        self.grad_offload.on_copy_started = self._begin_early
-        self.grad_offload.before_adding = self.gradients.apply_scale
         self.gradients.offloaded = {member.shard for each in self.host_groups for member in each.group.members}
 
     def _add_weights(self, group: ParamGroup) -> MasterWeights:
@@ -160,17 +177,18 @@ class HostOptimizer:
             if any(member.shard.grad is not None for member in host_group.group.members):
                 # a closure has computed gradients, and torch has made the update
                 host_group.host_weights.mark_stale()
-        one_pass, gradients = self._updates.one_pass_of(optimizer), self.gradients.take()
+        one_pass, gradients = self._one_pass_of(optimizer), self.gradients.take()
         self.drain()
         if self.settings.delayed:
             self._delay(one_pass, gradients)
             return
         self._end_early(gradients)
-        for batch in self._updates.batches(gradients, one_pass):
-            self._updates.update(one_pass, batch, gradients, mirrors=True)
+        for batch in self._batches(gradients, one_pass):
+            self._update(one_pass, batch, gradients, mirrors=True)
             for host_group in batch:
                 host_group.host_weights.update_copies(mirror_written=True)
-            self._updates.place_new_states(optimizer, batch)
+            if self._states is not None:  # new and loaded ones move to the disk
+                self._states.place(optimizer, (member.shard for each in batch for member in each.group.members))
         self.gradients.restore()
         if self.share_finder is not None and not self.share_finder.decided:
             nbytes = [host_group.group.shard_data.nbytes for host_group in self.host_groups]
@@ -188,7 +206,57 @@ class HostOptimizer:
             for shard in (member.shard for member in host_group.group.members):
                 self.gradients.move_to_device(shard, self.device)
                 move_states(optimizer, shard, self.device)
-                self._updates.one_pass_of(optimizer).forget(shard)
+                self._one_pass_of(optimizer).forget(shard)
+
+    def _batches(self, gradients: dict[nn.Parameter, Tensor], one_pass: OnePass) -> Iterator[list[HostGroup]]:
+        """Yield the groups that have gradients, in batches of groups that are transferred together."""
+        batch: list[HostGroup] = []
+        # some optimizers can only update all parameters in one step
+        limit = self._chunk_bytes if one_pass.runs_concurrently else math.inf
+        for host_group in self.host_groups:
+            if any(member.shard in gradients for member in host_group.group.members):
+                batch.append(host_group)
+            if sum(each.group.shard_data.nbytes for each in batch) >= limit:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _update(
+        self,
+        one_pass: OnePass,
+        batch: Sequence[HostGroup],
+        gradients: dict[nn.Parameter, Tensor],
+        factors: dict[nn.Parameter, float] | None = None,
+        options: Sequence[Options] | None = None,
+        *,
+        mirrors: bool,
+    ) -> None:
+        """Update the parameters with gradients in some groups, and write the new contents of their mirrors."""
+        by_factor: dict[float, list[tuple[nn.Parameter, Tensor, Tensor | None]]] = {}
+        for host_group in batch:
+            host_group.host_weights.wait_for_reads()
+            mirror = host_group.host_weights.mirror if mirrors else None
+            for member in host_group.group.members:
+                if member.shard in gradients:
+                    factor = factors[member.shard] if factors else self._factor(one_pass, member.shard)
+                    copy = None if mirror is None else held_in(mirror, member.held, member.shape)
+                    by_factor.setdefault(factor, []).append((member.shard, gradients[member.shard], copy))
+        for factor, jobs in by_factor.items():
+            shards, given, copies = zip(*jobs)
+            one_pass.step(shards, given, factor, copies, options)
+
+    def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
+        """Return the factor for a gradient during the update; 1 if it had to be scaled beforehand."""
+        if not one_pass.slices(shard):
+            self.gradients.apply_scale([shard])
+        return self.gradients.factor(shard)
+
+    def _one_pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
+        """Return the ``OnePass`` of an optimizer, always the same object."""
+        if id(optimizer) not in self._passes:
+            self._passes[id(optimizer)] = OnePass(optimizer)
+        return self._passes[id(optimizer)]
 
     # Updates before the step ------------------------------------------------------------------------------------------
 
@@ -213,7 +281,7 @@ class HostOptimizer:
         if weights.is_copy_source:
             return
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        one_pass = self._updates.one_pass_of(optimizer)
+        one_pass = self._one_pass_of(optimizer)
         members = [each for each in host_group.group.members if each.shard.numel()]
         if not all(member.shard in held and one_pass.slices(member.shard) for member in members):
             return
@@ -252,7 +320,7 @@ class HostOptimizer:
         def update() -> None:
             if copy_handle is not None:
                 copy_handle.poll()
-            self._updates.update(one_pass, batch, gradients, factors, options, mirrors=mirrors)
+            self._update(one_pass, batch, gradients, factors, options, mirrors=mirrors)
 
         return self._worker.submit(update)
 
@@ -263,9 +331,9 @@ class HostOptimizer:
         """
         slices = {shard: gradient for shard, gradient in gradients.items() if one_pass.slices(shard)}
         others = {shard: gradient for shard, gradient in gradients.items() if shard not in slices}
-        batches = list(self._updates.batches(gradients, one_pass))
+        batches = list(self._batches(gradients, one_pass))
         for batch in batches:
-            self._updates.update(one_pass, batch, others, mirrors=False)
+            self._update(one_pass, batch, others, mirrors=False)
         handles = [self._submit(one_pass, batch, slices, mirrors=False) for batch in batches]
         self._pending = handles, [host_group for batch in batches for host_group in batch]
         for host_group in self._pending[1]:

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.optim.adam import Adam, adam
 from torch.optim.sgd import SGD, sgd
 
-from hpctrain.parallel.hooks import ELEMENTWISE
-
 # options of a group, and those of its parameters that are to be updated
 Group = tuple[Mapping[str, Any], Sequence[nn.Parameter]]
 
@@ -45,11 +43,6 @@ def step_subset(
     for parameter, substitute in substitutes.items():
         if substitute in state:
             optimizer.state[parameter] = state[substitute]
-
-
-def only_uses_states(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is known to store data only in its states; a second object would lose other data."""
-    return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(known.step) for known in ELEMENTWISE}
 
 
 def _substitute(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
@@ -118,13 +111,11 @@ class _AdamKernel:
         self._direct = options["fused"] and not any(isinstance(one, Tensor) for one in (options["lr"], beta1, beta2))
 
     def columns(self, state: Mapping[str, Any]) -> list[Tensor] | None:
-        """Return the moments."""
         return [state[name] for name in self._names] if state else None
 
     def __call__(
         self, parameters: list[Tensor], gradients: list[Tensor], columns: Sequence[list[Tensor]], steps: list[Tensor]
     ) -> None:
-        """Update slices."""
         means, squares, most = columns if self._arguments["amsgrad"] else (*columns, [])
         if self._direct:
             kernel = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
@@ -151,7 +142,6 @@ class _SgdKernel:
     def __call__(
         self, parameters: list[Tensor], gradients: list[Tensor], columns: Sequence[list[Tensor]], steps: list[Tensor]
     ) -> None:
-        """Update slices."""
         buffers: list[Any] = list(columns[0]) if columns else [None] * len(parameters)
         sgd(parameters, gradients, buffers, **self._arguments)
 

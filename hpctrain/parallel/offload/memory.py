@@ -13,7 +13,6 @@ import fcntl
 import os
 import secrets
 import socket
-import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
@@ -49,7 +48,8 @@ class Disk:
         """Return memory of a new file; all its blocks are allocated, so that later writes cannot lack space."""
         path = self._folder / f"{self._prefix}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            self._check_space(nbytes)
+            if self._free_bytes() < nbytes:  # posix_fallocate would fill the disk before it fails
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             descriptor = atomic.create(path, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -63,18 +63,15 @@ class Disk:
         except OSError as error:
             raise self._error(error, nbytes) from error
 
-    def _check_space(self, nbytes: int) -> None:
-        """Raise ``OSError`` if the disk has less free space; posix_fallocate would fill the disk before it fails."""
+    def _free_bytes(self) -> int:
         system = os.statvfs(self._folder)
-        if system.f_bavail * system.f_frsize < nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return system.f_bavail * system.f_frsize
 
     def _error(self, error: OSError, nbytes: int = 0) -> UsageError:
         what = f"setting offload.disk = {self._folder}"
         if error.errno not in _FULL:
             return UsageError(f"{what}: {error.strerror}: must be a folder in which every rank can create files")
-        system = os.statvfs(self._folder)
-        free = system.f_bavail * system.f_frsize
+        free = self._free_bytes()
         missing = f"{max(nbytes - free, 0) / MIB:.0f} MiB are missing" if free < nbytes else "a quota allows no more"
         return UsageError(f"{what}: {nbytes / MIB:.0f} MiB more are needed, {free / MIB:.0f} MiB are free: {missing}")
 
@@ -179,47 +176,28 @@ def _warn(reason: str) -> None:
 # Optimizer states in such memory --------------------------------------------------------------------------------------
 
 
-Memory = Callable[[int, torch.dtype], Tensor]  # allocates memory for a number of elements
-
-
 class PlacedStates:
-    """States of an optimizer's parameters in memory that ``allocate`` allocates, also after ``load_state_dict``.
+    """States of optimizers in memory that ``allocate`` allocates for a number of elements.
 
     Values are unchanged. Only states with the parameter's shape are moved; others (step counts) stay
     where they are. Each state gets its memory once. The tensors that ``load_state_dict`` assigns are
-    copied there.
+    copied there after the next update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], allocate: Memory) -> None:
-        self._optimizer, self._parameters, self._allocate = optimizer, list(parameters), allocate
-        self._memory: dict[tuple[nn.Parameter, str], Tensor] = {}
-        own = weakref.ref(self)
+    def __init__(self, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
+        self._allocate = allocate
+        self._memory: dict[tuple[torch.optim.Optimizer, nn.Parameter, str], Tensor] = {}
 
-        def loaded(_: torch.optim.Optimizer) -> None:
-            if (states := own()) is not None:
-                states.drain()
-
-        handle = optimizer.register_load_state_dict_post_hook(loaded)
-        weakref.finalize(self, handle.remove)
-        self.drain()
-
-    def drain(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Move states that were created or replaced since the last call, of all parameters or of some."""
-        for parameter in self._parameters if parameters is None else parameters:
-            for name, value in _shaped_like(self._optimizer, parameter):
-                memory = self._memory.get((parameter, name))
+    def place(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Move states of some parameters that were created or replaced since the last call."""
+        for parameter in parameters:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.numel():
+                    continue
+                memory = self._memory.get((optimizer, parameter, name))
                 if memory is None or memory.dtype is not value.dtype or memory.shape != value.shape:
                     memory = self._allocate(value.numel(), value.dtype).view_as(value)
-                    self._memory[parameter, name] = memory
+                    self._memory[optimizer, parameter, name] = memory
                 if value.data_ptr() != memory.data_ptr():
-                    self._optimizer.state[parameter][name] = memory.copy_(value)
-
-
-def _shaped_like(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[tuple[str, Tensor]]:
-    """Return the names and values of the states that have a parameter's shape."""
-    state = optimizer.state.get(parameter, {})
-    return [
-        (name, value)
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel()
-    ]
+                    state[name] = memory.copy_(value)

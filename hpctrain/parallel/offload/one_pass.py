@@ -10,19 +10,16 @@ once and kept.
 
 from __future__ import annotations
 
-import math
+import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.param_group import ParamGroup, ShardedParam, held_in
-from hpctrain.parallel.offload.gradients import Gradients, GradOffloadReduction
+from hpctrain.parallel.hooks import ELEMENTWISE
 from hpctrain.parallel.offload.kernels import (
     LINE,
     Options,
@@ -31,13 +28,10 @@ from hpctrain.parallel.offload.kernels import (
     SliceGroup,
     UpdateKernel,
     kernel_for,
-    only_uses_states,
     slice_groups,
     step_subset,
 )
-from hpctrain.parallel.offload.memory import PlacedStates
-from hpctrain.parallel.offload.threads import JobHandle, shared_threads
-from hpctrain.parallel.offload.transfer import MasterWeights
+from hpctrain.parallel.offload.threads import shared_threads
 
 SLICE_BYTES = 2 << 20  # of float32 parameters, which a thread takes at a time
 _ITEM = 4
@@ -67,7 +61,11 @@ class OnePass:
     def options(self) -> list[Options]:
         """Return the current options of the optimizer's groups, for an update to be made later."""
         return [
-            {name: _frozen(value) for name, value in group.items() if name != "params"}
+            {
+                name: value.clone() if isinstance(value, Tensor) else value  # the group's own may be changed in place
+                for name, value in group.items()
+                if name != "params"
+            }
             for group in self._optimizer.param_groups
         ]
 
@@ -106,10 +104,10 @@ class OnePass:
     def runs_concurrently(self) -> bool:
         """Return whether a step may run in another thread, concurrently with any use of the model and the optimizer.
 
-        This is false if the optimizer may store more than states; such data is updated for all
-        parameters at once.
+        This is false if the optimizer may store more than states: a second object would lose such
+        data, which is updated for all parameters at once.
         """
-        return only_uses_states(self._optimizer)
+        return inspect.unwrap(type(self._optimizer).step) in {inspect.unwrap(known.step) for known in ELEMENTWISE}
 
     def slices(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter can be updated in slices now.
@@ -198,99 +196,3 @@ def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
-
-
-def _frozen(value: Any) -> Any:
-    """Return a value that does not change if the group's value is changed in place."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-# Update of parameter groups that are stored on the host, some at a time -----------------------------------------------
-
-
-@dataclass(eq=False)
-class HostGroup:
-    """One trained parameter group whose master is stored on the host."""
-
-    group: ParamGroup
-    host_weights: MasterWeights
-    reduction: GradOffloadReduction
-    early_update: JobHandle[None] | None = None  # handle of an update before the optimizer's step
-    updated: set[nn.Parameter] = field(default_factory=set)  # the shards that this update covers
-
-
-class HostUpdates:
-    """Update of ``host_groups`` by their gradients, ``nbytes`` at a time; ``disk`` allocates memory for states."""
-
-    def __init__(
-        self,
-        host_groups: Sequence[HostGroup],
-        gradients: Gradients,
-        nbytes: int,
-        disk: Callable[[int, torch.dtype], Tensor] | None,
-    ) -> None:
-        self._host_groups, self._gradients, self._nbytes, self._disk = host_groups, gradients, nbytes, disk
-        self._passes: dict[int, OnePass] = {}
-        self._states: dict[int, PlacedStates] = {}
-
-    def batches(self, gradients: dict[nn.Parameter, Tensor], one_pass: OnePass) -> Iterator[list[HostGroup]]:
-        """Yield the groups that have gradients, in batches of groups that are transferred together."""
-        batch: list[HostGroup] = []
-        # some optimizers can only update all parameters in one step
-        limit = self._nbytes if one_pass.runs_concurrently else math.inf
-        for host_group in self._host_groups:
-            if any(member.shard in gradients for member in host_group.group.members):
-                batch.append(host_group)
-            if sum(each.group.shard_data.nbytes for each in batch) >= limit:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
-
-    def update(
-        self,
-        one_pass: OnePass,
-        batch: Sequence[HostGroup],
-        gradients: dict[nn.Parameter, Tensor],
-        factors: dict[nn.Parameter, float] | None = None,
-        options: Sequence[Options] | None = None,
-        *,
-        mirrors: bool,
-    ) -> None:
-        """Update the parameters with gradients in some groups, and write the new contents of their mirrors."""
-        by_factor: dict[float, list[tuple[HostGroup, ShardedParam]]] = {}
-        for host_group in batch:
-            host_group.host_weights.wait_for_reads()
-            for member in host_group.group.members:
-                if member.shard in gradients:
-                    factor = factors[member.shard] if factors else self._factor(one_pass, member.shard)
-                    by_factor.setdefault(factor, []).append((host_group, member))
-        for factor, members in by_factor.items():
-            shards = [member.shard for _, member in members]
-            copies = [_mirrored(host_group, member) if mirrors else None for host_group, member in members]
-            one_pass.step(shards, [gradients[shard] for shard in shards], factor, copies, options)
-
-    def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
-        """Return the factor for a gradient during the update; 1 if it had to be scaled beforehand."""
-        if not one_pass.slices(shard):
-            self._gradients.apply_scale([shard])
-        return self._gradients.factor(shard)
-
-    def one_pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
-        """Return the ``OnePass`` of an optimizer, always the same object."""
-        if id(optimizer) not in self._passes:
-            self._passes[id(optimizer)] = OnePass(optimizer)
-        return self._passes[id(optimizer)]
-
-    def place_new_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[HostGroup]) -> None:
-        """Move states that were just created or loaded to the disk."""
-        if self._disk is None:
-            return
-        if id(optimizer) not in self._states:
-            self._states[id(optimizer)] = PlacedStates(optimizer, [], self._disk)
-        self._states[id(optimizer)].drain(member.shard for host_group in batch for member in host_group.group.members)
-
-
-def _mirrored(host_group: HostGroup, member: ShardedParam) -> Tensor | None:
-    mirror = host_group.host_weights.mirror
-    return None if mirror is None else held_in(mirror, member.held, member.shape)

@@ -193,15 +193,11 @@ class _CallTensors:
 
     def __init__(self, previous: _CallTensors | None) -> None:
         self._previous = weakref.ref(previous) if previous is not None else lambda: None
-        self._tensors: list[weakref.ref[_SavedTensor]] = []
-
-    def add(self, saved: _SavedTensor) -> None:
-        """Add one saved tensor."""
-        self._tensors.append(weakref.ref(saved))
+        self.tensors: list[weakref.ref[_SavedTensor]] = []
 
     def fetch(self, *, previous: bool) -> None:
         """Start copying all tensors to the device; with ``previous``, then also those of the previous call."""
-        for saved in [reference() for reference in self._tensors]:
+        for saved in [reference() for reference in self.tensors]:
             if saved is not None:
                 saved.fetch()
         earlier = self._previous()
@@ -264,10 +260,10 @@ class Activations:
             if not self._is_offloaded(tensor):
                 return tensor
             saved = _SavedTensor(tensor, call, self._transfer, self._buffers)
-            call.add(saved)
+            call.tensors.append(weakref.ref(saved))
             return saved
 
-        return saved_tensors_hooks(pack, _unpack)
+        return saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved.take())
 
     def _is_offloaded(self, tensor: Tensor) -> bool:
         """Return whether a tensor is to be offloaded: it is contiguous, on the device, and not a parameter."""
@@ -278,7 +274,3 @@ class Activations:
             and tensor.is_contiguous()
             and not (tensor.is_leaf and tensor.requires_grad)
         )
-
-
-def _unpack(saved: Tensor | _SavedTensor) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved.take()

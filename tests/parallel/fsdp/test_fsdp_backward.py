@@ -8,22 +8,19 @@ import pytest
 import torch
 from support.replicas import (
     WIDTH,
+    Beside,
     Branches,
     assert_same,
     backward,
     branch_gradients,
-    gradients,
     make_mlp,
     part,
-    vectors,
 )
-from support.shards import VARIANTS, communicator, shard, whole_gradients, whole_weights
+from support.shards import VARIANTS, check_steps, communicator, shard, whole_gradients
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
 
-from hpctrain.parallel.fsdp.residency import StreamWork
-from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+from hpctrain.parallel.fsdp.collectives import StreamWork
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
 SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
@@ -89,32 +86,12 @@ def test_ranks_may_differ_in_the_order_of_the_first_pass(comm: Any, name: str) -
 def test_training_continues_after_a_forward_pass_without_backward(comm_and_some_variant: Any) -> None:
     comm, variant = comm_and_some_variant
     model, plain = make_mlp(), make_mlp()
-    strategy: ShardedDataParallel = shard(model, comm, variant, **SMALL)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for step in range(3):
-        mse_loss(model(part(comm, comm.rank)[0]), part(comm, comm.rank)[1])  # no backward pass follows
-        backward(model, part(comm, comm.rank, step))
-        backward(plain, vectors(step))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(whole_weights(model, strategy), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
+    def passes(each: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+        mse_loss(each(batch[0]), batch[1])  # no backward pass follows
+        backward(each, batch)
 
-@pytest.mark.few(3)
-def test_reentrant_checkpointing_of_the_whole_model_works_over_several_steps(comm_and_variant: Any) -> None:
-    comm, variant = comm_and_variant
-    model, plain = make_mlp(), make_mlp()
-    strategy = shard(model, comm, variant, **SMALL)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for step in range(3):
-        for each, (inputs, targets) in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
-            outputs = checkpoint(each, inputs.clone().requires_grad_(), use_reentrant=True)
-            mse_loss(outputs, targets).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(whole_weights(model, strategy), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+    check_steps(comm, shard(model, comm, variant, **SMALL), plain, passes=passes)
 
 
 class Aside(nn.Module):
@@ -137,26 +114,12 @@ def test_backward_passes_may_begin_elsewhere_than_at_the_models_output(comm_and_
     comm, variant = comm_and_variant
     model, plain = Aside(), Aside()
     strategy = shard(model, comm, variant, **SMALL)
-    for step in range(3):
-        for each, batch in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
-            each.zero_grad()
-            each(*batch)
-            each.loss.backward()
-        assert_same(whole_gradients(comm, model, strategy), gradients(plain))
 
+    def passes(each: Any, batch: tuple[Tensor, Tensor]) -> None:
+        each(*batch)
+        each.loss.backward()
 
-class Late(nn.Module):
-    """Layer that first uses parameters independent of the input, so that backward reaches them last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, WIDTH]`` to the same shape."""
-        beside = (torch.tanh(self.left @ self.right) @ self.right).sum(0)
-        return x * self.scale + beside
+    check_steps(comm, strategy, plain, passes=passes)
 
 
 def test_units_stay_whole_until_their_last_gradient_is_computed(comm_and_variant: Any) -> None:
@@ -164,13 +127,11 @@ def test_units_stay_whole_until_their_last_gradient_is_computed(comm_and_variant
 
     def make() -> nn.Module:
         torch.manual_seed(7)
-        return nn.Sequential(Late(), Late(), nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(Beside(), Beside(), nn.Linear(WIDTH, WIDTH))
 
     model, plain = make(), make()
-    strategy = shard(model, comm, variant, units=("Linear", "Late"))
-    for step in range(3):
-        for each, batch in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
-            each.zero_grad()
-            # Gradients of leaf inputs are computed as early as possible.
-            backward(each, (batch[0].clone().requires_grad_(), batch[1]))
-        assert_same(whole_gradients(comm, model, strategy), gradients(plain))
+    strategy = shard(model, comm, variant, units=("Linear", "Beside"))
+    # Gradients of leaf inputs are computed as early as possible.
+    check_steps(
+        comm, strategy, plain, passes=lambda each, batch: backward(each, (batch[0].clone().requires_grad_(), batch[1]))
+    )

@@ -52,16 +52,6 @@ def test_a_pattern_without_a_match_is_refused(job: Job, data: str) -> None:
     assert all(one is two for one, two in zip(before, model.parameters()))
 
 
-def test_a_parameter_shared_between_two_units_is_refused(job: Job) -> None:
-    message = refused(
-        job.comm, lambda: job.wrap(make_gpt(), ParallelSettings(data="fsdp", units=("embedding", "head")))
-    )
-    assert message == (
-        "units embedding and head share a parameter, embedding.token.weight being head.weight: choose one unit around "
-        "both, or leave both to the model by choosing neither"
-    )
-
-
 def test_shapes_that_differ_between_ranks_are_refused(job: Job) -> None:
     last = job.size - 1
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5 if job.rank == last else 4))

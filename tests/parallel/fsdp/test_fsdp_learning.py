@@ -31,15 +31,9 @@ def shares(kind: str, comm: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_equals_that_of_one_process(comm_and_variant: Any, kind: str) -> None:
-    check_learning(*comm_and_variant, kind, 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_with_one_group_per_parameter_equals_that_of_one_process(
-    comm_and_some_variant: Any, kind: str
-) -> None:
-    check_learning(*comm_and_some_variant, kind, 4, bucket_mib=1e-6)
+@pytest.mark.parametrize("bucket_mib", [4.0, 1e-6], ids=["few_groups", "one_group_per_parameter"])
+def test_training_equals_that_of_one_process(comm_and_variant: Any, kind: str, bucket_mib: float) -> None:
+    check_learning(*comm_and_variant, kind, 4, bucket_mib=bucket_mib)
 
 
 @pytest.mark.few(1)

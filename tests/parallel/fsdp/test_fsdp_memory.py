@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from support.shards import VARIANTS, communicator, shard
 from torch import Tensor, nn
 
 from hpctrain.parallel.config import SHARDED, ParallelSettings
-from hpctrain.parallel.fsdp.reduce import RingPool
+from hpctrain.parallel.fsdp.param_group import ParamGroup
 from hpctrain.parallel.fsdp.setup import IN_FLIGHT
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.wrap import attach
@@ -162,12 +163,6 @@ def test_a_dropped_model_is_freed(comm: Any, variant: str) -> None:
         assert [witness() is None for witness in witnesses] == [True] * 3
 
 
-def gradient_memory(strategy: ShardedDataParallel) -> Tensor:
-    pool = strategy.components.reduction.buffers
-    assert isinstance(pool, RingPool)
-    return pool.memory
-
-
 def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> None:
     for variant in ("zero1_alone", "zero2_alone", "fsdp_alone"):
         for limit in (0.001, 4.0):
@@ -176,7 +171,8 @@ def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> N
             sizes = [4 * group.layout.numel for group in strategy.components.groups]
             few = max(max(sizes), IN_FLIGHT * int(limit * 2**20))
             expected = sum(sizes) if variant == "zero1_alone" else min(sum(sizes), few)
-            assert gradient_memory(strategy).nbytes == expected
+            memory = strategy.components.reduction.memory
+            assert memory is not None and memory.nbytes == expected
             assert limit == 4 or variant == "zero1_alone" or expected < sum(sizes)
             backward(model, apart)
 
@@ -204,7 +200,7 @@ def test_shards_of_mapped_parameters_are_views_of_them(near: Any) -> None:
     near.barrier()
     members = strategy.components.members
     found = [int((member.unsharded == rank + 1).sum()) for member in members for rank in range(near.size)]
-    held = near.all_gather_object([member.held.numel for member in members])
+    held = near.all_gather_object([member.shard.numel() for member in members])
     assert found == [count for column in zip(*held) for count in column]
 
 
@@ -221,3 +217,37 @@ def test_parameters_before_the_split_are_freed(comm: Any, data: Any) -> None:
     kept = [number for number, parameter in enumerate(before) if parameter() is not None]
     strategy.detach()
     assert not kept
+
+
+# Reuse of the memory of units: whole parameters are correct at an address where others were before -------------------
+
+
+NUMEL = 2**16
+
+
+def one_group(comm: Any, value: float) -> ParamGroup:
+    parameter, cpu = nn.Parameter(torch.full((NUMEL,), value)), torch.device("cpu")
+    flat = lambda numel, dtype: torch.empty(numel, dtype=dtype)
+    group = ParamGroup([("x", parameter, [])], comm, flat, dtype=torch.float32, on_demand=True, device=cpu)
+    group.fill((lambda _: parameter.detach()) if comm.rank == 0 else None)
+    return group
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_equal_groups_reuse_the_same_memory_in_turn(
+    comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with communicator(comm, VARIANTS["fsdp_alone"]) as own:
+        monkeypatch.setattr(own, "all_gather", partial(own.all_gather, algorithm=algorithm))
+        groups = [one_group(own, 1.0), one_group(own, 2.0)]
+        before, again = -1, 0
+        for turn in range(40):
+            group = groups[turn % 2]
+            group.allocate()
+            again += group.flat.data_ptr() == before
+            group.flat.zero_()
+            group.gather()
+            assert group.flat[:NUMEL].eq(1.0 + turn % 2).all()
+            before = group.flat.data_ptr()
+            group.free()
+        assert any(own.all_gather_object(again)), "no address was used again: nothing was tested"

@@ -75,24 +75,18 @@ def check(recorder: Recorder, comm: Any, sent: int, parameters: int) -> None:
 
 
 @pytest.mark.parametrize("data, times", [("zero1_alone", 2), ("zero2_alone", 2), ("fsdp_alone", 3)])
-def test_a_step_sends_a_known_multiple_of_the_parameters(apart: Any, data: str, times: int) -> None:
-    model = make_even()
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    strategy = shard(model, apart, VARIANTS[data], units=("Linear",))
-    assert psi(strategy) == nbytes, "there is padding"
-    for recorder in train(model, apart, "even"):
-        check(recorder, apart, times * nbytes, 4)
-
-
-@pytest.mark.parametrize("data, times", [("zero1_alone", 2), ("zero2_alone", 2), ("fsdp_alone", 3)])
-@pytest.mark.parametrize("limit", [4, 1e-6], ids=["one_group", "many_groups"])
-def test_only_parameters_and_padding_are_sent(apart: Any, data: str, times: int, limit: float) -> None:
-    model = make_gpt()
-    strategy = shard(model, apart, VARIANTS[data], units=("Block",), bucket_mib=limit)
-    # The model's own unit stays whole from the forward pass to the end of the backward pass: gathered once.
-    sent = times * psi(strategy) if times == 2 else 2 * psi(strategy) + psi(strategy, own_unit=False)
-    for recorder in train(model, apart, "gpt"):
-        check(recorder, apart, sent, len(list(model.parameters())))
+def test_a_step_sends_a_known_multiple_of_parameters_and_padding(apart: Any, data: str, times: int) -> None:
+    for kind, limit in (("even", 4), ("gpt", 4), ("gpt", 1e-6)):
+        model = make_even() if kind == "even" else make_gpt()
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        units = ("Linear",) if kind == "even" else ("Block",)
+        strategy = shard(model, apart, VARIANTS[data], units=units, bucket_mib=limit)
+        padded = psi(strategy)
+        assert kind == "gpt" or padded == nbytes, "there is padding"
+        # The model's own unit stays whole from the forward pass to the end of the backward pass: gathered once.
+        sent = 2 * padded + (psi(strategy, own_unit=False) if times == 3 else 0)
+        for recorder in train(model, apart, kind):
+            check(recorder, apart, sent, len(list(model.parameters())))
 
 
 def test_mpi_gathers_and_reduces_the_same_bytes(comm: Any) -> None:
@@ -108,28 +102,18 @@ def test_mpi_gathers_and_reduces_the_same_bytes(comm: Any) -> None:
                 assert recorder.bytes["reduce_scatter"] == psi(strategy)
 
 
-def test_evaluation_gathers_parameters_and_reduces_nothing(apart: Any) -> None:
-    for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 1)):
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluation", "accumulation"])
+def test_passes_without_reduction_send_no_gradients(apart: Any, trains: bool) -> None:
+    for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 1 + trains)):
         model = make_even()
         strategy = shard(model, apart, VARIANTS[data], units=("Linear",))
         train(model, apart, "even", 1)
         with torch.no_grad():
             model(torch.randn(2, EVEN))  # after an update whole parameters are stale
-            with apart.recording() as recorder:
-                model(torch.randn(2, EVEN))
-        assert recorder.bytes["send"] * apart.size == gathered * psi(strategy) * (apart.size - 1)
-        assert not recorder.calls["all_to_all"]
-
-
-def test_accumulating_passes_send_no_gradients(apart: Any) -> None:
-    for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 2)):
-        model = make_even()
-        strategy = shard(model, apart, VARIANTS[data], units=("Linear",))
-        train(model, apart, "even", 1)
-        with torch.no_grad():
-            model(torch.randn(2, EVEN))
-        with apart.recording() as recorder, strategy.no_sync():
-            model(torch.randn(2, EVEN)).sum().backward()
+        with apart.recording() as recorder, strategy.no_sync(), torch.set_grad_enabled(trains):
+            outputs = model(torch.randn(2, EVEN))
+            if trains:
+                outputs.sum().backward()
         assert recorder.bytes["send"] * apart.size == gathered * psi(strategy) * (apart.size - 1)
         assert not recorder.calls["all_to_all"]
 

@@ -19,7 +19,7 @@ from hpctrain.parallel.hooks import OptimizerHooks
 class Watched:
     """Shards that represent a model's parameters, and a record of the callbacks around their updates."""
 
-    def __init__(self, log: list[str], name: str, trusted: tuple[str, ...] = ()) -> None:
+    def __init__(self, log: list[str], name: str) -> None:
         self.name = name
         self.old = {f"{name}.{part}": nn.Parameter(torch.ones(4)) for part in ("weight", "bias")}
         self.shards = [nn.Parameter(torch.ones(2)) for _ in self.old]
@@ -27,7 +27,7 @@ class Watched:
             parameter.grad = torch.ones_like(parameter)
         replaced = {part: weakref.ref(old) for part, old in self.old.items()}
         before, after = (lambda _: log.append(f"{name} before")), (lambda _: log.append(f"{name} after"))
-        self.owners = OptimizerHooks(self.shards, replaced, trusted, before, after)
+        self.owners = OptimizerHooks(self.shards, replaced, (), before, after)
         self.hooks = self.owners.attach()
 
 
@@ -117,34 +117,6 @@ def test_a_group_that_is_added_later_is_recognised(watched: Watched, log: list[s
     optimizer.add_param_group({"params": [watched.old["one.bias"]]})
     with pytest.raises(UsageError, match="parameter one.bias"):
         optimizer.step()
-
-
-def test_an_optimizer_made_before_the_split_is_refused_without_changes(watched: Watched, log: list[str]) -> None:
-    optimizer = torch.optim.SGD([parameter(), *watched.old.values()], lr=0.1)
-    with pytest.raises(UsageError) as error:
-        optimizer.step()
-    assert str(error.value) == (
-        "the optimizer holds parameter one.weight as it was before job.wrap(model) split it: "
-        "make the optimizer after job.wrap(model)"
-    )
-    assert error.value.everywhere and log == []
-    assert all(torch.equal(old, torch.ones(4)) for old in watched.old.values())
-
-
-def test_an_optimizer_that_needs_whole_tensors_is_refused_without_changes(watched: Watched, log: list[str]) -> None:
-    optimizer = torch.optim.Adafactor(watched.shards)
-    for attempt in (optimizer.step, lambda: watched.owners.check(optimizer)):
-        with pytest.raises(UsageError, match="optimizer Adafactor cannot be used where parameters are split over rank"):
-            attempt()
-    assert log == [] and all(torch.equal(shard, torch.ones(2)) for shard in watched.shards)
-    assert not optimizer.state
-
-
-def test_trusted_optimizers_are_accepted(log: list[str]) -> None:
-    made = Watched(log, "one", ("Telling",))
-    Telling(log, made.shards).step()
-    made.hooks.remove()
-    assert log == ["one before", "update", "one after"]
 
 
 def test_the_old_parameters_are_freed_and_not_confused_with_new_ones(watched: Watched, log: list[str]) -> None:

@@ -7,18 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import (
-    assert_same,
-    gradients,
-    make_gpt,
-    make_mlp,
-    part,
-    share,
-    token_loss,
-    tokens,
-    vectors,
-)
-from support.shards import shard, whole_gradients
+from support.replicas import make_gpt, make_mlp, token_loss, tokens
+from support.shards import check_steps, shard
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
@@ -27,15 +17,10 @@ from hpctrain.parallel.recompute import recompute
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
 
 
-def check_steps(comm: Any, model: Any, alone: Any, strategy: Any) -> None:
-    """Compare the gradients of three steps with those of one process."""
-    for step in range(3):
-        inputs, targets = (share(tensor, comm) for tensor in tokens(step))
-        token_loss(model(inputs), targets).backward()
-        token_loss(alone(tokens(step)[0]), tokens(step)[1]).backward()
-        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
-        model.zero_grad()
-        alone.zero_grad()
+GPT_STEPS: dict[str, Any] = {
+    "passes": lambda model, batch: token_loss(model(batch[0]), batch[1]).backward(),
+    "batches": tokens,
+}
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around_units", "inside_units"])
@@ -56,17 +41,20 @@ def test_activation_checkpointing_does_not_change_gradients(comm_and_some_varian
             return model.head(model.norm(x))
 
         model.forward = forward
-    check_steps(comm, model, alone, strategy)
+    check_steps(comm, strategy, alone, **GPT_STEPS)
 
 
-def test_reentrant_checkpointing_of_the_whole_model_does_not_change_gradients(comm_and_some_variant: Any) -> None:
-    comm, variant = comm_and_some_variant
+@pytest.mark.few(3)
+def test_reentrant_checkpointing_of_the_whole_model_does_not_change_gradients(comm_and_variant: Any) -> None:
+    comm, variant = comm_and_variant
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, variant)
-    for each, (inputs, targets) in ((model, part(comm, comm.rank)), (alone, vectors())):
-        once = checkpoint(each, inputs.clone().requires_grad_(), use_reentrant=True)
-        mse_loss(checkpoint(each, once, use_reentrant=True), targets).backward()
-    assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+
+    def passes(each: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        once = checkpoint(each, batch[0].clone().requires_grad_(), use_reentrant=True)
+        mse_loss(checkpoint(each, once, use_reentrant=True), batch[1]).backward()
+
+    check_steps(comm, strategy, alone, passes=passes)
 
 
 def test_reentrant_checkpointing_of_units_does_not_change_gradients(comm_and_some_variant: Any) -> None:
@@ -75,4 +63,4 @@ def test_reentrant_checkpointing_of_units_does_not_change_gradients(comm_and_som
     strategy = shard(model, comm, variant, units=("Block",))
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=True)
-    check_steps(comm, model, alone, strategy)
+    check_steps(comm, strategy, alone, **GPT_STEPS)

@@ -9,6 +9,7 @@ import torch
 from support.nodes import one_per_node
 from support.replicas import (
     WIDTH,
+    Beside,
     Branches,
     Mixed,
     assert_same,
@@ -19,7 +20,7 @@ from support.replicas import (
     part,
     vectors,
 )
-from support.shards import shard, whole_gradients
+from support.shards import check_steps, shard, whole_gradients
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -125,14 +126,11 @@ def test_two_forward_passes_may_precede_one_backward_pass(comm_and_some_variant:
     comm, variant = comm_and_some_variant
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, variant, **LINEAR)
-    for step in range(3):
-        for each, (first, second) in ((model, [part(comm, comm.rank, step + n) for n in (0, 9)]),):
-            (mse_loss(each(first[0]), first[1]) + mse_loss(each(second[0]), second[1])).backward()
-        for first, second in [(vectors(step), vectors(step + 9))]:
-            (mse_loss(alone(first[0]), first[1]) + mse_loss(alone(second[0]), second[1])).backward()
-        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
-        model.zero_grad()
-        alone.zero_grad()
+
+    def passes(each: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        (mse_loss(each(batch[0]), batch[1]) + mse_loss(each(batch[0] * 2), batch[1])).backward()
+
+    check_steps(comm, strategy, alone, passes=passes)
 
 
 class Twice(nn.Module):
@@ -148,28 +146,11 @@ class Twice(nn.Module):
         return self.first(self.beside(self.again(torch.tanh(self.again(torch.tanh(self.first(x)))))))
 
 
-class Beside(nn.Module):
-    """Layer that adds a product of its own parameters, which is independent of the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale + (torch.tanh(self.left @ self.right) @ self.right).sum(0)
-
-
 def test_units_may_run_twice_and_parameters_may_be_independent_of_the_input(comm_and_some_variant: Any) -> None:
     comm, variant = comm_and_some_variant
     model, alone = Twice(), Twice()
     strategy = shard(model, comm, variant, units=("Linear", "Beside"))
-    for step in range(3):
-        backward(model, part(comm, comm.rank, step))
-        backward(alone, vectors(step))
-        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
-        model.zero_grad()
-        alone.zero_grad()
+    check_steps(comm, strategy, alone)
 
 
 def test_frozen_parameters_get_no_gradient(comm_and_some_variant: Any) -> None:
@@ -229,11 +210,6 @@ def test_synchronised_batch_norm_equals_that_of_the_whole_batch(comm_and_some_va
     model, alone = make(), make()
     convert(model, comm)
     strategy = shard(model, comm, variant, **LINEAR)
-    for step in range(3):
-        backward(model, part(comm, comm.rank, step))
-        backward(alone, vectors(step))
-        assert_same(whole_gradients(comm, model, strategy), gradients(alone), rtol=1e-4, atol=1e-5)
-        model.zero_grad()
-        alone.zero_grad()
+    check_steps(comm, strategy, alone, rtol=1e-4, atol=1e-5)
     with pytest.raises(UsageError, match="synchronised batch norm needs some of every rank"):
         strategy.join_empty()

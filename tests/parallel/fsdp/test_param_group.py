@@ -55,25 +55,22 @@ class Root:
         out.chunk(self.size)[self.rank].copy_(own)
 
 
-def groups(size: int, **options: Any) -> list[tuple[ParamGroup, list[nn.Module]]]:
+def group_of(entries: Any, comm: Any, **options: Any) -> ParamGroup:
+    """Return the parameter group of a rank."""
+    flat = lambda numel, dtype: torch.full((numel,), 99, dtype=dtype)
+    return ParamGroup(entries, comm, flat, **{"dtype": torch.float32, "on_demand": False, "device": CPU, **options})
+
+
+def groups(size: int, trained: bool = True, **options: Any) -> list[tuple[ParamGroup, list[nn.Module]]]:
     """Return the filled group of every rank, and the modules that use it."""
     mail: dict[str, Tensor] = {}
     found = []
     for rank in range(size):
-        whole = parameters(trained=options.get("trained", True))
-        modules = holders(whole)
-        comm: Any = Root(rank, size, mail)
-        group = ParamGroup(
-            [f"p{number}" for number in range(len(whole))],
-            whole,
-            [[(module, "weight")] for module in modules],
-            comm,
-            lambda numel, dtype: torch.full((numel,), 99, dtype=dtype),
-            dtype=options.get("dtype", torch.float32),
-            on_demand=options.get("on_demand", False),
-            device=CPU,
-        )
-        values = {f"p{number}": parameter.detach() for number, parameter in enumerate(whole)}
+        whole = {f"p{number}": parameter for number, parameter in enumerate(parameters(trained=trained))}
+        modules = holders(list(whole.values()))
+        entries = [(name, one, [(module, "weight")]) for (name, one), module in zip(whole.items(), modules)]
+        group = group_of(entries, Root(rank, size, mail), **options)
+        values = {name: parameter.detach() for name, parameter in whole.items()}
         group.fill((lambda member, values=values: values[member.name]) if rank == 0 else None)
         found.append((group, modules))
     return found
@@ -157,18 +154,7 @@ def test_shards_of_a_wider_type_are_rounded_into_place(on_demand: bool) -> None:
 def test_modules_use_shards_or_unsharded_parameters_under_all_names() -> None:
     one, two, tied = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Parameter(torch.ones(3, 3))
     one.weight = two.weight = tied
-    comm: Any = SimpleNamespace(rank=0, size=1)
-    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    group = ParamGroup(
-        ["w"],
-        [tied],
-        [[(one, "weight"), (two, "weight")]],
-        comm,
-        flat,
-        dtype=torch.float32,
-        on_demand=False,
-        device=CPU,
-    )
+    group = group_of([("w", tied, [(one, "weight"), (two, "weight")])], Root(0, 1, {}))
     (member,) = group.members
     group.to_unsharded()
     assert one.weight is two.weight is member.unsharded and list(one.parameters())[0] is member.unsharded
@@ -179,15 +165,10 @@ def test_modules_use_shards_or_unsharded_parameters_under_all_names() -> None:
 def test_modules_with_references_of_their_own_compute_with_the_registered_tensors() -> None:
     torch.manual_seed(7)
     lstm = nn.LSTM(3, 4)
-    names, whole = zip(*lstm.named_parameters())
+    values = dict(lstm.named_parameters())
     x = torch.randn(2, 1, 3)
     expected = lstm(x)[0]
-    comm: Any = Root(0, 1, {})
-    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    group = ParamGroup(
-        names, whole, [[(lstm, name)] for name in names], comm, flat, dtype=torch.float32, on_demand=False, device=CPU
-    )
-    values = dict(zip(names, whole))
+    group = group_of([(name, one, [(lstm, name)]) for name, one in values.items()], Root(0, 1, {}))
     group.fill(lambda member: values[member.name])
     group.to_sharded()
     group.to_unsharded()
@@ -201,11 +182,7 @@ def test_modules_with_references_of_their_own_compute_with_the_registered_tensor
 def test_attributes_set_by_a_user_are_on_shards_and_whole_parameters() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.no_decay = True  # type: ignore[attr-defined]
-    comm: Any = SimpleNamespace(rank=0, size=1)
-    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    (member,) = ParamGroup(
-        ["p"], [parameter], [[]], comm, flat, dtype=torch.float32, on_demand=False, device=CPU
-    ).members
+    (member,) = group_of([("p", parameter, [])], Root(0, 1, {})).members
     assert member.unsharded.no_decay and member.shard.no_decay  # type: ignore[attr-defined]
 
 
@@ -233,18 +210,7 @@ def test_initially_frozen_parameters_cannot_be_trained() -> None:
 def test_filling_updates_the_replicas() -> None:
     sent: list[Tensor] = []
     whole = parameters()
-    comm: Any = Root(0, 1, {})
     replicas: Any = SimpleNamespace(broadcast=sent.append)
-    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-    group = ParamGroup(
-        [str(number) for number in range(len(whole))],
-        whole,
-        [[] for _ in whole],
-        comm,
-        flat,
-        dtype=torch.float32,
-        on_demand=False,
-        device=CPU,
-    )
+    group = group_of([(str(number), each, []) for number, each in enumerate(whole)], Root(0, 1, {}))
     group.fill(lambda member: whole[int(member.name)], replicas)
     assert len(sent) == 1 and torch.equal(sent[0], group.flat)

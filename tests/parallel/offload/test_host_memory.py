@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fcntl
-import gc
 import logging
 import os
 import re
@@ -197,7 +196,8 @@ def same(one: list[dict[str, Tensor]], two: list[dict[str, Tensor]]) -> bool:
 def test_states_move_with_their_values_and_are_updated_where_they_are() -> None:
     (parameters, optimizer), (others, plain) = trained(), trained()
     shelf, before = Shelf(), values(optimizer)
-    states = PlacedStates(optimizer, parameters[:2], shelf)  # noqa: F841 (a reference keeps its hook)
+    states = PlacedStates(shelf)
+    states.place(optimizer, parameters[:2])
     assert same(values(optimizer), before) and len(shelf.given) == 4
     for parameter in parameters:
         state = optimizer.state[parameter]
@@ -209,30 +209,18 @@ def test_states_move_with_their_values_and_are_updated_where_they_are() -> None:
     assert same(values(optimizer), values(plain)) and shelf.holds(optimizer.state[parameters[0]]["exp_avg"])
 
 
-def test_states_stay_in_their_memory_when_others_are_loaded() -> None:
+def test_loaded_states_move_to_the_memory_of_those_that_they_replace() -> None:
     parameters, optimizer = trained(0)
     shelf = Shelf()
-    states = PlacedStates(optimizer, parameters, shelf)
+    states = PlacedStates(shelf)
+    states.place(optimizer, parameters)
     assert not shelf.given
     step(parameters, optimizer, 0)
-    states.drain(parameters[:1])
-    assert len(shelf.given) == 2
-    states.drain()
+    states.place(optimizer, parameters)
     assert len(shelf.given) == 6
     _, plain = trained(3)
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert not shelf.holds(optimizer.state[parameters[0]]["exp_avg"])
+    states.place(optimizer, parameters)
     assert len(shelf.given) == 6 and same(values(optimizer), values(plain))
     assert all(shelf.holds(optimizer.state[parameter]["exp_avg"]) for parameter in parameters)
-    del states
-    gc.collect()
-    optimizer.load_state_dict(plain.state_dict())
-    assert not shelf.holds(optimizer.state[parameters[0]]["exp_avg"])
-
-
-def test_states_loaded_before_the_first_update_are_also_moved() -> None:
-    parameters, optimizer = trained(0)
-    _, plain = trained(2)
-    shelf = Shelf()
-    states = PlacedStates(optimizer, parameters, shelf)
-    optimizer.load_state_dict(plain.state_dict())
-    assert len(shelf.given) == 6 and same(values(optimizer), values(plain)) and states is not None
