@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.models.gpt import GPT
 from hpctrain.models.settings import GPTConfig
+from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.plan import apply, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 
@@ -75,6 +76,12 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def own(tensor: Tensor, comm: Any, dim: int = 0) -> Tensor:
+    """Return this rank's slice of a tensor along a dim."""
+    begin, end = bounds(tensor.shape[dim], comm.rank, comm.size)
+    return tensor.narrow(dim, begin, end - begin)
+
+
 def piece(tensor: Tensor, name: str, found: TensorSplit) -> Tensor:
     """Return this rank's expected part of a whole tensor, according to the places that a split states."""
     if not found.is_split(name):
@@ -100,16 +107,3 @@ def assert_slices(
         torch.testing.assert_close(
             what(parameter), expected, **(close or EQUAL), msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-def learn(model: nn.Module, steps: Iterable[int], loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> list[float]:
-    """Train a GPT by AdamW; return the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for step in steps:
-        one = loss(model, *tokens(step % 3))
-        one.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(one.item())
-    return losses

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,31 +99,6 @@ def _described(leaf: Any) -> str:
 # blocks, so a valid schedule cannot deadlock for lack of slots, however few there are.
 
 
-class Channel(Protocol):
-    """Interface of one end of a channel between two chunks."""
-
-    def begin(self, count: int) -> None:
-        """Announce the number of messages to come."""
-
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send the next message, or queue it until a slot is free."""
-
-    def progress(self) -> None:
-        """Send queued messages while slots are free."""
-
-    def sent(self) -> bool:
-        """Return whether all sent messages have left this rank's memory."""
-
-    def arrived(self) -> bool:
-        """Return whether the next message has arrived."""
-
-    def take(self) -> tuple[Tensor, ...]:
-        """Return the next message, which has arrived; it stays unchanged until it is released."""
-
-    def release(self) -> None:
-        """Release the memory of the oldest message."""
-
-
 class SharedMemoryChannel:
     """Channel through memory that both ranks share: one rank writes once, the other reads in place."""
 
@@ -156,7 +131,7 @@ class SharedMemoryChannel:
         return self._slots.ready()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return views of the next message in its slot."""
+        """Return the next message, which has arrived, in its slot; it stays unchanged until it is released."""
         return self._format.views(self._slots.take())
 
     def release(self) -> None:
@@ -227,7 +202,7 @@ class MessageChannel:
 class StagedChannel:
     """Channel that stages through host memory to and from a device; works with any MPI, on any number of GPUs."""
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
+    def __init__(self, channel: SharedMemoryChannel | MessageChannel, device: torch.device) -> None:
         self._channel, self._device = channel, device
         self.begin, self.progress = channel.begin, channel.progress
         self.sent, self.arrived = channel.sent, channel.arrived
@@ -244,6 +219,9 @@ class StagedChannel:
 
     def release(self) -> None:
         """Do nothing: ``take`` returns copies."""
+
+
+Channel = SharedMemoryChannel | MessageChannel | StagedChannel  # one end of a channel between two chunks
 
 
 class ChannelSet:
@@ -323,13 +301,13 @@ class ChunkChannels:
             ends = ((handle.source, handle.target, out, source), (handle.target, handle.source, into, target))
             for rank, peer, side, chunk in ends:
                 if rank == comm.rank:
-                    channel: Channel = (
+                    channel = (
                         SharedMemoryChannel(ring, message_format)
                         if ring is not None
                         else MessageChannel(comm, peer, tag, message_format, handle.count)
                     )
-                    channel = channel if device.type == "cpu" else StagedChannel(channel, device)
-                    side[chunk] = self.channel_set.add(channel)
+                    end = channel if device.type == "cpu" else StagedChannel(channel, device)
+                    side[chunk] = self.channel_set.add(end)
 
     def begin(self, microbatches: int) -> None:
         """Prepare for one step, in which every channel carries each microbatch once."""

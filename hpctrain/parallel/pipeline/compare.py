@@ -14,7 +14,6 @@ device), and models that are large relative to the free memory, are not compared
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +29,17 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.objective import CallArguments, flatten
-from hpctrain.parallel.pipeline.layers import ArgumentBinder, Layer, MicrobatchCall, find_layers, run_layers, tensors_in
+from hpctrain.parallel.pipeline.layers import (
+    ArgumentBinder,
+    Layer,
+    MicrobatchCall,
+    copied,
+    find_layers,
+    run_layers,
+    tensors_in,
+)
 from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.pipeline.stage import evaluation_mode
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 MAX_MEMORY_FRACTION = 0.25  # fraction of the free memory that the whole models of a node, or one on a GPU, may take
@@ -61,8 +69,8 @@ class LayersCheck:
         if self._pending and comm.rank == 0:
             reason = _too_large(model, local_ranks)
             if not reason:
-                try:
-                    self._whole = _whole_copy(model, held)
+                try:  # only the tensors of this stage are copies
+                    self._whole = copied(model, lambda tensor: tensor.clone() if id(tensor) in held else tensor)
                 except Exception as error:
                     reason = f"the model cannot be copied ({type(error).__name__}: {error})"
             if reason:
@@ -91,10 +99,9 @@ class LayersCheck:
             module.training = now[name].training if name in now else module.training
         layers = find_layers(whole)
         call = ArgumentBinder(whole, layers).bind(arguments)
-        trains, kind = whole.training, type(whole).__name__
-        training_modes = {module: module.training for module in whole.modules()}
-        whole.eval()
-        difference = self._run_both(whole, layers, arguments, call)
+        with evaluation_mode(whole):
+            difference = self._run_both(whole, layers, arguments, call)
+        kind = type(whole).__name__
         if difference.startswith(FAILED):
             self._skip(difference)
         elif difference:
@@ -104,9 +111,7 @@ class LayersCheck:
                 "self.layers() in order, or make what it does besides a layer",
                 everywhere=True,
             )
-        elif trains and not any(isinstance(module, SyncBatchNorm) for module in training_modes):  # would communicate
-            for module, training in training_modes.items():
-                module.training = training
+        elif whole.training and not any(isinstance(each, SyncBatchNorm) for each in whole.modules()):  # communicates
             trained = self._run_both(whole, layers, arguments, call)
             if trained and not trained.startswith(FAILED):
                 logger.warning(
@@ -136,15 +141,6 @@ class LayersCheck:
 
     def _skip(self, reason: str) -> None:
         logger.info("layers() is not compared with forward(): %s", reason)
-
-
-def _whole_copy(model: nn.Module, held: set[int]) -> nn.Module:
-    """Return a whole model in which only the tensors of this stage are copies."""
-    memo: dict[int, Any] = {}
-    for tensor in tensors_in(model):
-        copied = tensor.detach().clone() if id(tensor) in held else tensor.detach()
-        memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-    return copy.deepcopy(model, memo)
 
 
 def _too_large(model: nn.Module, local_ranks: int) -> str:

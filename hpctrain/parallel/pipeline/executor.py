@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class ScheduleExecutor:
         The schedule has backward passes if gradients are enabled, and forward passes only otherwise.
         """
         step = _Step(self, schedule, channels, step_input)
-        self.weight_gradients.drop()  # of a step that has failed
+        self.weight_gradients.deferred.clear()  # of a step that has failed
         channels.begin(schedule.microbatches)
         for action in schedule.actions[rank]:
             channels.channel_set.progress()
@@ -181,7 +182,6 @@ class StashedWeights:
 
     def __init__(self, model: nn.Module, live: int) -> None:
         self._model, self._copies = model, live > 1
-        self._owners: list[tuple[nn.Module, str, nn.Parameter]] | None = None
         self._current: _WeightVersion | None = None
         self._stashed: dict[int, _WeightVersion] = {}  # by microbatch
         self._max_norm = float("inf")
@@ -205,7 +205,7 @@ class StashedWeights:
             yield
             return
         if self._current is None:
-            self._current = _WeightVersion(self._parameter_owners())
+            self._current = _WeightVersion(self._owners)
         self._stashed[microbatch] = self._current
         with self._current.installed():
             yield
@@ -225,15 +225,14 @@ class StashedWeights:
         self.make_update(self.optimizer, self._max_norm)
         self._current = None
 
-    def _parameter_owners(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        if self._owners is None:
-            self._owners = [
-                (module, name, parameter)
-                for module in self._model.modules()
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-            ]
-        return self._owners
+    @cached_property
+    def _owners(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        return [
+            (module, name, parameter)
+            for module in self._model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
 
 
 class _WeightVersion:

@@ -8,6 +8,7 @@ are unknown.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,11 +47,9 @@ class Function(nn.Module):
         self.function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the function."""
         return self.function(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Return the name of the function."""
         return _function_name(self.function)
 
 
@@ -149,6 +148,15 @@ def tensors_in(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def copied(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of a module, without gradients; its parameters and buffers are those that ``make`` returns."""
+    memo: dict[int, Any] = {}
+    for tensor in tensors_in(module):
+        made = make(tensor).detach()
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(module, memo)
+
+
 def _check_once(layers: list[Layer]) -> None:
     """Raise ``UsageError`` if a layer with parameters or buffers occurs again, or inside another layer."""
     seen: dict[nn.Module, str] = {}
@@ -197,6 +205,7 @@ def _error(message: str) -> UsageError:
 
 
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _RULE = (
     "an argument of the model goes to every layer whose forward has a parameter of that name, all others go to the "
     "first layer, in order"
@@ -220,15 +229,9 @@ class ForwardSignature:
             return cls((), frozenset(), False, None)
         wanted = [each for each in signature.parameters.values() if not required or each.default is Parameter.empty]
         positional = tuple(each.name for each in wanted if each.kind in _BY_POSITION)
-        names = frozenset(
-            each.name for each in wanted if each.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        )
+        names = frozenset(each.name for each in wanted if each.kind in _BY_NAME)
         variadic = not required and any(each.kind is Parameter.VAR_POSITIONAL for each in wanted)
         return cls(positional, names, variadic or len(positional) > 1, signature)
-
-    def later_names(self) -> frozenset[str]:
-        """Return the names that the layer may receive by keyword if another layer precedes it."""
-        return self.names - set(self.positional[:1])
 
     def mismatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return why a call does not fit; empty if it does."""
@@ -307,7 +310,8 @@ class ArgumentBinder:
         self._sequential = type(model).forward is nn.Sequential.forward
         has_no_forward = type(model).forward is nn.Module.forward and "forward" not in vars(model)
         self._signature = None if has_no_forward else signature_of(model)
-        self._later_names = frozenset(name for layer in layers[1:] for name in layer.forward_signature.later_names())
+        later = (layer.forward_signature for layer in layers[1:])  # the first argument is the previous layer's result
+        self._later_names = frozenset(name for each in later for name in each.names - set(each.positional[:1]))
 
     def bind(self, arguments: CallArguments) -> MicrobatchCall:
         """Return the distribution of arguments. Raises ``UsageError`` if the model does not take them."""

@@ -16,26 +16,29 @@ needs an example.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.objective import map_leaves, tensors_of
-from hpctrain.parallel.pipeline.layers import Layer, MicrobatchCall, call_layer
+from hpctrain.parallel.pipeline.layers import Layer, MicrobatchCall, call_layer, copied
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.pipeline.split_backward import backward_from
+from hpctrain.parallel.rng import restored_generators
 
 LayerCall = Callable[[Any], Any]
+Floats = npt.NDArray[np.float64]
 MEASURES = ("compute", "time", "parameters")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 REPEATS = 5  # timed passes per layer
@@ -53,9 +56,16 @@ def balance(
 
     ``how`` is a measure of ``costs``, the number of layers of each part, or the names of the layers
     at which parts begin. Time is measured on the calling rank. Call this on one rank and broadcast
-    the result.
+    the result. Raises ``UsageError`` if there are more parts than layers.
     """
-    check_parts(len(layers), parts)
+    if parts < 1:
+        raise UsageError(f"a model in {parts} stages: must be at least 1", everywhere=True)
+    if len(layers) < parts:
+        raise UsageError(
+            f"{len(layers)} layers cannot make {parts} stages: use at most {len(layers)} (parallel.pipe times the "
+            "chunks that each rank holds), or a model with more layers",
+            everywhere=True,
+        )
     if not isinstance(how, str):
         return explicit_partition([layer.name for layer in layers], parts, how)
     return partition(costs(layers, how, example, device), parts)
@@ -75,48 +85,32 @@ def partition(costs: Sequence[float], parts: int) -> list[range]:
     Among the optimal partitions, choose the one with the most equal parts (smallest sum of
     squares). Among those, choose the one with the latest cuts, so that layers of cost zero stay
     with the layers before them. The result is exact, by dynamic programming in ``parts *
-    len(costs)**2`` steps. Raises ``UsageError`` if there are more parts than layers.
+    len(costs)**2`` steps.
     """
-    check_parts(len(costs), parts)
     if any(not 0 <= cost < float("inf") for cost in costs):
         raise UsageError(f"layers that cost {list(costs)}: costs must be finite and not negative", everywhere=True)
-    cumulative = [0.0, *accumulate(costs)]
-    limit = _smallest_largest(cumulative, parts)
-    count = len(costs)
-    # squares[end]: smallest sum of squares for cutting the layers before `end` into the parts so far
-    squares = [0.0] + [float("inf")] * count
-    starts: list[list[int]] = []  # index at which the last of those parts begins
+    cumulative = np.concatenate([[0.0], np.cumsum(np.array(costs, np.float64))])
+    sizes = cumulative - cumulative[:, None]  # [start, end]: cost of the layers in between
+    sizes[np.tri(len(sizes), dtype=bool)] = np.inf  # no part without a layer
+    limit, _ = _cheapest(sizes, parts, np.maximum)
+    sizes[sizes > limit] = np.inf
+    _, cuts = _cheapest(sizes, parts, lambda total, size: total + size**2)
+    return [range(start, end) for start, end in pairwise(cuts)]
+
+
+def _cheapest(sizes: Floats, parts: int, combine: Callable[[Floats, Floats], Floats]) -> tuple[float, list[int]]:
+    """Return the smallest total of parts, and their ends; ``combine`` adds a part to the total of those before it."""
+    totals = np.full(len(sizes), np.inf)  # [end]: for the layers before `end`, in the parts so far
+    totals[0] = 0.0
+    starts = []  # [end]: index at which the last of those parts begins, the latest of equally good ones
     for _ in range(parts):
-        best, start_of = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(1, count + 1):
-            for start in range(end - 1, -1, -1):
-                size = cumulative[end] - cumulative[start]
-                if size > limit:
-                    break
-                if squares[start] + size**2 < best[end]:
-                    best[end], start_of[end] = squares[start] + size**2, start
-        squares = best
-        starts.append(start_of)
-    cuts = [count]
+        candidates = combine(totals[:, None], sizes)
+        starts.append(len(sizes) - 1 - candidates[::-1].argmin(0))
+        totals = candidates.min(0)
+    cuts = [len(sizes) - 1]
     for start_of in reversed(starts):
-        cuts.append(start_of[cuts[-1]])
-    return [range(start, end) for start, end in pairwise(reversed(cuts))]
-
-
-def _smallest_largest(cumulative: Sequence[float], parts: int) -> float:
-    """Return the smallest possible cost of the most expensive part; ``cumulative`` are cumulative costs."""
-    count = len(cumulative) - 1
-    largest = [0.0] + [float("inf")] * count  # [end]: for the layers before `end`, in the parts so far
-    for _ in range(parts):
-        best = [float("inf")] * (count + 1)
-        for end in range(1, count + 1):
-            for start in range(end - 1, -1, -1):
-                size = cumulative[end] - cumulative[start]
-                if size >= best[end]:
-                    break
-                best[end] = min(best[end], max(largest[start], size))
-        largest = best
-    return largest[count]
+        cuts.append(int(start_of[cuts[-1]]))
+    return float(totals[-1]), cuts[::-1]
 
 
 def explicit_partition(names: Sequence[str], parts: int, chosen: Sequence[int | str]) -> list[range]:
@@ -125,10 +119,10 @@ def explicit_partition(names: Sequence[str], parts: int, chosen: Sequence[int | 
     The names are those of the layers at which the second and later parts begin. The first layer may
     be named too.
     """
-    check_parts(len(names), parts)
-    if all(isinstance(one, str) for one in chosen) and chosen:
+    kinds = {type(one) for one in chosen}
+    if kinds == {str}:
         starts = _starts(names, parts, [str(one) for one in chosen])
-    elif chosen and all(isinstance(one, int) and not isinstance(one, bool) for one in chosen):
+    elif kinds == {int}:
         starts = _sums(names, parts, [int(one) for one in chosen])
     else:
         raise _error(chosen, "must be numbers of layers, or names of layers at which stages begin")
@@ -139,10 +133,10 @@ def _starts(names: Sequence[str], parts: int, chosen: list[str]) -> list[int]:
     unknown = [name for name in chosen if name not in names]
     if unknown:
         raise _error(chosen, f"there is no layer {unknown[0]}, layers are {_listed(names)}")
-    starts = sorted({0, *(names.index(name) for name in chosen)})
     indices = [names.index(name) for name in chosen]
     if indices != sorted(set(indices)):
         raise _error(chosen, "layers must be named in the order of the model, each once")
+    starts = sorted({0, *indices})
     if len(starts) != parts:
         raise _error(chosen, f"makes {len(starts)} stages of the {parts} that are needed")
     return starts
@@ -152,18 +146,6 @@ def _sums(names: Sequence[str], parts: int, chosen: list[int]) -> list[int]:
     if len(chosen) != parts or min(chosen) < 1 or sum(chosen) != len(names):
         raise _error(chosen, f"must be {parts} numbers above 0 with the sum {len(names)}, the model's layers")
     return [0, *accumulate(chosen)][:-1]
-
-
-def check_parts(layers: int, parts: int) -> None:
-    """Raise ``UsageError`` if there are fewer layers than parts."""
-    if parts < 1:
-        raise UsageError(f"a model in {parts} stages: must be at least 1", everywhere=True)
-    if layers < parts:
-        raise UsageError(
-            f"{layers} layers cannot make {parts} stages: use at most {layers} (parallel.pipe times the chunks that "
-            "each rank holds), or a model with more layers",
-            everywhere=True,
-        )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -220,53 +202,50 @@ def estimated(module: nn.Module) -> float:
 
 def counted(layers: Sequence[Layer], example: Any) -> list[float]:
     """Return the operations of each layer's forward pass on an example, of which only shape and dtype are used."""
-    found = []
 
-    def run(call: LayerCall, x: Any) -> Any:
+    def count(call: LayerCall, x: Any) -> tuple[Any, float]:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             result = call(x)
-        found.append(float(counter.get_total_flops()))
-        return result
+        return result, float(counter.get_total_flops())
 
-    _run_each(layers, example, torch.device("meta"), run)
-    return found
+    return _costs_of_each(layers, example, torch.device("meta"), count)
 
 
-def measured(
-    layers: Sequence[Layer], example: Any, device: torch.device, clock: Callable[[], float] = time.perf_counter
-) -> list[float]:
+def measured(layers: Sequence[Layer], example: Any, device: torch.device, clock: Callable[[], float]) -> list[float]:
     """Return the seconds of each layer's forward and backward pass on an example, as a median of 5 passes.
 
     The layers are copied to the device one after the other, so a model on the meta device never
     needs all its memory. The model and torch's generators are left unchanged.
     """
-    found = []
 
-    def run(call: LayerCall, x: Any) -> Any:
+    def measure(call: LayerCall, x: Any) -> tuple[Any, float]:
         result, _ = _timed(call, x, device, clock)  # warm-up
-        found.append(statistics.median(_timed(call, x, device, clock)[1] for _ in range(REPEATS)))
-        return result
+        return result, statistics.median(_timed(call, x, device, clock)[1] for _ in range(REPEATS))
 
-    devices = [device] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        _run_each(layers, example, device, run)
-    return found
+    with restored_generators({torch.device("cpu"), device}):
+        return _costs_of_each(layers, example, device, measure)
 
 
-def _run_each(
-    layers: Sequence[Layer], example: Any, device: torch.device, run: Callable[[LayerCall, Any], Any]
-) -> None:
-    """Pass ``run`` a callable for a copy of each layer, and the output of the previous layer."""
+def _costs_of_each(
+    layers: Sequence[Layer], example: Any, device: torch.device, run: Callable[[LayerCall, Any], tuple[Any, float]]
+) -> list[float]:
+    """Return costs by ``run(call, x)``, for a copy of each layer and the output of the previous layer.
+
+    ``run`` returns the layer's output and cost.
+    """
+    found, on_device = [], partial(_copied_tensor, device=device)
     given = map_leaves(MicrobatchCall.of(example), lambda one: one.detach().to(device))
     x: Any = given
     stored: dict[str, Tensor] = {}
     for layer in layers:
         try:
-            x = run(_callable(replace(layer, module=_copy(layer.module, device)), given, stored), x)
+            x, cost = run(_callable(replace(layer, module=copied(layer.module, on_device)), given, stored), x)
         except Exception as error:
             error.add_note(f"(in layer {layer.name}, run on an example to find out what it costs)")
             raise
         x = map_leaves(x, lambda one: one.detach())
+        found.append(cost)
+    return found
 
 
 def _callable(layer: Layer, given: MicrobatchCall, stored: dict[str, Tensor]) -> LayerCall:
@@ -300,34 +279,11 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy on a device; tensors without memory get small numbers, whose magnitude does not change the cost."""
-    memo: dict[int, Any] = {}
-    with _without_gradients(module):
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.device != device:
-                memo[id(tensor)] = _copied_tensor(tensor, device)
-        return copy.deepcopy(module, memo)
-
-
 def _copied_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    copied = torch.empty_like(tensor, device=device)
-    if not tensor.is_meta and device.type != "meta":
-        copied.copy_(tensor.detach())
-    elif device.type != "meta":
-        copied.fill_(0.01) if copied.is_floating_point() else copied.zero_()
-    return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-
-
-@contextmanager
-def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """Exclude gradients from copies for the ``with`` block."""
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+    """Return a copy on a device; without memory, it gets small numbers, whose magnitude does not change the cost."""
+    made = torch.empty_like(tensor, device=device)
+    if not (tensor.is_meta or made.is_meta):
+        made.copy_(tensor.detach())
+    elif not made.is_meta:
+        made.fill_(0.01) if made.is_floating_point() else made.zero_()
+    return made

@@ -14,7 +14,7 @@ from hpctrain.comm.agreement import on_first_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.config import MICROBATCHES_PER_STAGE, ParallelSettings, largest_divisor, microbatches_for
-from hpctrain.parallel.objective import ONE_TENSOR, CallArguments, Objective, cut, samples_of, unflatten
+from hpctrain.parallel.objective import CallArguments, Objective, cut, samples_of, unflatten
 from hpctrain.parallel.pipeline.channels import ChunkChannels, MessageFormat
 from hpctrain.parallel.pipeline.compare import LayersCheck
 from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StashedWeights, StepInput
@@ -27,12 +27,12 @@ from hpctrain.parallel.pipeline.stage import (
     Run,
     Tensors,
     TiedGradients,
-    TiedParameter,
     evaluation_mode,
     make_chunks,
     prune,
     tied_parameters,
 )
+from hpctrain.parallel.rng import restored_generators
 
 
 class Pipeline:
@@ -64,23 +64,28 @@ class Pipeline:
         cuts = self._cuts(layers, count, None if example_call is None else self._caller.bind(example_call))
         shared = tied_parameters(layers, cuts)
         self._count = count
-        self.held = held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
         chunks = make_chunks(layers, cuts)
-        self._chunks: dict[int, Chunk] = {chunk: chunks[chunk] for chunk in held}
-        kept_ids = {id(one) for chunk in held for layer in chunks[chunk].layers for one in tensors_in(layer.module)}
+        self.chunks: dict[int, Chunk] = {chunk: chunks[chunk] for chunk in range(comm.rank, count, comm.size)}
+        held = [number for chunk in self.chunks for number in cuts[chunk]]
+        kept_ids = {id(one) for number in held for one in tensors_in(layers[number].module)}
         self.check = LayersCheck(model, comm, local_ranks, device, kept_ids)
         if example_call is not None:
             self.check(example_call.changed(lambda tensor: tensor.to(device)))
-        prune(model, layers, [number for chunk in held for number in cuts[chunk]])
-        self.layers = [[layers[number].name for number in cut] for cut in cuts]
+        prune(model, layers, held)
         self.modules = [[layers[number].module for number in cut] for cut in cuts]
         self.carried = [bool(chunk.carried_in or chunk.carried_out) for chunk in chunks]
-        self.tied = TiedGradients(model, comm, shared, held)
+        self.tied = TiedGradients(model, comm, shared)
         self.versions: StashedWeights | None = None
         if settings.schedule == "pipedream":
-            self._refuse_tied(shared)
+            if shared:
+                raise SettingsError(
+                    f"parallel.schedule = \"pipedream\": the parameter {' = '.join(shared[0].names)} is on several "
+                    "stages, which update it at different times: untie it (model.tied = false), or take another "
+                    "schedule",
+                    everywhere=True,
+                )
             self.versions = StashedWeights(model, make("pipedream", comm.size, count).live(comm.rank))
-        self._executor = ScheduleExecutor(self._chunks, count, device, self.versions)
+        self._executor = ScheduleExecutor(self.chunks, count, device, self.versions)
         self._generators = PassGenerators(device, (comm.rank, replica))
         self._channels: dict[Hashable, ChunkChannels] = {}
         self._check_inputs = True  # the inputs of the stages
@@ -97,11 +102,9 @@ class Pipeline:
         arguments = CallArguments.of(inputs)
         microbatches = microbatches_for(self.settings, arguments.samples)
         schedule = make(self.settings.schedule, self.comm.size, microbatches, self.settings.chunks_a_rank)
-        channels, step_input = self._prepare(schedule, arguments, targets, objective, weight)
         if self.versions is not None:
             self.versions.begin(objective)
-        with self._generators.own_stream():
-            return self._broadcast_loss(self._executor.run(schedule, channels, step_input, self.comm.rank))
+        return self._run(schedule, arguments, targets, objective, weight)
 
     @torch.no_grad()
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
@@ -111,9 +114,7 @@ class Pipeline:
             arguments.samples, self.settings.microbatches or MICROBATCHES_PER_STAGE * self.comm.size
         )
         schedule = forward_only(self.comm.size, microbatches, self.settings.chunks_a_rank)
-        channels, step_input = self._prepare(schedule, arguments, targets, objective, 1.0)
-        with self._generators.own_stream():
-            return self._broadcast_loss(self._executor.run(schedule, channels, step_input, self.comm.rank))
+        return self._run(schedule, arguments, targets, objective, 1.0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute forward through all stages, one after the other; every rank gets the outputs."""
@@ -127,16 +128,16 @@ class Pipeline:
         arguments = CallArguments(args, kwargs)
         self.check(arguments)
         call = self._caller.bind(arguments)
-        values: tuple[Tensor, ...] = ()
+        values: Tensors = ()
         message_format = MessageFormat(())
         with self._generators.own_stream():
             for chunk in range(self._count):
-                found = None
-                if chunk in self._chunks:
-                    outputs = self._chunks[chunk](values, message_format.structure, call)
-                    values, found = outputs.tensors, MessageFormat.of(outputs.tensors, outputs.structure)
-                message_format = self._broadcast_format(found, chunk)
-                values = self._broadcast_outputs(values, message_format, chunk % self.comm.size)
+                values, message_format = self._outputs(chunk, values, message_format, call)
+                root = chunk % self.comm.size
+                if self.comm.rank != root:
+                    values = self._empty(message_format)
+                # More than is needed, in passes that are not time-critical.
+                values = tuple(self.comm.broadcast(value.contiguous(), root) for value in values)
         return unflatten(message_format.structure, values)
 
     def watch(self, after: Callable[[int, Tensors, Tensors, Run], None]) -> None:
@@ -145,27 +146,15 @@ class Pipeline:
         ``run(layers, inputs)`` returns the result of other layers for inputs, with the same
         arguments of the model.
         """
-        for number, chunk in self._chunks.items():
+        for number, chunk in self.chunks.items():
             chunk.after = partial(after, number)
-
-    def held_layers(self, chunk: int) -> Sequence[Layer]:
-        """Return the layers of a chunk that this rank holds."""
-        return self._chunks[chunk].layers
-
-    def _broadcast_outputs(
-        self, values: tuple[Tensor, ...], message_format: MessageFormat, root: int
-    ) -> tuple[Tensor, ...]:
-        """Broadcast a chunk's outputs to all ranks: more than is needed, in passes that are not time-critical."""
-        if self.comm.rank != root:
-            values = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in message_format.specs)
-        return tuple(self.comm.broadcast(value.contiguous(), root) for value in values)
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
-    def _prepare(
+    def _run(
         self, schedule: Schedule, arguments: CallArguments, targets: Any, objective: Objective, weight: float
-    ) -> tuple[ChunkChannels, StepInput]:
-        """Split a batch into microbatches; return it with the channels for their shape, created on first use."""
+    ) -> Tensor:
+        """Execute a schedule on the microbatches of a batch, with channels for their shape; return the loss."""
         samples = samples_of({"targets": targets}, "targets")
         if samples != arguments.samples:
             raise UsageError(
@@ -181,7 +170,10 @@ class Pipeline:
             message_formats = self._message_formats(calls[0], objective)
             self._channels[key] = ChunkChannels(self.comm, schedule, message_formats, self.device)
         step_input = StepInput(calls, cut(targets, schedule.microbatches), objective, weight)
-        return self._channels[key], step_input
+        with self._generators.own_stream():
+            total = self._executor.run(schedule, self._channels[key], step_input, self.comm.rank)
+            self.comm.broadcast(total, root=self.comm.size - 1)
+        return total
 
     def _check_same_inputs(self, arguments: CallArguments) -> None:
         """Raise ``MismatchError`` if the stages get different inputs in the first pass."""
@@ -202,25 +194,27 @@ class Pipeline:
     def _message_formats(self, call: MicrobatchCall, objective: Objective) -> list[MessageFormat]:
         """Return the message formats between chunks, from a forward pass on zeros."""
         message_formats: list[MessageFormat] = []
-        values: tuple[Tensor, ...] = ()
-        with evaluation_mode(self.model), self._generators.preserved():
+        message_format = MessageFormat(())
+        generators = restored_generators({torch.device("cpu"), self.device})
+        with evaluation_mode(self.model), generators, objective.computing(self.device):
             for chunk in range(self._count - 1):
-                found = None
-                if chunk in self._chunks:
-                    if chunk:
-                        specs = message_formats[-1].specs
-                        values = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in specs)
-                    structure = message_formats[-1].structure if chunk else ONE_TENSOR
-                    with objective.computing(self.device):
-                        outputs = self._chunks[chunk](values, structure, call)
-                    found = MessageFormat.of(outputs.tensors, outputs.structure)
-                message_formats.append(self._broadcast_format(found, chunk))
+                zeros = tuple(value.zero_() for value in self._empty(message_format)) if chunk in self.chunks else ()
+                _, message_format = self._outputs(chunk, zeros, message_format, call)
+                message_formats.append(message_format)
         return message_formats
 
-    def _broadcast_format(self, found: MessageFormat | None, chunk: int) -> MessageFormat:
-        """Broadcast the message format that the holder of a chunk has found."""
-        message_format: MessageFormat = self.comm.broadcast_object(found, root=chunk % self.comm.size)
-        return message_format
+    def _outputs(
+        self, chunk: int, inputs: Tensors, received: MessageFormat, call: MicrobatchCall
+    ) -> tuple[Tensors, MessageFormat]:
+        """Return a chunk's outputs on the rank that holds it, and their format on all ranks."""
+        if chunk not in self.chunks:
+            return (), self.comm.broadcast_object(None, root=chunk % self.comm.size)
+        outputs = self.chunks[chunk](inputs, received.structure, call)
+        found = MessageFormat.of(outputs.tensors, outputs.structure)
+        return outputs.tensors, self.comm.broadcast_object(found, root=chunk % self.comm.size)
+
+    def _empty(self, message_format: MessageFormat) -> Tensors:
+        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in message_format.specs)
 
     def _cuts(self, layers: Sequence[Layer], count: int, example: MicrobatchCall | None) -> list[range]:
         """Return the layers of each chunk: the result of rank 0, because measured times differ between ranks."""
@@ -229,16 +223,3 @@ class Pipeline:
         convolves = any(isinstance(module, _ConvNd) for layer in layers for module in layer.module.modules())
         example_call = example if how == "time" or convolves else None
         return on_first_rank(self.comm, lambda: balance(layers, count, how, example_call, self.device))
-
-    def _broadcast_loss(self, total: Tensor) -> Tensor:
-        """Broadcast a value of the last stage to every rank."""
-        self.comm.broadcast(total, root=self.comm.size - 1)
-        return total
-
-    def _refuse_tied(self, shared: Sequence[TiedParameter]) -> None:
-        if shared:
-            raise SettingsError(
-                f"parallel.schedule = \"pipedream\": the parameter {' = '.join(shared[0].names)} is on several stages, "
-                "which update it at different times: untie it (model.tied = false), or take another schedule",
-                everywhere=True,
-            )

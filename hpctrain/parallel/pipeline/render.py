@@ -178,16 +178,8 @@ def _write_number(axis: Any, span: TimelineSpan, rank: int, origin: float, scale
     length = span.end - span.start
     size = min(8.5, 1.35 * length * scale / max(len(text), 1))
     if text and size >= _SMALLEST:
-        axis.text(
-            span.start - origin + length / 2,
-            rank,
-            text,
-            ha="center",
-            va="center_baseline",
-            fontsize=size,
-            color=colour,
-            zorder=4,
-        )
+        middle, centred = span.start - origin + length / 2, {"ha": "center", "va": "center_baseline"}
+        axis.text(middle, rank, text, fontsize=size, color=colour, zorder=4, **centred)
 
 
 def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, live: bool) -> None:

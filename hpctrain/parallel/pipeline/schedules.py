@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
@@ -83,15 +84,21 @@ def gpipe(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
 
 def one_f_one_b(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
     """Return the actions of 1F1B: on stage s, p - 1 - s warm-up forward passes, then one forward, one backward."""
-    return [_one_f_one_b_actions(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)]
+    return [
+        _alternating(min(ranks - 1 - rank, microbatches), microbatches, partial(forward, rank), partial(backward, rank))
+        for rank in range(ranks)
+    ]
 
 
-def _one_f_one_b_actions(rank: int, warmup: int, microbatches: int) -> Actions:
-    actions = [forward(rank, number) for number in range(warmup)]
-    for number in range(microbatches):
-        if number + warmup < microbatches:
-            actions.append(forward(rank, number + warmup))
-        actions.append(backward(rank, number))
+def _alternating(
+    warmup: int, total: int, forward_of: Callable[[int], Action], backward_of: Callable[[int], Action]
+) -> Actions:
+    """Return ``warmup`` of ``total`` forward passes, then one forward and one backward pass in turn."""
+    actions = [forward_of(number) for number in range(warmup)]
+    for number in range(total):
+        if number + warmup < total:
+            actions.append(forward_of(number + warmup))
+        actions.append(backward_of(number))
     return actions
 
 
@@ -128,12 +135,7 @@ def _interleaved_actions(rank: int, ranks: int, microbatches: int, chunks: int) 
         local_chunk, microbatch = passes[number]
         return backward((chunks - 1 - local_chunk) * ranks + rank, microbatch)
 
-    actions = [forward_of(number) for number in range(warmup)]
-    for number in range(total):
-        if number + warmup < total:
-            actions.append(forward_of(number + warmup))
-        actions.append(backward_of(number))
-    return actions
+    return _alternating(warmup, total, forward_of, backward_of)
 
 
 def _chunk_and_microbatch(number: int, ranks: int, chunks: int) -> tuple[int, int]:
@@ -259,7 +261,13 @@ def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> 
     if passes > _MOST_PASSES:
         text = f"{ranks} stages of {chunks_per_rank} chunks and {microbatches} microbatches"
         raise UsageError(f"{text} make {passes} forward passes: allowed are at most {_MOST_PASSES}", everywhere=True)
-    _check_chunks(name, chunks_per_rank)
+    if name in _SEVERAL_CHUNKS and chunks_per_rank < 2:
+        text = f"needs at least 2 chunks of the model per stage: it has {chunks_per_rank}"
+        raise UsageError(f"the schedule {name} {text}", everywhere=True)
+    if name not in _SEVERAL_CHUNKS and chunks_per_rank > 1:
+        takers = ", ".join(_SEVERAL_CHUNKS)
+        text = f"takes one chunk of the model per stage, not {chunks_per_rank}: several are for {takers}"
+        raise UsageError(f"the schedule {name} {text}", everywhere=True)
     actions = SCHEDULES[name](ranks, microbatches, chunks_per_rank)
     return Schedule(name, ranks, ranks * chunks_per_rank, microbatches, tuple(map(tuple, actions)))
 
@@ -275,16 +283,3 @@ def forward_only(ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Sch
         for rank in range(ranks)
     )
     return Schedule("forward", ranks, ranks * chunks_per_rank, microbatches, actions)
-
-
-def _check_chunks(name: str, chunks: int) -> None:
-    if name in _SEVERAL_CHUNKS and chunks < 2:
-        raise UsageError(
-            f"the schedule {name} needs at least 2 chunks of the model per stage: it has {chunks}", everywhere=True
-        )
-    if name not in _SEVERAL_CHUNKS and chunks > 1:
-        takers = ", ".join(_SEVERAL_CHUNKS)
-        raise UsageError(
-            f"the schedule {name} takes one chunk of the model per stage, not {chunks}: several are for {takers}",
-            everywhere=True,
-        )

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,8 @@ class _Store(threading.local):
     """Tensors that the passes of a thread have stored."""
 
     def __init__(self) -> None:
-        self.carried: list[dict[str, Tensor]] = []  # one per enclosing ``carrying``, the innermost last
-        self.thread_tensors: dict[str, tuple[Keep, Tensor]] = {}
+        self.stack: list[dict[str, Tensor]] = [{}]  # the thread's own, and one per ``carrying``, the innermost last
+        self.keepers: WeakValueDictionary[str, Keep] = WeakValueDictionary()  # of the thread's own tensors
 
 
 class Keep(nn.Module):
@@ -53,7 +54,6 @@ class Keep(nn.Module):
         return x.view_as(x)
 
     def extra_repr(self) -> str:
-        """Return the name."""
         return repr(self.name)
 
 
@@ -81,7 +81,6 @@ class Join(nn.Module):
         return x + stored
 
     def extra_repr(self) -> str:
-        """Return the name and how the two tensors are combined."""
         how = getattr(self.how, "__name__", "a function") if callable(self.how) else repr(self.how)
         return f"{self.name!r}, {how}" + (f", dim={self.dim}" if self.how == "concat" else "")
 
@@ -92,45 +91,38 @@ _STORE = _Store()
 @contextmanager
 def carrying(stored: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Let this thread's ``Keep`` and ``Join`` layers use ``stored`` for one pass; clear it if the pass fails."""
-    _STORE.carried.append(stored)
+    _STORE.stack.append(stored)
     try:
         yield stored
     except BaseException:
         stored.clear()
         raise
     finally:
-        _STORE.carried.pop()
+        _STORE.stack.pop()
 
 
 def recompute_context() -> Callable[[], AbstractContextManager[object]]:
     """Return a context factory for a second run of layers; in it they find the tensors that are stored now."""
-    stored = (
-        dict(_STORE.carried[-1]) if _STORE.carried else {name: one for name, (_, one) in _STORE.thread_tensors.items()}
-    )
+    stored = dict(_STORE.stack[-1])
     return lambda: carrying(dict(stored))
 
 
 def _store(keep: Keep, x: Tensor) -> None:
-    name = keep.name
-    if _STORE.carried:
-        stored = _STORE.carried[-1]
+    name, stored = keep.name, _STORE.stack[-1]
+    if stored is not _STORE.stack[0]:
         if name in stored:
             raise _duplicate_error(name)
-        stored[name] = x
-        return
-    earlier = _STORE.thread_tensors.get(name)
     # A tensor from the same layer is left from a pass that failed, or that did not reach the Join.
-    if earlier is not None and earlier[0] is not keep:
-        _STORE.thread_tensors.clear()
+    elif name in stored and _STORE.keepers.get(name) is not keep:
+        stored.clear()
         raise _duplicate_error(name, " (or a pass has failed between the two: call the model again)")
-    _STORE.thread_tensors[name] = keep, x
+    else:
+        _STORE.keepers[name] = keep
+    stored[name] = x
 
 
 def _pop(name: str) -> Tensor:
-    if _STORE.carried:
-        stored = _STORE.carried[-1].pop(name, None)
-    else:
-        stored = _STORE.thread_tensors.pop(name, (None, None))[1]
+    stored = _STORE.stack[-1].pop(name, None)
     if stored is None:
         raise UsageError(
             f"Join({name!r}) has nothing to join: put Keep({name!r}) before it, and {_ADVICE}", everywhere=True

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +53,7 @@ class WeightGradStore:
 
     def __init__(self, undeferred: Iterable[Tensor] = ()) -> None:
         self._undeferred = {id(parameter) for parameter in undeferred}
-        self._deferred: dict[Hashable, list[_Deferred]] = {}
+        self.deferred: dict[Hashable, list[_Deferred]] = {}
 
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
@@ -71,8 +71,8 @@ class WeightGradStore:
 
     def flush(self, key: Hashable) -> None:
         """Compute the deferred weight gradients of a key, add them to the parameters' own, and free the operands."""
-        deferred = deque(self._deferred.pop(key, ()))
-        uses = Counter(parameter for call, *_ in deferred for parameter in _parameters(call))
+        deferred = deque(self.deferred.pop(key, ()))
+        uses = Counter(parameter for call, *_ in deferred for parameter in (call.weight, call.bias))
         sums: dict[Tensor, Tensor] = {}
         while deferred:
             for parameter, gradient in _gradients(deferred.popleft()):
@@ -81,15 +81,6 @@ class WeightGradStore:
                 if not uses[parameter]:
                     backward_from([parameter], [sums.pop(parameter)])
 
-    def drop(self) -> None:
-        """Drop all deferred gradients."""
-        self._deferred.clear()
-
-    @property
-    def keys(self) -> Collection[Hashable]:
-        """Return the keys with deferred gradients."""
-        return tuple(self._deferred)
-
     def defers(self, weight: Any, bias: Any) -> bool:
         """Return whether the gradients of a weight and a bias can be deferred."""
         wanted = [one for one in (weight, bias) if one is not None and one.requires_grad]
@@ -97,7 +88,7 @@ class WeightGradStore:
 
     def put(self, call: _Call, x: Tensor, gradient: Tensor) -> None:
         """Store the operands of a call."""
-        self._deferred.setdefault(call.key, []).append((call, x, gradient))
+        self.deferred.setdefault(call.key, []).append((call, x, gradient))
 
 
 class _Active(threading.local):
@@ -154,7 +145,7 @@ class _DeferringMode(TorchFunctionMode):
             self.key,
             weight if weight.requires_grad else None,
             bias if bias is not None and bias.requires_grad else None,
-            _is_column_major(cast_weight.t()),
+            cast_weight.t().stride() == (1, cast_weight.shape[1]),
             rows,
         )
         added = cast_bias.detach() if cast_bias is not None else None
@@ -180,10 +171,6 @@ def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
     return tensor.to(torch.get_autocast_dtype(device)) if tensor.is_floating_point() else tensor
 
 
-def _is_column_major(matrix: Tensor) -> bool:
-    return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
-
-
 class _Tap(torch.autograd.Function):
     """Autograd node that stores the gradient of a linear layer's result."""
 
@@ -200,10 +187,6 @@ class _Tap(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         ctx.call.store.put(ctx.call, x, gradients[0])
         return gradients[0], None, None, None
-
-
-def _parameters(call: _Call) -> list[Tensor]:
-    return [one for one in (call.weight, call.bias) if one is not None]
 
 
 @torch.no_grad()
@@ -241,12 +224,10 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
-        """Return a scalar."""
         ctx.gradients = gradients
         return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        """Return the gradients and release them."""
         gradients, ctx.gradients = ctx.gradients, ()
         return (None, *gradients)

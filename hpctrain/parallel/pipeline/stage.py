@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class Chunk:
         self.carried_out = tuple(carried_out)
         self.after: After | None = None
 
-    def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: MicrobatchCall = NO_ARGUMENTS) -> Outputs:
+    def __call__(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: MicrobatchCall = NO_ARGUMENTS) -> Outputs:
         """Return the outputs of the layers for ``inputs``, then the outgoing skip tensors; integers stay unchanged.
 
         ``structure`` is the skeleton of the previous chunk's result. ``call`` holds the arguments
@@ -69,8 +70,8 @@ class Chunk:
             x = run(self.layers, entered)
         if sorted(stored) != sorted(self.carried_out):
             raise UsageError(
-                f"layers {self._span} have kept {sorted(stored)}, expected {sorted(self.carried_out)}: every Keep and "
-                "Join of a layer must run in each pass"
+                f"layers {self.layers[0].name} to {self.layers[-1].name} have kept {sorted(stored)}, expected "
+                f"{sorted(self.carried_out)}: every Keep and Join of a layer must run in each pass"
             )
         skeleton, tensors = flatten(x)
         self._check(x, tensors)
@@ -78,8 +79,6 @@ class Chunk:
         if self.after is not None:
             self.after(inputs, outputs, run)
         return Outputs(outputs, skeleton)
-
-    __call__ = forward
 
     def _check(self, x: Any, tensors: Tensors) -> None:
         """Raise ``UsageError`` for values that cannot be sent from stage to stage."""
@@ -93,10 +92,6 @@ class Chunk:
                 )
         if not tensors:
             raise UsageError(f"layer {last} returned no tensor, after which the model cannot be cut: return one")
-
-    @property
-    def _span(self) -> str:
-        return f"{self.layers[0].name} to {self.layers[-1].name}"
 
 
 def make_chunks(layers: Sequence[Layer], cuts: Sequence[range]) -> list[Chunk]:
@@ -132,12 +127,10 @@ class _NonLeaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        """Return the same memory."""
         return x.detach()
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:
-        """Pass the gradient on."""
         return gradients[0]
 
 
@@ -190,10 +183,6 @@ class PassGenerators:
                 generator.manual_seed(hash32(number, self._passes, *self._coordinates))
             yield
 
-    def preserved(self) -> AbstractContextManager[object]:
-        """Restore the generators after the ``with`` block."""
-        return restored_generators(self._devices)
-
 
 # Parameters of a rank's chunks: removal of those of other stages, and gradient reduction of tied ones -----------------
 #
@@ -209,7 +198,6 @@ class TiedParameter:
 
     names: tuple[str, ...]
     chunks: tuple[int, ...]
-    parameter: nn.Parameter
 
 
 def prune(model: nn.Module, layers: Sequence[Layer], held: Collection[int]) -> None:
@@ -220,16 +208,11 @@ def prune(model: nn.Module, layers: Sequence[Layer], held: Collection[int]) -> N
     """
     kept_ids = {id(tensor) for number in held for tensor in tensors_in(layers[number].module)}
     for module in model.modules():
-        for own in (module._parameters, module._buffers):
-            for name, tensor in list(own.items()):
-                if tensor is not None and id(tensor) not in kept_ids:
-                    _remove(module, name, tensor)
-
-
-def _remove(module: nn.Module, name: str, tensor: Tensor) -> None:
-    if tensor.is_meta:
-        vars(module).setdefault(REMOVED, {})[name] = tensor
-    setattr(module, name, None)  # not through the dictionary: recurrent layers keep their own list
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and id(tensor) not in kept_ids:
+                if tensor.is_meta:
+                    vars(module).setdefault(REMOVED, {})[name] = tensor
+                setattr(module, name, None)  # not through the dictionary: recurrent layers keep their own list
 
 
 def tied_parameters(layers: Sequence[Layer], chunks: Sequence[Collection[int]]) -> list[TiedParameter]:
@@ -240,19 +223,18 @@ def tied_parameters(layers: Sequence[Layer], chunks: Sequence[Collection[int]]) 
         for name, parameter in layer.module.named_parameters(layer.name, remove_duplicate=False):
             uses.setdefault(parameter, []).append((name, home[number]))
     found = []
-    for parameter, used in uses.items():
+    for used in uses.values():
         within = tuple(sorted({chunk for _, chunk in used}))
         if len(within) > 1:
-            found.append(TiedParameter(tuple(name for name, _ in used), within, parameter))
+            found.append(TiedParameter(tuple(name for name, _ in used), within))
     return found
 
 
 def used_twice(layers: Sequence[Layer]) -> list[nn.Parameter]:
     """Return the parameters that layers hold under several names."""
-    counts: dict[nn.Parameter, int] = {}
-    for layer in layers:
-        for _, parameter in layer.module.named_parameters(remove_duplicate=False):
-            counts[parameter] = counts.get(parameter, 0) + 1
+    counts = Counter(
+        parameter for layer in layers for _, parameter in layer.module.named_parameters(remove_duplicate=False)
+    )
     return [parameter for parameter, count in counts.items() if count > 1]
 
 
@@ -263,9 +245,7 @@ class TiedGradients:
     copies therefore stay equal bit for bit.
     """
 
-    def __init__(
-        self, model: nn.Module, comm: Communicator, shared: Sequence[TiedParameter], held: Collection[int]
-    ) -> None:
+    def __init__(self, model: nn.Module, comm: Communicator, shared: Sequence[TiedParameter]) -> None:
         self._model = model
         self._groups: list[tuple[str, Communicator]] = []
         self._counted_elsewhere: set[str] = set()  # names that an earlier stage counts

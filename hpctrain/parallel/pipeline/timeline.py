@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
@@ -11,8 +11,6 @@ from hpctrain.parallel.pipeline.schedules import LIVE_CHANGE, Action, ActionKind
 WORK = (*(kind.word for kind in ActionKind), "loss", "optimizer")
 WAITS = ("send", "receive", "reduce", "wait")  # idle time, even inside work
 _LIVE = {kind.word: change for kind, change in LIVE_CHANGE.items()}
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,21 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """Return the time that a rank worked, without waits inside its work."""
-        work = _merged((span.start, span.end) for span in self.rows[rank] if span.name in WORK)
-        waits = _merged((span.start, span.end) for span in self.rows[rank] if span.name in WAITS)
-        return _length(work) - _length(_intersection(work, waits))
+        edges: list[tuple[float, int, bool]] = []  # where spans begin (-1: first, if one ends there) and end (1)
+        for span in self.rows[rank]:
+            if span.name in WORK or span.name in WAITS:
+                edges += [(span.start, -1, span.name in WAITS), (span.end, 1, span.name in WAITS)]
+        total = since = 0.0
+        working, waiting, was_busy = 0, 0, False
+        for time, change, is_wait in sorted(edges):
+            working, waiting = (working, waiting - change) if is_wait else (working - change, waiting)
+            is_busy = working > 0 and not waiting
+            if is_busy and not was_busy:
+                since = time
+            elif was_busy and not is_busy:
+                total += time - since
+            was_busy = is_busy
+        return total
 
     def idle(self, rank: int) -> float:
         """Return the time that a rank was idle."""
@@ -161,15 +171,10 @@ def equal_costs(
     send: float = 0.0,
 ) -> Costs:
     """Return equal times for every chunk; each half of a backward pass takes half its time by default."""
-    input, weight = _halves(backward, input, weight)
-    whole = [forward] * chunks, [backward] * chunks
-    return Costs(*whole, [input] * chunks, [weight] * chunks, [update] * chunks, send)
-
-
-def _halves(backward: float, input: float | None, weight: float | None) -> tuple[float, float]:
     if input is None:
         input = backward / 2 if weight is None else max(backward - weight, 0.0)
-    return input, max(backward - input, 0.0) if weight is None else weight
+    weight = max(backward - input, 0.0) if weight is None else weight
+    return Costs([forward] * chunks, [backward] * chunks, [input] * chunks, [weight] * chunks, [update] * chunks, send)
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -193,31 +198,3 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ready[_satisfies(action)] = (free[rank], rank)
         rows[rank].append(TimelineSpan(action.kind.word, start, free[rank], action.chunk, action.microbatch))
     return Timeline(tuple(map(tuple, rows)))
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points in time as ordered, disjoint intervals."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def _intersection(one: Sequence[Interval], two: Sequence[Interval]) -> Iterator[Interval]:
-    """Yield the intersection of two lists of ordered intervals."""
-    first = second = 0
-    while first < len(one) and second < len(two):
-        (a, b), (c, d) = one[first], two[second]
-        if max(a, c) < min(b, d):
-            yield max(a, c), min(b, d)
-        if b < d:
-            first += 1
-        else:
-            second += 1
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)

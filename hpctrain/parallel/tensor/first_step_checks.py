@@ -12,13 +12,13 @@ because they may be waiting.
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.parallel.hooks import ModuleHook, StepHooks, subclass_with
@@ -58,10 +58,11 @@ class FirstStep:
         self._everywhere = tensor.comm.size == strategy.comm.size
         self._update_hooks: StepHooks | None = StepHooks(self, FirstStep._before_update)
         self._compared: WholeModel | None = None
-        self._tracker = PassTracker(self._model, entries, sequence=sequence) if pipeline is not None else None
+        self._tracker: PassTracker | None = None
         if whole is not None:
             self._compared = WholeModel(self._model, whole, tensor, entries, inner.unshard, rounds=rounds)
         if pipeline is not None:
+            self._tracker = PassTracker(self._model, entries, sequence=sequence)
             self._watch_stages(pipeline, {entry.module: entry.kind for entry in entries})
         else:
             watch(self._model, entries, sequence=sequence)
@@ -114,10 +115,7 @@ class FirstStep:
     def explain(self) -> Iterator[None]:
         """Add explanations to errors of a pipeline's first training passes, in the ``with`` block."""
         tracker, self._tracker = self._tracker, None
-        if tracker is None:
-            yield
-            return
-        with tracker.explain_errors(everywhere=False):
+        with tracker.explain_errors(everywhere=False) if tracker is not None else nullcontext():
             yield
 
     def _watch_stages(self, pipeline: Pipeline, kinds: Mapping[nn.Module, str]) -> None:
@@ -126,22 +124,22 @@ class FirstStep:
         varies = _varying_inputs(pipeline.modules, kinds)
         split_before_chunk = split_before_chunks(pipeline.modules, kinds if self._sequence else {})
         pending = {
-            chunk for chunk in pipeline.held if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
+            chunk for chunk in pipeline.chunks if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
         }
 
         def after(chunk: int, inputs: Tensors, outputs: Tensors, run: Run) -> None:
             with self._raising():
                 if search is not None:
-                    given, ends = inputs if varies[chunk] else (), chunk + 1 == len(pipeline.layers)
+                    given, ends = inputs if varies[chunk] else (), chunk + 1 == len(pipeline.modules)
                     search.after_forward(outputs, given, ends=ends)
                 if compared is not None and chunk in pending and torch.is_grad_enabled():
                     pending.discard(chunk)
                     with torch.no_grad():
-                        begin = gather_activations(inputs, self._tensor.comm) if split_before_chunk[chunk] else inputs
-                        end = (
-                            gather_activations(outputs, self._tensor.comm) if split_before_chunk[chunk + 1] else outputs
+                        begin, end = (
+                            gather_activations(values, self._tensor.comm) if is_split else values
+                            for values, is_split in zip((inputs, outputs), split_before_chunk[chunk:])
                         )
-                    compared.compare_layers(pipeline.held_layers(chunk), lambda layers: run(layers, begin), end)
+                    compared.compare_layers(pipeline.chunks[chunk].layers, lambda layers: run(layers, begin), end)
                     if not pending:
                         compared.drop()
 
@@ -199,7 +197,6 @@ _SHAPES = re.compile(
     r"shape|size|dimension|must match|broadcast|mat1|mat2|expect|head|einsum|not divisible|out of (range|bounds)|^$",
     re.IGNORECASE,
 )
-_TRACKERS: weakref.WeakKeyDictionary[nn.Module, PassTracker] = weakref.WeakKeyDictionary()
 
 
 class PassTracker:
@@ -212,12 +209,14 @@ class PassTracker:
         self.running: list[nn.Module] = []
         self.split_layer: nn.Module | None = None  # the last layer whose outputs are split, until a row takes them
         self.scattered: nn.Module | None = None  # the module after which sequences are split, until they are gathered
-        self._handles: list[Any] = []
 
     @contextmanager
     def explain_errors(self, *, everywhere: bool = True) -> Iterator[None]:
         """Convert errors in the ``with`` block that come from the plan to ``UsageError``, by default on all ranks."""
-        self._attach()
+        handles: list[RemovableHandle] = []
+        for module in self._names:
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave))  # not called if the module raises
         try:
             yield
         except _ERRORS as error:
@@ -227,19 +226,9 @@ class PassTracker:
             explained.everywhere = everywhere
             raise explained from error
         finally:
-            self._detach()
-
-    def _attach(self) -> None:
-        """Register hooks that follow the module calls."""
-        for module in self._names:
-            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave))  # not called if the module raises
-
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.running, self.split_layer, self.scattered = [], None, None
+            for handle in handles:
+                handle.remove()
+            self.running, self.split_layer, self.scattered = [], None, None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.running.append(module)
@@ -258,15 +247,15 @@ class PassTracker:
         """Return the ``UsageError`` for an error in the pass; None if the plan is not the cause."""
         failed = self.running[-1] if self.running else None
         known = _SHAPES.search(str(error)) and not isinstance(error, (HpctrainError, NotImplementedError))
-        from_plan = self.split_layer is not None or self.scattered is not None or _is_row(failed)
+        from_plan = self.split_layer is not None or self.scattered is not None or isinstance(failed, RowParallel)
         if not known or isinstance(error, torch.OutOfMemoryError) or not from_plan:
             return None
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return UsageError(f"{self._where(failed)} failed: {text}; {self._advice(failed)}", everywhere=True)
-
-    def _where(self, failed: nn.Module | None) -> str:
-        where = f"in {self.name(failed)}" if failed is not None and self.name(failed) else "in the model"
-        return f"forward pass of the model split over tensor ranks {where}"
+        where = self.name(failed) or "the model"
+        return UsageError(
+            f"forward pass of the model split over tensor ranks in {where} failed: {text}; {self._advice(failed)}",
+            everywhere=True,
+        )
 
     def _advice(self, failed: nn.Module | None) -> str:
         if self.split_layer is None and self.scattered is not None:
@@ -282,7 +271,7 @@ class PassTracker:
             )
         before = f"it follows {self.name(self.split_layer)}, whose outputs are split over the ranks"
         column = isinstance(failed, ColumnParallel) and not failed.gathers
-        if isinstance(failed, (ColumnParallel, SharedHeads)) or isinstance(failed, nn.Linear) and not _is_row(failed):
+        if isinstance(failed, nn.Linear) and not isinstance(failed, RowParallel):
             what = "a column-parallel layer takes whole features" if column else "a whole layer takes whole features"
             return f"{before}; {what}; write '{self._path(failed)}=row' in parallel.tensor_plan"
         siblings = self._unsplit_siblings(self.split_layer)
@@ -323,39 +312,22 @@ class PassTracker:
         return name
 
 
-def _is_row(module: nn.Module | None) -> bool:
-    return isinstance(module, RowParallel)
-
-
 def watch(model: nn.Module, entries: Sequence[PlanEntry], *, sequence: bool = False) -> None:
     """Explain errors of a split model's forward passes, until the first pass with gradients is complete."""
+    plain, tracker = type(model), PassTracker(model, entries, sequence=sequence)
     if isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model):
         return
-    _TRACKERS[model] = PassTracker(model, entries, sequence=sequence)
-    model.__class__ = _subclass(type(model))
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with tracker.explain_errors():
+            result = plain.forward(self, *args, **kwargs)
+        if torch.is_grad_enabled():
+            unwatch(model)
+        return result
+
+    model.__class__ = subclass_with(plain, forward, "_watched_class")
 
 
 def unwatch(model: nn.Module) -> None:
     """Restore the model's own class."""
-    plain = getattr(type(model), "_watched_class", None)
-    if plain is not None:
-        model.__class__ = plain
-    _TRACKERS.pop(model, None)
-
-
-def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tracker = _TRACKERS.get(self)
-        if tracker is None:
-            return plain.forward(self, *args, **kwargs)
-        return _watched(self, tracker, lambda: plain.forward(self, *args, **kwargs))
-
-    return subclass_with(plain, forward, "_watched_class")
-
-
-def _watched(model: nn.Module, tracker: PassTracker, forward: Any) -> Any:
-    with tracker.explain_errors():
-        result = forward()
-    if torch.is_grad_enabled():
-        unwatch(model)
-    return result
+    model.__class__ = getattr(type(model), "_watched_class", type(model))

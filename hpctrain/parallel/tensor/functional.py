@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,9 +65,6 @@ def copy_from_buffer(buffer: Tensor) -> Tensor:
     return buffer.clone() if buffer.device.type == "cpu" else buffer
 
 
-# Communication functions of tensor parallelism, with and without autograd (Megatron-LM's ``mappings``) ----------------
-
-
 Communication = Callable[..., Tensor]
 
 
@@ -80,6 +77,15 @@ def all_reduce(tensor: Tensor, comm: Communicator) -> Tensor:
     buffer.copy_(tensor)
     comm.all_reduce(buffer)
     return copy_from_buffer(buffer)
+
+
+def all_reduce_together(tensors: Iterable[Tensor], comm: Communicator) -> list[Tensor]:
+    """Return the sums of tensors over the ranks, by one message."""
+    with torch.no_grad(), comm.bucket() as bucket:
+        sums = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        for each in sums:
+            bucket.all_reduce(each)
+    return sums
 
 
 def slice_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
@@ -179,11 +185,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        with ctx.comm.bucket() as bucket:
-            owned = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
-            for grad in owned:
-                bucket.all_reduce(grad)
-        return None, *owned
+        return None, *all_reduce_together(grads, ctx.comm)
 
 
 def _identity(tensor: Tensor, *_: Any) -> Tensor:

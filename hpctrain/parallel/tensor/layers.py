@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.parallel.rng import RngRegion
 from hpctrain.parallel.tensor import functional
@@ -42,36 +41,24 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        rows, grad_x, grad_weight = _rows(grad), None, None
+        rows, shape = _rows(grad), (*grad.shape[:-1], weight.shape[1])
+        grad_x = grad_weight = work = None
         if ctx.sequence and needs_weight:
             x = functional.all_gather_sequence(x, ctx.comm)
-        start = _start_reduce_scatter if ctx.sequence else _start_all_reduce
-        work, result = start(rows, weight, (*grad.shape[:-1], weight.shape[1]), ctx.comm) if needs_x else (None, None)
+        if needs_x and ctx.sequence:  # this rank gets its part of the sequence
+            buffer, grad_x = functional.reduce_scatter_buffers(rows.mm(weight).view(shape), ctx.comm)
+            work = ctx.comm.reduce_scatter(grad_x, buffer, async_op=True)
+        elif needs_x:
+            buffer = functional.get_buffer(ctx.comm, shape, rows)
+            torch.mm(rows, weight, out=_rows(buffer))
+            work = ctx.comm.all_reduce(buffer, async_op=True)
         if needs_weight:
             grad_weight = rows.t().mm(_rows(x))
         grad_bias = rows.sum(0) if needs_bias else None
         if work is not None:
             work.wait()
-        if result is not None:
-            grad_x = result if ctx.sequence else functional.copy_from_buffer(result)
+            grad_x = grad_x if ctx.sequence else functional.copy_from_buffer(buffer)
         return grad_x, grad_weight, grad_bias, None, None
-
-
-def _start_all_reduce(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
-    """Start to sum the gradient of the input, in a buffer."""
-    buffer = functional.get_buffer(comm, shape, rows)
-    torch.mm(rows, weight, out=_rows(buffer))
-    work = comm.all_reduce(buffer, async_op=True)
-    assert not isinstance(work, Tensor)
-    return work, buffer
-
-
-def _start_reduce_scatter(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
-    """Start a reduce_scatter of the input's gradient; this rank gets its part of the sequence."""
-    buffer, part = functional.reduce_scatter_buffers(rows.mm(weight).view(shape), comm)
-    work = comm.reduce_scatter(part, buffer, async_op=True)
-    assert not isinstance(work, Tensor)
-    return work, part
 
 
 class _RowLinear(torch.autograd.Function):
@@ -123,6 +110,14 @@ class Parallel(nn.Module, ABC):
     torch_class: type[nn.Module]  # torch's own class
     comm: Communicator | None = None
 
+    def __init__(self, *arguments: Any, comm: Communicator, **keywords: Any) -> None:
+        """Create torch's own module by its arguments, and keep this rank's slice; options are class attributes."""
+        options = {name: keywords.pop(name) for name in [*keywords] if hasattr(type(self), name)}
+        super().__init__(*arguments, **keywords)
+        self._check_sizes(self, comm.size, **options)
+        self.adopt(self, comm, **options)
+        self._slice()
+
     @classmethod
     def convert(cls, module: nn.Module, comm: Communicator, **options: Any) -> Self:
         """Convert torch's own module to this rank's slice of it, in place; ``options`` as for a new one.
@@ -130,17 +125,18 @@ class Parallel(nn.Module, ABC):
         The parameter objects stay. Parameters on the meta device get no memory.
         """
         cls.check(module, comm.size, **options)
-        for name, parameter in module._parameters.items():
-            if parameter is not None and name in cls.dims:
-                parameter.data = cls.slice_of(comm, name, parameter.data)
-        return cls.adopt(module, comm, **options)
+        parallel = cls.adopt(module, comm, **options)
+        parallel._slice()
+        return parallel
 
     @classmethod
     def adopt(cls, module: nn.Module, comm: Communicator, **options: Any) -> Self:
         """Convert a module whose parameters are already split to this class, in place."""
         module.__class__ = cls
         parallel = cast(Self, module)
-        parallel._configure(comm, **options)
+        parallel.comm = comm
+        for name, value in options.items():
+            setattr(parallel, name, value)
         return parallel
 
     @classmethod
@@ -163,10 +159,11 @@ class Parallel(nn.Module, ABC):
     @abstractmethod
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None: ...
 
-    def _configure(self, comm: Communicator, **options: Any) -> None:
-        self.comm = comm
-        for name, value in options.items():
-            setattr(self, name, value)
+    def _slice(self) -> None:
+        """Replace whole parameters by this rank's slices."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                parameter.data = self.slice_of(self._comm, name, parameter.data)
 
     @property
     def _comm(self) -> Communicator:
@@ -197,24 +194,6 @@ class _ParallelLinear(Parallel, nn.Linear):
     overlaps = True  # whether one function overlaps communication and computation; else a backward pass can be split
     sequence = False  # whether activations outside split regions are split along the sequence
     region: RngRegion | None = None  # in which dropout draws per rank, if the model has dropout
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        comm: Communicator,
-        **options: Any,
-    ) -> None:
-        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        self._check_sizes(self, comm.size, **options)
-        for name, parameter in self._parameters.items():
-            if parameter is not None:
-                parameter.data = self.slice_of(comm, name, parameter.data)
-        self._configure(comm, **options)
 
     def _whole_module(self) -> nn.Module:
         weight, bias = self.weight, self.bias is not None
@@ -251,15 +230,11 @@ class ColumnParallel(_ParallelLinear):
 
     dims = {"weight": 0, "bias": 0}
     gathers = False
-    uneven = False  # whether slices may be unequal without gathering
 
     @classmethod
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
-        features = module.out_features
-        if options.get("gathers") or options.get("uneven"):
-            check_length(features, size, "outputs")
-        else:
-            _check_divides(features, size, "outputs")
+        check = check_length if options.get("gathers") else _check_divides
+        check(module.out_features, size, "outputs")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, or to this rank's slice of it."""

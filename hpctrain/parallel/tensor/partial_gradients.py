@@ -55,7 +55,6 @@ class PartialGradients:
         entries: Mapping[nn.Module, str] = MappingProxyType({}),
     ) -> None:
         self._comm, self._split, self._entries = comm, tuple(split), entries
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._model = model
         self._searches, self._in_every_pass = True, False
         self._summed_modules: set[nn.Module] = set()
@@ -161,7 +160,7 @@ class PartialGradients:
     def _log(self, found: list[Node]) -> None:
         if found and not self._logged and not self._comm.rank:
             leaves = {id(leaf.variable) for leaf in found if hasattr(leaf, "variable")}
-            named = [self._names[each] for each in leaves if each in self._names]
+            named = [name for name, parameter in self._model.named_parameters() if id(parameter) in leaves]
             logger.debug(
                 "tensor parallelism: gradients that are summed over the tensor ranks, as their operands meet split "
                 "features: %s and %d activations per pass",
@@ -257,14 +256,9 @@ def _replicated_operands(node: Node, states: dict[Node, bool]) -> list[int]:
 
 def _summing_hook(indices: list[int], comm: Communicator) -> Any:
     def hook(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        summed = list(gradients)
-        with torch.no_grad(), comm.bucket() as bucket:
-            for index in indices:
-                gradient = gradients[index]
-                if gradient is not None:
-                    total = summed[index] = gradient.clone(memory_format=torch.contiguous_format)
-                    bucket.all_reduce(total)
-        return tuple(summed)
+        partial = {index: one for index in indices if (one := gradients[index]) is not None}
+        sums = dict(zip(partial, functional.all_reduce_together(partial.values(), comm)))
+        return tuple(sums.get(index, one) for index, one in enumerate(gradients))
 
     return hook
 

@@ -177,7 +177,8 @@ def parse(lines: Sequence[str]) -> dict[str, str]:
         pattern, equals, kind = (word.strip() for word in line.partition("="))
         if not (pattern and equals and kind):
             raise UsageError(f"tensor plan {line!r}: allowed are pattern=kind, as in '*.fc=column'", everywhere=True)
-        _check_kind(pattern, kind)
+        if kind not in KINDS:
+            raise UsageError(f"tensor plan {pattern}={kind}: allowed kinds are {', '.join(KINDS)}", everywhere=True)
         plan.pop(pattern, None)  # the last entry of a pattern wins
         plan[pattern] = kind
     return plan
@@ -244,7 +245,7 @@ def apply(
     if sequence:
         split_sequences(model, comm, {each.module: each.kind for each in chosen}, list(split.values()), region, layers)
     named = {entry.name for entry in entries if entry.kind == "vocabulary"}
-    heads = {name: one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)}
+    heads = [one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)]
     return TensorSplit(comm, split, positions, heads, partial_gradients)
 
 
@@ -274,7 +275,6 @@ def choose(model: nn.Module, plan: Plan) -> list[PlanEntry]:
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     chosen: dict[nn.Module, PlanEntry] = {}
     for pattern, kind in plan.items():
-        _check_kind(pattern, kind)
         found = [name for name in modules if fnmatchcase(name, pattern)]
         if not found:
             raise UsageError(
@@ -287,11 +287,6 @@ def choose(model: nn.Module, plan: Plan) -> list[PlanEntry]:
             chosen[modules[name]] = PlanEntry(first, modules[name], parent, kind, pattern)
     order = {module: index for index, module in enumerate(model.modules())}
     return sorted(chosen.values(), key=lambda entry: order[entry.module])
-
-
-def _check_kind(pattern: str, kind: str) -> None:
-    if kind not in KINDS:
-        raise UsageError(f"tensor plan {pattern}={kind}: allowed kinds are {', '.join(KINDS)}", everywhere=True)
 
 
 def _listed(names: list[str]) -> str:

@@ -8,7 +8,8 @@ sees a part of the tokens on each rank, so its gradient is summed over the ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -39,12 +40,21 @@ def split_sequences(
     kind whole. ``layers`` is the sequence of layers that the stages of a pipeline call.
     """
     sequence_region = SequenceRegion(model, layers, kinds)
+
+    def scatter(result: Any) -> Any:
+        sequence_region.change(True)
+        return _map_activations(functional.scatter_to_sequence_parallel_region, result, comm)
+
+    def gather(args: Any) -> Any:
+        sequence_region.change(False)
+        return gather_activations(args, comm)
+
     excluded = set(split)
     for module, kind in kinds.items():
         if kind == "scatter":
-            scatter_after(module, comm, sequence_region)
+            module.register_forward_hook(lambda _, args, result: scatter(result))
         elif kind == "gather":
-            gather_before(module, comm, sequence_region)
+            module.register_forward_pre_hook(lambda _, args: gather(args))
         elif kind == "vocabulary" and module in split:
             module.register_forward_pre_hook(lambda *_: sequence_region.change(False))
         if kind in ("scatter", "gather", "whole"):
@@ -115,39 +125,17 @@ def split_before_chunks(chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn
     return [before[begin] for begin in (0, *accumulate(len(layers) for layers in chunks))]
 
 
-def gather_activations(values: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Return tensors with the sequences of all activations gathered, for all ranks."""
-    return tuple(_gathered(one, comm) for one in values)
+def gather_activations(values: Any, comm: Communicator) -> Any:
+    """Return a nest of values with the sequences of all activations gathered, for all ranks."""
+    gathered = partial(functional.gather_from_sequence_parallel_region, tensor_parallel_output_grad=False)
+    return _map_activations(gathered, values, comm)
 
 
-def scatter_after(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion) -> None:
-    """Register a hook that splits a module's outputs along the sequence; each rank keeps its part."""
+def _map_activations(communicate: Callable[..., Tensor], values: Any, comm: Communicator) -> Any:
+    def changed(leaf: Any) -> Any:
+        return communicate(leaf, comm) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    def split(_: nn.Module, args: Any, result: Any) -> Any:
-        sequence_region.change(True)
-        return tree_map(lambda leaf: _scattered(leaf, comm), result)
-
-    module.register_forward_hook(split)
-
-
-def gather_before(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion) -> None:
-    """Register a hook that gathers the sequences of a module's inputs on all ranks."""
-
-    def gather(_: nn.Module, args: Any) -> Any:
-        sequence_region.change(False)
-        return tree_map(lambda leaf: _gathered(leaf, comm), args)
-
-    module.register_forward_pre_hook(gather)
-
-
-def _scattered(leaf: Any, comm: Communicator) -> Any:
-    return functional.scatter_to_sequence_parallel_region(leaf, comm) if _is_activation(leaf) else leaf
-
-
-def _gathered(leaf: Any, comm: Communicator) -> Any:
-    if not _is_activation(leaf):
-        return leaf
-    return functional.gather_from_sequence_parallel_region(leaf, comm, tensor_parallel_output_grad=False)
+    return tree_map(changed, values)
 
 
 def sum_gradients(module: nn.Module, comm: Communicator, sequence_region: SequenceRegion | None = None) -> None:
@@ -194,7 +182,3 @@ def draw_per_rank(module: nn.Module, region: RngRegion) -> None:
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
-
-
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

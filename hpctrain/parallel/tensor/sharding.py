@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,57 +67,50 @@ def slice_parameters(
     materialise(model, device, cuts)
 
 
+@dataclass(frozen=True, eq=False)
 class TensorSplit:
     """Model that is split over the ranks of ``comm``: ``modules`` by name, ``positions`` by names of ``state_dict``.
 
-    It is the ``Split`` of a model that is not split otherwise. ``compose`` composes it with the split
-    of the data axis.
+    It is the ``Split`` of a model whose data axis splits as ``inner``, or not at all.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        modules: Mapping[str, Parallel],
-        positions: Mapping[str, SlicePosition],
-        heads: Mapping[str, ColumnParallel],
-        partial_gradients: PartialGradients | None = None,
-    ) -> None:
-        self.comm = comm
-        self.partial_gradients = partial_gradients
-        self.modules = dict(modules)
-        self.positions = dict(positions)
-        self._heads = dict(heads)  # layers whose outputs are the vocabulary
+    comm: Communicator
+    modules: Mapping[str, Parallel]
+    positions: Mapping[str, SlicePosition]
+    heads: Sequence[ColumnParallel]  # layers whose outputs are the vocabulary
+    partial_gradients: PartialGradients | None = None
+    inner: Split | None = None
 
     def is_split(self, name: str) -> bool:
         """Return whether this rank holds only a slice of a tensor; other tensors are equal on all tensor ranks."""
         return name in self.positions
 
     def shards(self, name: str, tensor: Any) -> list[Shard]:
-        """Return this rank's shard of a tensor, or of an optimizer state of its shape."""
-        return [self._shifted(name, Shard.whole(name, tensor))]
+        """Return this rank's shards of a tensor, or of an optimizer state of its shape, in the whole tensor."""
+        shards = [Shard.whole(name, tensor)] if self.inner is None else self.inner.shards(name, tensor)
+        position = self.positions.get(name)
+        if position is None:
+            return shards
+        return [
+            replace(each, shape=position.shape, start=tuple(map(sum, zip(position.start, each.start))))
+            for each in shards
+        ]
 
     def compose(self, inner: Split | None) -> Split:
         """Return the split of tensors whose local slice is itself split by ``inner``."""
-        return self if inner is None else _Composed(self, inner)
-
-    def _shifted(self, name: str, shard: Shard) -> Shard:
-        position = self.positions.get(name)
-        if position is None:
-            return shard
-        start = tuple(outer + inner for outer, inner in zip(position.start, shard.start))
-        return replace(shard, shape=position.shape, start=start)
+        return replace(self, inner=inner)
 
     # Losses of split logits -------------------------------------------------------------------------------------------
 
     @property
     def has_head(self) -> bool:
         """Return whether this rank's part of the model ends in logits that can stay split."""
-        return bool(self._heads)
+        return bool(self.heads)
 
     @contextmanager
     def split_outputs(self) -> Iterator[None]:
         """Leave logits split for the ``with`` block, for ``cross_entropy``."""
-        before = {head: head.gathers for head in self._heads.values()}
+        before = {head: head.gathers for head in self.heads}
         for head in before:
             head.gathers = False
         try:
@@ -128,7 +121,7 @@ class TensorSplit:
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
         """Return the mean loss, in float32, of split logits ``[..., slice of the vocabulary]``."""
-        sizes = {head.out_features for head in self._heads.values()}
+        sizes = {head.out_features for head in self.heads}
         if len(sizes) != 1:
             raise UsageError(
                 "a loss of split logits needs a head of kind vocabulary in the plan, and one size of vocabulary, "
@@ -143,14 +136,3 @@ class TensorSplit:
         """Make gradients of inputs and of weights separately computable, without repeated work."""
         for module in self.modules.values():
             module.overlaps = False  # type: ignore[assignment]
-
-
-class _Composed:
-    """``Split`` of slices that are split again."""
-
-    def __init__(self, outer: TensorSplit, inner: Split) -> None:
-        self._outer, self._inner = outer, inner
-
-    def shards(self, name: str, tensor: Any) -> list[Shard]:
-        """Return shards with offsets in the whole tensor."""
-        return [self._outer._shifted(name, shard) for shard in self._inner.shards(name, tensor)]

@@ -27,21 +27,6 @@ class ParallelEmbedding(Parallel, nn.Embedding):
     torch_class = nn.Embedding
     dims = {"weight": 0}
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        comm: Communicator,
-    ) -> None:
-        nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._check_sizes(self, comm.size)
-        self.weight.data = self.slice_of(comm, "weight", self.weight.data)
-        self._configure(comm)
-
     @classmethod
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
         check_length(module.num_embeddings, size, "rows")

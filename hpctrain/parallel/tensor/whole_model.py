@@ -11,7 +11,6 @@ copy takes more than a quarter of the free memory.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -27,7 +26,7 @@ from hpctrain.errors import MismatchError
 from hpctrain.log import logger
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import CallArguments, flatten
-from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.pipeline.layers import Layer, copied, tensors_in
 from hpctrain.parallel.pipeline.stage import evaluation_mode
 from hpctrain.parallel.rng import has_dropout, restored_generators
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -50,18 +49,10 @@ Trace = list[tuple[str, Tensor]]  # outputs of modules, in order
 
 def _blank_copy(model: nn.Module) -> nn.Module | None:
     """Return a copy of a whole model with parameters and buffers on the meta device; None if it cannot be compared."""
-    for module in model.modules():
-        if isinstance(module, SyncBatchNorm):
-            return None
-    if _has_own_hooks(model):
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()) or _has_own_hooks(model):
         return None
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
-        return copy.deepcopy(model, memo)
+        return copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     except Exception as error:  # classes of the program may raise any exception
         logger.debug("tensor parallelism: no comparison with the whole model, as it cannot be copied: %s", error)
         return None
@@ -84,7 +75,7 @@ def whole_copy(
     if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and has_dropout(model):
         return None
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory() // comm.local_size
-    needed = sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
+    needed = sum(tensor.numel() * tensor.itemsize for tensor in tensors_in(model))
     if needed > MAX_MEMORY_FRACTION * min(comm.all_gather_object(free)):
         logger.debug("tensor parallelism: no comparison with the whole model, as there is not enough memory")
         return None
@@ -143,13 +134,11 @@ class WholeModel:
             if any(comm.all_gather_object(draws or used_generators())):
                 logger.debug("tensor parallelism: no comparison with the whole model, which is random, or has hooks")
                 self._expected, self.done = None, True
-            elif self._has_dropout:
-                self.done = True
-                self._record(self._model, 0)
-                with torch.no_grad():
-                    self._compare_outputs(self._model(*args, **kwargs))
             else:
                 self._record(self._model, 0)
+                if self._has_dropout:
+                    with torch.no_grad():
+                        self.after(self._model(*args, **kwargs))
         self.drop()
         if self.done:
             self._remove_hooks()
@@ -246,15 +235,13 @@ class WholeModel:
             return
         names = {module: name for name, module in model.named_modules() if name}
 
-        def record_outputs(module: nn.Module, args: Any, result: Any) -> None:
-            _sample(result, names[module], self._traces[index])
+        def record(module: nn.Module, args: Any, result: Any) -> None:
+            name = names[module]
+            _sample(result, name, self._traces[index])
+            if name in self._entries and self._entries[name].kind == "row":
+                _sample(args, name, self._rows[index])
 
-        def record_inputs(module: nn.Module, args: Any) -> None:
-            _sample(args, names[module], self._rows[index])
-
-        self._handles += [module.register_forward_hook(record_outputs) for module in names]
-        rows = [module for module, name in names.items() if name in self._entries and self._entries[name].kind == "row"]
-        self._handles += [module.register_forward_pre_hook(record_inputs) for module in rows]
+        self._handles += [module.register_forward_hook(record) for module in names]
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -358,15 +345,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 @contextmanager
 def _watched_generators(args: Any, kwargs: Any) -> Iterator[Callable[[], bool]]:
-    """Restore torch's generators after the block; yield a function that returns whether they were used."""
+    """Restore torch's generators after the block; yield a function that returns in it whether they were used."""
     devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} | {torch.device("cpu")}
-    used: list[bool] = []
     with restored_generators(device for device in devices if device.type in ("cpu", "cuda")) as saved:
-
-        def used_generators() -> bool:
-            return used[0] if used else any(not torch.equal(one.get_state(), state) for one, state in saved)
-
-        try:
-            yield used_generators
-        finally:
-            used.append(used_generators())
+        yield lambda: any(not torch.equal(one.get_state(), state) for one, state in saved)

@@ -38,7 +38,6 @@ class Row(nn.Module):
         self.row = row
 
     def layers(self) -> Any:
-        """Return the layers given by the test, or all parts."""
         return self.row(self) if self.row else [*self.parts]
 
 
@@ -70,7 +69,6 @@ def test_the_built_in_models_are_rows(model: Callable[[], nn.Module], example: T
 def test_nested_sequentials_are_flattened() -> None:
     class Own(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            """Do more than a sequential does."""
             return x + super().forward(x)
 
     hooked = nn.Sequential(nn.Linear(3, 3))
@@ -186,7 +184,6 @@ class Echo(nn.Module):
     """Layer that returns its arguments."""
 
     def forward(self, x: Any, mask: Any = None, *, scale: Any = None) -> Any:
-        """Return the arguments as a list."""
         return [x, mask, scale]
 
 
@@ -194,7 +191,6 @@ class One(nn.Module):
     """Layer with one argument."""
 
     def forward(self, x: Any) -> Any:
-        """Return it."""
         return x
 
 
@@ -202,7 +198,6 @@ class Two(nn.Module):
     """Layer with two arguments."""
 
     def forward(self, x: Any, y: Any) -> Any:
-        """Return them in another order."""
         return y, x
 
 
@@ -210,7 +205,6 @@ class Any2(nn.Module):
     """Layer with any number of arguments."""
 
     def forward(self, *given: Any) -> Any:
-        """Return the number of arguments, and the first."""
         return len(given), given[0]
 
 
@@ -225,7 +219,6 @@ class Net(nn.Module):
                 self.add_module(str(number), part)
 
     def layers(self) -> list[Any]:
-        """Return the layers."""
         return list(self.parts)
 
     def forward(self, x: Any, mask: Any = None, *rest: Any, scale: Any = None, **more: Any) -> Any:
@@ -275,7 +268,6 @@ def test_layers_of_a_sequential_are_called_as_in_torch() -> None:
 
     class Pair(nn.Module):
         def forward(self, x: Any) -> Any:
-            """Return two."""
             return pair(x)
 
     plain = nn.Sequential(Pair(), Echo())
@@ -320,7 +312,6 @@ def test_a_model_without_its_own_forward_also_passes_arguments_by_name() -> None
             self.one, self.echo = One(), Echo()
 
         def layers(self) -> list[nn.Module]:
-            """Return the layers."""
             return [self.one, self.echo]
 
     assert ran(Bare(), 1, mask=2) == [1, 2, None]

@@ -68,6 +68,9 @@ def check_updates(schedule: Schedule, actions: tuple[Action, ...]) -> None:
         if action.kind is ActionKind.UPDATE:
             if before != Action(ActionKind.BACKWARD, action.chunk, action.microbatch) or action.microbatch == last:
                 raise invalid(schedule, f"{action} of chunk {action.chunk} after {before}")
+    count = sum(action.kind is ActionKind.UPDATE for action in actions)
+    if count not in (0, last):
+        raise invalid(schedule, f"{count} updates")
 
 
 def invalid(schedule: Schedule, reason: str) -> AssertionError:
@@ -137,14 +140,6 @@ def test_live_microbatches_equal_the_theory(name: str) -> None:
         assert [schedule.live(rank) for rank in range(p)] == [LIVE[name](rank, p, m, v) for rank in range(p)]
 
 
-def test_updates_follow_every_backward_pass_except_the_last() -> None:
-    for actions in make("pipedream", 4, 6).actions:
-        updates = [place for place, action in enumerate(actions) if action.kind is ActionKind.UPDATE]
-        before = [actions[place - 1] for place in updates]
-        assert before == [Action(ActionKind.BACKWARD, actions[0].chunk, number) for number in range(5)]
-        assert actions[-1].kind is ActionKind.BACKWARD
-
-
 def test_only_zero_bubble_splits_the_backward_pass() -> None:
     found = [name for name in SCHEDULES if make(name, 2, 2, 2 if name == "interleaved" else 1).splits_backward]
     assert found == ["zb-h1"]
@@ -185,26 +180,17 @@ def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedul
     "schedule, message",
     [
         (broken("gpipe", 1, "F0 F1 B0"), r"backward or input passes of chunk 1 come as \[0\]"),
-        (broken("gpipe", 1, "F0 F0 F1 B0 B1"), r"forward passes of chunk 1 come as \[0, 0, 1\]"),
         (broken("gpipe", 1, "F1 F0 B0 B1"), r"forward passes of chunk 1 come as \[1, 0\]"),
-        (broken("gpipe", 1, "F0 F1 B1 B0"), r"backward or input passes of chunk 1 come as \[1, 0\]"),
-        (broken("gpipe", 1, "F0 F1 I0 W0 I1"), r"backward or weight passes of chunk 1 come as \[0\]"),
         (broken("gpipe", 1, "F0 F1 I0 I1 W1 W0"), r"backward or weight passes of chunk 1 come as \[1, 0\]"),
-        (broken("gpipe", 1, "F0 F1 B0 B1", chunk=0), "F0 of chunk 0 on rank 1, which does not hold it"),
         (broken("gpipe", 1, "F0 F1 B0 B1", chunk=2), "F0 of chunk 2 on rank 1, which does not hold it"),
-        (broken("gpipe", 1, "F0 F1 B0 B1 U1"), "U1 of chunk 1 after B1"),
         (broken("gpipe", 1, "F0 F1 U0 B0 B1"), "U0 of chunk 1 after F1"),
         (broken("gpipe", 1, "F0 B0 F1 W1 I1"), "ranks wait for each other: .*rank 1 in W1 of chunk 1"),
-        (broken("naive", 0, "F0 B0 B1 F1"), "rank 0 in B1 of chunk 0, rank 1 in F1 of chunk 1"),
+        # Rank 0 waits for a gradient before it sends the activations that rank 1 needs to compute that gradient.
+        (broken("gpipe", 0, "F0 B0 F1 B1"), "rank 0 in B0 of chunk 0, rank 1 in F1 of chunk 1"),
+        (broken("pipedream", 1, "F0 B0 F1 B1 U1"), "U1 of chunk 1 after B1"),
         (replace(make("gpipe", 2, 2), ranks=3), "2 lists of actions, 2 chunks"),
     ],
 )
 def test_the_checker_finds_errors(schedule: Schedule, message: str) -> None:
     with pytest.raises(AssertionError, match=f"the schedule {schedule.name} cannot be executed: .*{message}"):
         check_schedule(schedule)
-
-
-def test_a_deadlock_between_individually_valid_orders_is_found() -> None:
-    # Rank 0 waits for a gradient before it sends the activations that rank 1 needs to compute that gradient.
-    with pytest.raises(AssertionError, match="rank 0 in B0 of chunk 0, rank 1 in F1 of chunk 1"):
-        check_schedule(broken("gpipe", 0, "F0 B0 F1 B1"))

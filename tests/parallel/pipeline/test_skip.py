@@ -69,7 +69,6 @@ def test_threads_have_separate_kept_tensors() -> None:
 
     class Turn(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            """Wait until both threads have kept."""
             turns.wait(10)
             return x
 
@@ -129,7 +128,6 @@ class Failing(nn.Module):
     fails = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input."""
         if self.fails:
             raise ArithmeticError("broken")
         return x
@@ -207,7 +205,6 @@ class Inside(nn.Module):
         self.other, self.more = Join("far"), Keep("new")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all four."""
         return self.more(self.other(self.join(self.keep(x))))  # type: ignore[no-any-return]
 
 

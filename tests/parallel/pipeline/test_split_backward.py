@@ -53,10 +53,10 @@ def trained(
         y.backward(gradient)
         found += [y.detach(), x.grad]
     if store is not None:
-        assert own.grad is None and list(store.keys) == list(range(len(inputs)))
+        assert own.grad is None and list(store.deferred) == list(range(len(inputs)))
         for key in range(len(inputs)):
             store.flush(key)
-        assert not store.keys
+        assert not store.deferred
     return [*found, own.grad, None if added is None else added.grad]
 
 
@@ -155,10 +155,10 @@ def test_keys_are_separate_and_can_be_dropped() -> None:
     store.flush("b")
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[10, 10]] * 2
     store.flush("a")
-    assert layer.weight.grad.tolist() == [[11, 11]] * 2 and list(store.keys) == ["c"]
-    store.drop()
+    assert layer.weight.grad.tolist() == [[11, 11]] * 2 and list(store.deferred) == ["c"]
+    store.deferred.clear()
     store.flush("c")
-    assert layer.weight.grad.tolist() == [[11, 11]] * 2 and not store.keys
+    assert layer.weight.grad.tolist() == [[11, 11]] * 2 and not store.deferred
 
 
 def test_hooks_on_parameters_run_when_their_gradient_is_computed() -> None:
@@ -179,12 +179,12 @@ def test_excluded_parameters_and_computed_weights_are_not_deferred() -> None:
     store = WeightGradStore([layer.weight])
     with store.deferring(0):
         layer(torch.ones(2, 3)).sum().backward()
-    assert layer.weight.grad is not None and not store.keys
+    assert layer.weight.grad is not None and not store.deferred
     made = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
     other = WeightGradStore()
     with other.deferring(0):
         made(torch.ones(2, 3)).sum().backward()
-    assert all(parameter.grad is not None for parameter in made.parameters()) and not other.keys
+    assert all(parameter.grad is not None for parameter in made.parameters()) and not other.deferred
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
@@ -214,7 +214,7 @@ def test_gradients_under_a_users_checkpoint_are_not_deferred(reentrant: bool) ->
     with store.deferring(0):
         value = checkpoint(model, x, use_reentrant=reentrant).sum()
     value.backward()
-    assert not store.keys
+    assert not store.deferred
     plain(x).sum().backward()
     assert_same(gradients_of(model), gradients_of(plain))
 
@@ -225,7 +225,7 @@ def test_gradients_under_a_users_saved_tensor_hooks_are_deferred() -> None:
         with store.deferring(0):
             value = model(torch.ones(4, 6)).sum()
     value.backward()
-    assert store.keys
+    assert store.deferred
     store.flush(0)
     plain(torch.ones(4, 6)).sum().backward()
     assert_same(gradients_of(model), gradients_of(plain))
@@ -254,7 +254,7 @@ def test_flush_frees_its_inputs_as_it_proceeds() -> None:
         model(torch.ones(2, 6)).sum().backward()
     seen = []
     for parameter in (model.three.weight, model.one.weight):
-        parameter.register_post_accumulate_grad_hook(lambda one: seen.append(len(store.keys)))
+        parameter.register_post_accumulate_grad_hook(lambda one: seen.append(len(store.deferred)))
     store.flush(0)
     assert seen == [0, 0]
 

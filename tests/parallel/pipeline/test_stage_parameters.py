@@ -112,18 +112,6 @@ def test_a_pruned_model_supports_repr_train_to_and_load_state_dict(make: Callabl
     model.load_state_dict(model.state_dict())
 
 
-def test_a_stage_computes_with_its_own_layers() -> None:
-    model, x = made(MAKERS["convnet"]), torch.randn(3, 2, 8, 8)
-    wanted = model(x)
-    for half in stages(model)[0]:
-        stage = made(MAKERS["convnet"])
-        layers = find_layers(stage)
-        prune(stage, layers, half)
-        for number in half:
-            x = layers[number].module(x)
-    assert torch.equal(x, wanted)
-
-
 def test_memory_of_other_stages_is_freed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 4))  # the LSTM keeps a list of its weights
     storages = [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.pipeline.schedules import SCHEDULES, ActionKind, make
+from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
 from hpctrain.parallel.pipeline.timeline import Costs, Timeline, TimelineSpan, equal_costs, simulate
 
 GRID = [(p, m) for p in range(1, 9) for m in (1, 2, 3, 4, 8, 11, 16)]
@@ -166,8 +166,3 @@ def test_busy_time_is_work_without_waiting() -> None:
 def test_an_empty_timeline_takes_no_time() -> None:
     timeline = Timeline(((), ()))
     assert (timeline.makespan, timeline.bubble, timeline.live(0), timeline.most_live(0)) == (0, 0, [], 0)
-
-
-def test_spans_are_named_after_their_kinds() -> None:
-    assert {span.name for span in played("zb-h1", 2, 2).rows[0]} == {"forward", "input", "weight"}
-    assert {kind.word for kind in ActionKind} == {"forward", "backward", "input", "weight", "update"}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import xml.etree.ElementTree as xml
-from io import BytesIO
 from typing import Any
 
 import pytest
 
-from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.render import COLOURS, figure
 from hpctrain.parallel.pipeline.schedules import make
 from hpctrain.parallel.pipeline.timeline import Timeline, TimelineSpan, equal_costs, simulate
@@ -94,20 +90,5 @@ def test_chunks_differ_in_shade() -> None:
     assert len(colours(figure(timeline("interleaved", 2, 2, 3), ""))) == 6
 
 
-@pytest.mark.parametrize("kind, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_plots_have_the_format_of_their_suffix(kind: str, begin: bytes) -> None:
-    out = BytesIO()
-    figure(timeline("1f1b", 2, 2), "a < b").savefig(out, format=kind)
-    assert out.getvalue().startswith(begin)
-    if kind == "svg":
-        assert xml.fromstring(out.getvalue()).tag.endswith("svg")
-
-
 def test_an_empty_timeline_gives_an_empty_plot() -> None:
     assert boxes(figure(Timeline(((), ())), "nothing")) == []
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="drawing needs matplotlib: pip install 'hpctrain\\[plot\\]'"):
-        figure(timeline("1f1b", 2, 2), "title")

@@ -1,4 +1,4 @@
-"""Column- and row-parallel layers, built by hand and compared with torch's."""
+"""Column- and row-parallel layers and embeddings split by rows, built by hand and compared with torch's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.tensor_fixtures import CLOSE
-from torch import Tensor, nn
+from support.tensor_fixtures import CLOSE, own
+from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.layers import ColumnParallel, RowParallel
+from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
 
 RANKS = pytest.mark.ranks(2, 3, 4)
 WIDTH, INNER, WORDS = 10, 24, 31
@@ -29,11 +29,6 @@ def pairs(comm: Any, bias: bool, **options: Any) -> tuple[nn.Module, nn.Module, 
     torch.manual_seed(5)
     column = ColumnParallel(WIDTH, INNER, bias, comm=comm, **options)
     return *whole, column, RowParallel(INNER, WIDTH, bias, comm=comm)
-
-
-def own(tensor: Tensor, comm: Any, dim: int = 0) -> Tensor:
-    begin, end = bounds(tensor.shape[dim], comm.rank, comm.size)
-    return tensor.narrow(dim, begin, end - begin)
 
 
 @RANKS
@@ -116,10 +111,13 @@ def test_a_converted_layer_keeps_its_objects_names_and_sizes(comm: Any) -> None:
 
 @RANKS
 def test_reinitialisation_gives_slices_of_torchs_values(comm: Any) -> None:
-    for layer, dim in ((RowParallel(INNER, WIDTH, comm=comm), 1), (ColumnParallel(WIDTH, INNER, comm=comm), 0)):
+    for layer, plain, dim in (
+        (RowParallel(INNER, WIDTH, comm=comm), lambda: nn.Linear(INNER, WIDTH), 1),
+        (ColumnParallel(WIDTH, INNER, comm=comm), lambda: nn.Linear(WIDTH, INNER), 0),
+        (ParallelEmbedding(WORDS, WIDTH, comm=comm), lambda: nn.Embedding(WORDS, WIDTH), 0),
+    ):
         seeded(layer.reset_parameters)
-        expected = seeded(lambda: nn.Linear(layer.in_features, layer.out_features))
-        assert torch.equal(layer.weight, own(expected.weight, comm, dim))
+        assert torch.equal(layer.weight, own(seeded(plain).weight, comm, dim))
 
 
 @RANKS
@@ -140,6 +138,9 @@ def test_other_dtypes_are_supported(comm: Any, kind: torch.dtype) -> None:
         (lambda comm: RowParallel(9, 4, comm=comm), "9 inputs cannot be split over 2 tensor ranks"),
         (lambda comm: ColumnParallel(4, 1, comm=comm, gathers=True), "1 outputs cannot be split over 2 tensor ranks"),
         (lambda comm: ColumnParallel.convert(nn.Embedding(4, 4), comm), "an Embedding is not a Linear"),
+        (lambda comm: ParallelEmbedding(1, 4, comm=comm), "1 rows cannot be split over 2 .*: allowed are up to 1"),
+        (lambda comm: ParallelEmbedding.convert(nn.Embedding(4, 4, max_norm=1.0), comm), "max_norm cannot be split"),
+        (lambda comm: ParallelEmbedding.convert(nn.Embedding(4, 4, sparse=True), comm), "sparse cannot be split"),
     ],
 )
 def test_unsupported_layers_are_refused(comm: Any, make: Any, message: str) -> None:
@@ -152,3 +153,27 @@ def test_on_one_rank_layers_equal_torchs(comm: Any) -> None:
     x = torch.ones(2, WIDTH)
     torch.testing.assert_close(row(column(x)), second(first(x)))
     assert re.search("in_features=10, out_features=24", repr(column))
+    split = seeded(lambda: ParallelEmbedding(WORDS, WIDTH, comm=comm))
+    assert torch.equal(split(torch.tensor([1])), seeded(lambda: nn.Embedding(WORDS, WIDTH))(torch.tensor([1])))
+
+
+@RANKS
+@pytest.mark.parametrize("padding", [None, 0, 30])
+def test_an_embedding_holds_some_rows_and_returns_all(comm: Any, padding: int | None) -> None:
+    whole = seeded(lambda: nn.Embedding(WORDS, WIDTH, padding))
+    split = seeded(lambda: ParallelEmbedding(WORDS, WIDTH, padding, comm=comm))
+    tokens = torch.randint(WORDS, (4, 9), generator=torch.Generator().manual_seed(1))
+    tokens[0, :2] = torch.tensor([0, WORDS - 1])
+    torch.testing.assert_close(split.weight, own(whole.weight, comm))
+    assert torch.equal(split(tokens), whole(tokens))
+    for each in (whole, split):
+        each(tokens).square().sum().backward()
+    torch.testing.assert_close(split.weight.grad, own(whole.weight.grad, comm), **CLOSE)
+
+
+@RANKS
+@pytest.mark.parametrize("token", [-1, WORDS])
+def test_a_token_outside_the_vocabulary_is_refused(comm: Any, token: int) -> None:
+    layer = ParallelEmbedding(WORDS, WIDTH, comm=comm)
+    with pytest.raises(UsageError, match=f"^token {token} is outside of the vocabulary: allowed are 0 to {WORDS - 1}$"):
+        layer(torch.tensor([0, token]))

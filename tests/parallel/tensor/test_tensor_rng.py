@@ -194,9 +194,9 @@ def test_a_region_is_reproducible_and_restores_the_generator() -> None:
         drawn = []
         for region in (RngRegion(0), RngRegion(0), RngRegion(1)):
             torch.manual_seed(1)
-            with region.inside(CPU):
-                assert not region.enter(CPU)  # already inside
-                drawn.append(torch.rand(4))
+            assert region.enter(CPU) and not region.enter(CPU)  # already inside
+            drawn.append(torch.rand(4))
+            region.leave(CPU)
             drawn.append(torch.rand(4))
         assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[4])
         assert torch.equal(drawn[1], drawn[3]) and torch.equal(drawn[1], drawn[5])
@@ -242,8 +242,9 @@ def test_the_generator_of_a_gpu_is_never_synchronised() -> None:
         region, own = RngRegion(rank, lambda device, one=generator: one), []
         for turn in range(3):
             assert (generator.seed, generator.offset) == (17, 8 + 4 * turn)
-            with region.inside(torch.device("cuda")):
-                own.append(generator.seed)
+            assert region.enter(generator.device)
+            own.append(generator.seed)
+            region.leave(generator.device)
         seeds.append(own)
     assert len({*seeds[0], *seeds[1]}) == 6
     assert [seed >> 32 for seed in seeds[0]] == [seed >> 32 for seed in seeds[1]]

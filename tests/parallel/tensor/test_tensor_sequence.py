@@ -14,9 +14,7 @@ from support.tensor_fixtures import (
     WIDTH,
     assert_slices,
     make_blocks,
-    make_gpt,
     split,
-    tokens,
     vectors,
 )
 from torch import Tensor, nn
@@ -100,16 +98,10 @@ def test_parameters_are_restored_when_a_module_fails(comm: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_lengths_that_cannot_be_split_are_refused(comm: Any) -> None:
-    model = make_gpt()
-    split(model, comm, sequence=True)
-    with pytest.raises(UsageError, match="^a sequence of 11 tokens cannot be split over 2 tensor ranks: with seq"):
-        model(tokens()[0][:, :11])
-
-
-@pytest.mark.ranks(2)
-def test_activations_without_a_batch_dimension_are_refused(comm: Any) -> None:
+def test_activations_that_cannot_be_split_are_refused(comm: Any) -> None:
     model = Net()
     split(model, comm, PLAN, sequence=True)
+    with pytest.raises(UsageError, match="^a sequence of 11 tokens cannot be split over 2 tensor ranks: with seq"):
+        model(vectors()[:, :11])
     with pytest.raises(UsageError, match=r"needs activations \[batch, length, width\], not of shape \(12, 24\)"):
         model(vectors()[0])

@@ -45,7 +45,6 @@ def test_boxes_of_all_ranks_make_up_the_whole_model(comm: Any, tied: bool) -> No
     assert shard.is_whole
     (shard,) = found.shards("head.weight", model.head.weight)
     assert shard.shape == (VOCABULARY, WIDTH) and shard.extent == tuple(model.head.weight.shape)
-    assert found.compose(None) is found
 
 
 class HalfRows:
