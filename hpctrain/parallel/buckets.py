@@ -99,15 +99,11 @@ def make_buckets(
     align = ALIGN // memory.dtype.itemsize
     buckets, start = [], 0
     for members in groups:
-        offsets = []
-        end = start
+        views, end = [], start
         for member in members:
-            offsets.append(end)
-            end += _padded(parameters[member].numel(), align)
-        views = [
-            memory[index : index + parameters[member].numel()].view(parameters[member].shape)
-            for index, member in zip(offsets, members)
-        ]
+            numel = parameters[member].numel()
+            views.append(memory[end : end + numel].view(parameters[member].shape))
+            end += _padded(numel, align)
         flags = memory[end : end + len(members)]
         end += _padded(len(members), align)
         memory[start:end].zero_()  # padding is reduced too, and must stay finite
@@ -120,12 +116,12 @@ def _padded(numel: int, align: int) -> int:
     return -(-numel // align) * align
 
 
-# Slots of a ring buffer that is smaller than all its tensors together -------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RingSlot:
-    """Slot of one tensor in a ring buffer; the first ``after`` tensors must be released before its use."""
+    """Slot of one tensor in a ring buffer that is smaller than all its tensors together.
+
+    The first ``after`` tensors must be released before its use.
+    """
 
     offset: int
     after: int  # number of tensors, counted from the first
@@ -142,14 +138,10 @@ def ring_slots(sizes: Sequence[int], capacity: int) -> list[RingSlot]:
             (
                 other + 1
                 for other in reversed(range(first_of_lap))
-                if _overlap(slots[other].offset, sizes[other], end, size)
+                if slots[other].offset < end + size and end < slots[other].offset + sizes[other]  # they overlap
             ),
             0,
         )
         slots.append(RingSlot(end, max(after, slots[-1].after if slots else 0)))
         end += size
     return slots
-
-
-def _overlap(start: int, size: int, other: int, length: int) -> bool:
-    return start < other + length and other < start + size

@@ -18,14 +18,15 @@ from hpctrain.parallel.model_agreement import trainable
 
 def clip_whole_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Clip gradients that this rank holds in full; return their norm before clipping."""
-    dense = [parameter for _, parameter in trainable(model) if parameter.grad is not None]
-    sparse = []
-    for parameter in list(dense):
+    dense, gradients, sparse = [], [], []
+    for _, parameter in trainable(model):
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()  # a row may have been looked up more than once
-            sparse.append(element_values(parameter.grad))
-            dense = [one for one in dense if one is not parameter]
-    norm = torch.nn.utils.get_total_norm([*(one.grad for one in dense if one.grad is not None), *sparse])
+            sparse.append(parameter.grad.values())
+        elif parameter.grad is not None:
+            dense.append(parameter)
+            gradients.append(parameter.grad)
+    norm = torch.nn.utils.get_total_norm([*gradients, *sparse])
     if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
         torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
         for values in sparse:

@@ -89,28 +89,22 @@ class ParallelSettings:
         check_most(self, "parallel", bucket_mib=2**24, prefetch=2**20, microbatches=2**20, chunks=2**10)
         check_most(self, "parallel", pipe=2**20, tensor=2**20)
         self._check_mesh()
-        if self.prefetch < 0:
-            raise SettingsError(f"setting parallel.prefetch = {self.prefetch}: must not be negative")
-        sharded = self.data in SHARDED
-        for name, chosen in {
-            "shard_within": self.shard_within != "world",
-            "mixed_precision": self.mixed_precision != "none",
-        }.items():
-            if chosen and not sharded:
+        for name, default in {"shard_within": "world", "mixed_precision": "none"}.items():
+            if getattr(self, name) != default and self.data not in SHARDED:
                 raise SettingsError(
                     f"setting parallel.{name} = {getattr(self, name)!r}: is for parallel.data = {', '.join(SHARDED)}, "
                     f"not {self.data}"
                 )
 
     def _check_mesh(self) -> None:
-        for name, least in {"pipe": 1, "tensor": 1, "microbatches": 0, "chunks": 0}.items():
+        for name, least in {"pipe": 1, "tensor": 1, "microbatches": 0, "chunks": 0, "prefetch": 0}.items():
             if getattr(self, name) < least:
                 raise SettingsError(f"setting parallel.{name} = {getattr(self, name)}: must be at least {least}")
         if sorted(self.order) != sorted(AXES):
             raise SettingsError(f"setting parallel.order = {list(self.order)}: name {', '.join(AXES)}, once each")
-        for name, needs in {"sequence": "tensor", "tensor_plan": "tensor"}.items():
-            if getattr(self, name) and getattr(self, needs) == 1:
-                raise SettingsError(f"setting parallel.{name}: is for parallel.{needs} above 1")
+        for name in ("sequence", "tensor_plan"):
+            if getattr(self, name) and self.tensor == 1:
+                raise SettingsError(f"setting parallel.{name}: is for parallel.tensor above 1")
         interleaved = self.schedule == "interleaved"
         if self.chunks and (self.chunks > 1) is not interleaved:
             raise SettingsError(
@@ -154,9 +148,6 @@ def parallel_settings(value: ParallelSettings | Mapping[str, Any] | str | None) 
     return section_of(ParallelSettings, value, "parallel", allowed=", the name of a strategy (parallel.data)")
 
 
-# Derivation of a run's mesh and microbatches from its settings, before anything is built ------------------------------
-
-
 MICROBATCHES_PER_STAGE = 4  # microbatches per stage that suffice to keep the pipeline bubble small
 
 
@@ -181,7 +172,7 @@ def microbatches_for(settings: ParallelSettings, samples: int) -> int:
         if samples % settings.microbatches:
             raise SettingsError(
                 f"parallel.microbatches = {settings.microbatches} does not divide the {samples} samples that each "
-                f"pipeline has in a backward pass: allowed are {_text(_divisors(samples))}",
+                f"pipeline has in a backward pass: allowed are {', '.join(map(str, _divisors(samples)))}",
                 everywhere=True,
             )
         return settings.microbatches
@@ -204,7 +195,3 @@ def largest_divisor(samples: int, most: int) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _text(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

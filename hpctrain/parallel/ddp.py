@@ -37,7 +37,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import GradBucket, assign_buckets, make_buckets, memory_needed
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.hooks import AddedParameters, ModuleHook, StepHooks, after_gradient
+from hpctrain.parallel.hooks import AddedParameters, ModuleHook, StepHooks, after_gradient, parameters_of
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
 from hpctrain.parallel.strategy import SyncStrategy, broadcast_buffers
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -65,18 +65,12 @@ class DataParallel(SyncStrategy):
         self._parameter_handles: list[RemovableHandle] = []  # for buckets that are rebuilt if parameters are added
         self._running = False  # between the first gradient and the end of a backward pass
         self._works: list[Work] = []
-        self._observed: list[int] = []
-        self._rebuilt = False
         self._buckets: list[GradBucket] = []
         self._reductions = 0
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with averaged closure losses
         self._gradient_hooks = GradientHooks({})
         self._added_parameters = AddedParameters(model, model.parameters())
-        self._names: list[str] = []
-        self._parameters: list[nn.Parameter] = []
-        self._dtypes: list[torch.dtype] = []
-        self._frozen: list[nn.Parameter] = []
         if comm.size > 1:
             self._set_parameters(named)
             self._handles.append(StepHooks(self, DataParallel._before_update))
@@ -87,7 +81,6 @@ class DataParallel(SyncStrategy):
         return self._sample_weight / self.comm.size
 
     def join_empty(self, *, backward: bool = True) -> None:
-        """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
         if not self._buckets or not backward:
             return
         if any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
@@ -100,7 +93,6 @@ class DataParallel(SyncStrategy):
 
     @contextmanager
     def deferred_reduction(self, *, reduces: bool = True) -> Iterator[None]:
-        """Let gradients accumulate locally, and average them at the end. Collective."""
         if reduces and self._buckets:
             self._before_forward()
         with self.no_sync():
@@ -120,41 +112,44 @@ class DataParallel(SyncStrategy):
         self._gradient_hooks.close()
 
     def average_gradients(self) -> None:
-        """Average the gradients that the program has assigned to the parameters itself. Collective."""
         if self._buckets:
             self._finish()
 
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _set_parameters(self, named: list[tuple[str, nn.Parameter]]) -> None:
-        """Reduce the gradients of these parameters from now on."""
+        """Reduce the gradients of these parameters from now on. Collective."""
+        for handle in self._parameter_handles:
+            handle.remove()
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # its memory is released
+        self._move_gradients()  # their memory is released
         self._gradient_hooks.close()
         self._gradient_hooks = GradientHooks(dict(named))
         for name, parameter in named:
             self._gradient_hooks.take_over(name, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
         self._memory = self._allocate()
-        self._rebuilt, self._observed = False, []
+        self._rebuilt = False
+        self._observed: list[int] = []
         self._build(list(reversed(range(len(named)))))
-        self._hook()
+        self._parameter_handles = [
+            after_gradient(parameter, self._after_gradient, number) for number, parameter in enumerate(self._parameters)
+        ]
+        before = ModuleHook(lambda module, args: self._before_forward())
+        self._parameter_handles.append(self.model.register_forward_pre_hook(before))
 
-    def _is_unfrozen(self) -> bool:
-        return any(parameter.requires_grad for parameter in self._frozen)
+    def _has_changed(self) -> bool:
+        """Return whether parameters were unfrozen or converted after the model was wrapped."""
+        return any(parameter.requires_grad for parameter in self._frozen) or any(
+            parameter.dtype is not dtype for parameter, dtype in zip(self._parameters, self._dtypes)
+        )
 
-    def _is_converted(self) -> bool:
-        return any(parameter.dtype is not dtype for parameter, dtype in zip(self._parameters, self._dtypes))
-
-    def _adopt_changed(self) -> None:
-        """Rebuild for parameters that were unfrozen or converted after the model was wrapped. Collective."""
-        for handle in self._parameter_handles:
-            handle.remove()
-        self._set_parameters(trainable(self.model))
+    def _move_gradients(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def _allocate(self) -> dict[torch.dtype, Tensor]:
         """Return one memory block per dtype of the reduction."""
@@ -186,9 +181,7 @@ class DataParallel(SyncStrategy):
 
     def _rebuild(self) -> None:
         """Rebuild once, in the order of gradients that rank 0 observed in the first backward pass."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # its place is reassigned
+        self._move_gradients()  # their places are reassigned
         order = self.comm.broadcast_object(self._observed)
         unseen = [number for number in reversed(range(len(self._parameters))) if number not in set(order)]
         self._rebuilt = True
@@ -197,16 +190,9 @@ class DataParallel(SyncStrategy):
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 
-    def _hook(self) -> None:
-        self._parameter_handles = []
-        for number, parameter in enumerate(self._parameters):
-            self._parameter_handles.append(after_gradient(parameter, self._after_gradient, number))
-        before = ModuleHook(lambda module, args: self._before_forward())
-        self._parameter_handles.append(self.model.register_forward_pre_hook(before))
-
     def _before_forward(self) -> None:
-        if torch.is_grad_enabled() and (self._is_unfrozen() or self._is_converted()):
-            self._adopt_changed()
+        if torch.is_grad_enabled() and self._has_changed():
+            self._set_parameters(trainable(self.model))
         if not (self.model.training and torch.is_grad_enabled()):
             return
         self.gradients.check_weight(self._sample_weight)
@@ -290,7 +276,7 @@ class DataParallel(SyncStrategy):
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` for gradients that no backward pass has produced, and for parameters added later."""
         self._added_parameters.check(optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._averaged and self._updates(optimizer):
+        if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._averaged and self._held_by(optimizer):
             self._averaged.add(optimizer)
             # This hook itself runs as a global optimizer hook. Hooks of an instance run later,
             # hence also before this update.
@@ -298,22 +284,19 @@ class DataParallel(SyncStrategy):
         if self._used.get(optimizer, 0) != self._reductions:
             self._used[optimizer] = self._reductions
             return
-        held = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        for entry in optimizer.param_groups:
-            for parameter in entry["params"]:
-                number = held.get(id(parameter))
-                if number is not None and parameter.grad is not None and not self._is_reduced(number, parameter):
-                    raise UsageError(
-                        f"update of {self._names[number]} with a gradient that is this rank's own: it was set without "
-                        "a backward pass, as by torch.autograd.grad; call loss.backward(), or call "
-                        "job.average_gradients(model) on all ranks when the gradients are set",
-                        everywhere=True,
-                    )
+        for number in self._held_by(optimizer):
+            gradient = self._parameters[number].grad
+            if gradient is not None and not self._is_reduced(number, gradient):
+                raise UsageError(
+                    f"update of {self._names[number]} with a gradient that is this rank's own: it was set without a "
+                    "backward pass, as by torch.autograd.grad; call loss.backward(), or call "
+                    "job.average_gradients(model) on all ranks when the gradients are set",
+                    everywhere=True,
+                )
 
-    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer updates parameters of this model."""
-        held = {id(parameter) for parameter in self._parameters}
-        return any(id(each) in held for assign_buckets in optimizer.param_groups for each in assign_buckets["params"])
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        return [numbers[id(each)] for each in parameters_of(optimizer) if id(each) in numbers]
 
     def _average_closure(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -332,14 +315,13 @@ class DataParallel(SyncStrategy):
 
         return (args[0],), {"closure": averaged}
 
-    def _is_reduced(self, number: int, parameter: nn.Parameter) -> bool:
+    def _is_reduced(self, number: int, gradient: Tensor) -> bool:
         """Return whether a gradient was written by a reduction: it is in a bucket unless buckets are copies."""
-        bucket, index = self._bucket_of[number]
-        gradient, view = parameter.grad, bucket.views[index]
-        assert gradient is not None
         if not self._reductions:
             return False
-        copied = self._reductions == 1 or not self._is_bucket_view(parameter, view)
+        bucket, index = self._bucket_of[number]
+        view = bucket.views[index]
+        copied = self._reductions == 1 or not self._is_bucket_view(self._parameters[number], view)
         return copied or gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
 
     def _assign_gradients(self, bucket: GradBucket, unused: set[int]) -> None:

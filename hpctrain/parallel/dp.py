@@ -31,7 +31,18 @@ class ThreadedDataParallel(SyncStrategy):
     ) -> None:
         """Run the parts of a batch on ``gpus``, which are all by default, by torch's ``data_parallel``."""
         count = torch.cuda.device_count() if gpus is None else gpus
-        _check(comm.size, count)
+        if comm.size > 1:
+            raise UsageError(
+                f"parallel.data = 'dp' uses several GPUs in one process, but there are {comm.size} ranks: start one, "
+                "or use ddp",
+                everywhere=True,
+            )
+        if count < 2:
+            raise UsageError(
+                f"parallel.data = 'dp' needs at least two GPUs, and this process sees {count}: use ddp, "
+                "or look at CUDA_VISIBLE_DEVICES",
+                everywhere=True,
+            )
         if "forward" in vars(model):
             raise UsageError(
                 "parallel.data = 'dp' copies the model, which a forward that is set on the instance does not survive: "
@@ -45,22 +56,7 @@ class ThreadedDataParallel(SyncStrategy):
         """Do nothing: there are no other ranks."""
 
     def detach(self) -> None:
-        """Restore the module's own ``forward``."""
         vars(self.model).pop("forward", None)
-
-
-def _check(size: int, gpus: int) -> None:
-    if size > 1:
-        raise UsageError(
-            f"parallel.data = 'dp' uses several GPUs in one process, but there are {size} ranks: start one, or use ddp",
-            everywhere=True,
-        )
-    if gpus < 2:
-        raise UsageError(
-            f"parallel.data = 'dp' needs at least two GPUs, and this process sees {gpus}: use ddp, "
-            "or look at CUDA_VISIBLE_DEVICES",
-            everywhere=True,
-        )
 
 
 class _Parallel:
@@ -81,7 +77,6 @@ class _Body(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with one replica on one GPU."""
         return type(self.model).forward(self.model, *args, **kwargs)
 
 

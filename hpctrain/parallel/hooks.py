@@ -37,7 +37,6 @@ class ModuleHook:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a hook that does nothing, for copies and pickles."""
         return _NoHook, ()
 
 
@@ -100,7 +99,6 @@ class StepHooks:
             register_optimizer_step_post_hook(_after)
 
     def remove(self) -> None:
-        """Unregister the hooks."""
         if self in _hooks:
             _hooks.remove(self)
 
@@ -118,9 +116,6 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     for hooks in list(_hooks):
         if hooks.after is not None and (owner := hooks.owner()) is not None:
             hooks.after(owner, optimizer)
-
-
-# Hooks on the optimizers of the process: which of them update shards, and whether they can ----------------------------
 
 
 class OptimizerHooks:
@@ -157,7 +152,7 @@ class OptimizerHooks:
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer updates shards; raise ``UsageError`` if it cannot update them correctly."""
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             name, old = self._replaced.get(id(parameter), ("", None))
             if old is not None and old() is parameter:
                 raise UsageError(
@@ -171,11 +166,10 @@ class OptimizerHooks:
         return True
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether an optimizer updates shards."""
-        return any(id(parameter) in self._shards for parameter in _parameters(optimizer))
+        return any(id(parameter) in self._shards for parameter in parameters_of(optimizer))
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -192,9 +186,8 @@ class AddedParameters:
         model = self._model()
         if model is None or all(self._known.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
             return
-        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        added = [names[id(parameter)] for parameter in new if id(parameter) in names]
+        new = {id(parameter) for parameter in parameters_of(optimizer)} - self._known
+        added = [name for name, parameter in model.named_parameters() if id(parameter) in new]
         if added:
             raise UsageError(
                 f"parameters that the model has got after job.wrap(model): {', '.join(added[:4])}"
@@ -202,10 +195,7 @@ class AddedParameters:
                 "model, its parametrizations included, before job.wrap",
                 everywhere=True,
             )
-        self._known |= {id(parameter) for parameter in new}  # of another model
-
-
-# Optimizers that update a shard of a parameter exactly as they would update the whole parameter -----------------------
+        self._known |= new  # of another model
 
 
 # In these optimizers, the new value of an element depends only on the gradients of that element and
@@ -314,16 +304,10 @@ def around_forward(
 
     If the forward pass raises, ``after`` is called with None as the result.
     """
-
-    def first(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return before(args, kwargs)
-
-    def last(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        after(args, kwargs, result)
-
+    first, last = ModuleHook(lambda _, *call: before(*call)), ModuleHook(lambda _, *call: after(*call))
     return [
-        module.register_forward_pre_hook(ModuleHook(first), with_kwargs=True, prepend=True),
-        module.register_forward_hook(ModuleHook(last), with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(first, with_kwargs=True, prepend=True),
+        module.register_forward_hook(last, with_kwargs=True, always_call=True),
     ]
 
 

@@ -28,7 +28,7 @@ from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import TiedGradients
 from hpctrain.parallel.rng import synchronize_generators
-from hpctrain.parallel.strategy import SplitStrategy, Strategy, SyncStrategy
+from hpctrain.parallel.strategy import SplitStrategy, Strategy, SyncStrategy, WholeTensors
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.first_step_checks import FirstStep
 from hpctrain.parallel.tensor.plan import Plan
@@ -125,7 +125,6 @@ class ModelParallel(SplitStrategy):
 
     @property
     def data(self) -> Communicator:
-        """Return the ranks that divide the samples of a batch."""
         return self.mesh.data
 
     # Passes -----------------------------------------------------------------------------------------------------------
@@ -152,7 +151,6 @@ class ModelParallel(SplitStrategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate locally for backward passes inside the ``with`` block."""
         with super().no_sync(), self.inner.no_sync():
             yield
 
@@ -166,17 +164,14 @@ class ModelParallel(SplitStrategy):
                 return self._pipeline.measure(inputs, targets, split)
 
     def skip_checks(self) -> None:
-        """Disable the checks of the first step."""
         if self._pipeline is not None:
             self._pipeline.skip_checks()
 
     def set_sample_weight(self, weight: float) -> None:
-        """Set the weight of this rank's gradients in the average over the data ranks, until set again."""
         super().set_sample_weight(weight)
         self.inner.set_sample_weight(weight)
 
     def join_empty(self, *, backward: bool = True) -> None:
-        """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
         if self._pipeline is None:
             if backward and self._first_step is not None:
                 self._first_step.join_pass()
@@ -229,7 +224,6 @@ class ModelParallel(SplitStrategy):
         return squares
 
     def counts(self, name: str) -> bool:
-        """Return whether this rank counts a parameter, among all ranks that hold the same elements of it."""
         if self._tensor is not None and self.mesh.tensor.rank and not self._tensor.is_split(name):
             return False
         return self._pipeline is None or self._pipeline.tied.counts(name)
@@ -252,16 +246,13 @@ class ModelParallel(SplitStrategy):
         return [] if self._sharding is None else self._sharding.norm_groups()
 
     def norm_groups(self) -> list[Communicator]:
-        """Return the groups of ranks over which sums over this rank's parts must be reduced, in this order."""
         return [*self._shard_groups(), self.mesh.tensor, self.mesh.pipe]
 
     def before_write(self) -> None:
-        """Prepare for a change of guarded parameters by the program itself. Collective."""
         if self._sharding is not None:
             self._sharding.before_write()
 
     def gradients_final(self) -> None:
-        """Apply pending changes to the gradients before their next use."""
         if self._sharding is not None:
             self._sharding.gradients_final()
 
@@ -282,7 +273,6 @@ class ModelParallel(SplitStrategy):
         return "this tensor rank's slice of parameter", slices, True
 
     def drain(self) -> None:
-        """Complete background work. Collective."""
         self.inner.drain()
 
     # Layout of the split model ----------------------------------------------------------------------------------------
@@ -296,11 +286,10 @@ class ModelParallel(SplitStrategy):
 
     @property
     def split(self) -> Split:
-        """Return how the model's tensors are split over the ranks."""
         split = self.inner.split
         if self._tensor is not None:
             split = self._tensor.compose(split)
-        split = split if split is not None else _WholeTensors()
+        split = split if split is not None else WholeTensors()  # not all of them are present on every rank
         return split if self._pipeline is None else _StageSplit(split, self._pipeline.tied)
 
     @contextmanager
@@ -310,13 +299,11 @@ class ModelParallel(SplitStrategy):
             yield
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` if an optimizer cannot update this rank's parameters."""
         self.inner.check_optimizer(optimizer)
         if self._pipeline is not None and self._pipeline.versions is not None:
             self._pipeline.versions.optimizer = optimizer
 
     def refresh(self) -> None:
-        """Synchronise after a change of parameters other than by the optimizer. Collective."""
         self.inner.refresh()
 
     def agree_on_generators(self) -> None:
@@ -357,14 +344,6 @@ def _broadcast_values(model: nn.Module, comm: Communicator) -> None:
         )
 
 
-class _WholeTensors:
-    """``Split`` of a model whose tensors are whole, but not all present on every rank."""
-
-    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        """Return a single box that covers the whole tensor."""
-        return [Shard.whole(name, tensor)]
-
-
 class _StageSplit:
     """``Split`` of a stage: a tensor shared with an earlier stage is written by that stage.
 
@@ -375,6 +354,5 @@ class _StageSplit:
         self._split, self._tied = split, tied
 
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        """Return this rank's boxes."""
         spare = not self._tied.counts(name)
         return [replace(shard, spare=spare) for shard in self._split.shards(name, tensor)]

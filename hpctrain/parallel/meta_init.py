@@ -23,7 +23,6 @@ REMOVED = "_hpctrain_gone"
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Return whether any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -101,12 +100,8 @@ def initial_values(model: nn.Module, name: str, module: nn.Module, device: torch
     if call is None or not (module._parameters or module._buffers):
         return {}
     names = [name for name, old in module._parameters.items() if old is not None]
-    if (
-        not names
-        and not any(True for _ in module.buffers(recurse=False))
-        and _removed(module)
-        and _initialises_by_name(model)
-    ):
+    held = [*names, *module.buffers(recurse=False)]
+    if not held and _removed(module) and _initialises_by_name(model):
         return {}
     with _allocated(module, device) as allocated:
         call()
@@ -124,7 +119,6 @@ def _initialises_by_name(model: nn.Module) -> bool:
 
 
 def _initialiser(model: nn.Module, name: str, module: nn.Module) -> Callable[[], object] | None:
-    """Return the function that initialises a module, or None."""
     whole = getattr(model, "initialise", None)
     if callable(whole):
         return lambda: whole(name, module)

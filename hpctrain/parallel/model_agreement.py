@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,19 +43,16 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
 
 def model_entries(model: nn.Module) -> list[Entry]:
     """Return the entries that must be equal on all ranks, in order."""
-    entries: list[Entry] = []
     named: list[tuple[str, str, Any]] = [("parameter", *item) for item in model.named_parameters()]
     named += [("buffer", *item) for item in model.named_buffers()]
-    for kind, name, tensor in named:
-        entries.append(
-            (kind, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
-        )
-    return entries
+    return [
+        (kind, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+        for kind, name, tensor in named
+    ]
 
 
 def _first_difference(entries_of_ranks: list[list[Entry]]) -> str:
-    for position in range(max(map(len, entries_of_ranks))):
-        rows = [entries[position] if position < len(entries) else None for entries in entries_of_ranks]
+    for position, rows in enumerate(zip_longest(*entries_of_ranks)):
         for rank, row in enumerate(rows):
             if row != rows[0]:
                 return (

@@ -64,7 +64,6 @@ def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a nest, in order."""
     return [leaf for _, leaf in named_leaves(value, "") if isinstance(leaf, Tensor)]
 
 
@@ -118,9 +117,6 @@ def _rebuilt(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
 
 
-# Arguments of a model call, and their partition into microbatches -----------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CallArguments:
     """Positional and keyword arguments of one call of a model."""
@@ -145,11 +141,9 @@ class CallArguments:
         return cls((inputs,))
 
     def call(self, model: Callable[..., Any]) -> Any:
-        """Call a model with the arguments and return its output."""
         return model(*self.args, **self.kwargs)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> CallArguments:
-        """Return the call with each tensor transformed."""
         return CallArguments(map_leaves(self.args, change), map_leaves(dict(self.kwargs), change))
 
     @property
@@ -201,7 +195,6 @@ class CallArguments:
 
 
 def named_leaves_of(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the leaves of named values with the expressions that address them."""
     return [leaf for name, each in values.items() for leaf in named_leaves(each, name)]
 
 
@@ -240,9 +233,6 @@ def cut(value: Any, count: int) -> list[Any]:
         return of
 
     return [map_leaves(value, chunk_of(number)) for number in range(count)]
-
-
-# Objective of a pass: the loss function, autocast dtype and clipping that a strategy needs ----------------------------
 
 
 Compare = Callable[[Any, Any], Tensor]

@@ -1,4 +1,11 @@
-"""Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it."""
+"""Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it.
+
+After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by non-reentrant
+``torch.utils.checkpoint``.
+
+Note: a module gets a subclass of its own class (``subclass_with``), and so do its copies. Hooks
+are called around ``forward``, so they run once, outside of the recomputation.
+"""
 
 from __future__ import annotations
 
@@ -75,15 +82,6 @@ def _collect_shared(value: Any, shared: dict[int, Any]) -> bool:
     return is_mutable
 
 
-# Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it ------------
-#
-# After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by non-reentrant
-# ``torch.utils.checkpoint``.
-#
-# Note: a module gets a subclass of its own class (``forward_subclass``), and so do its copies. Hooks
-# are called around ``forward``, so they run once, outside of the recomputation.
-
-
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the recomputing subclass of each class
 _SAVE_CONTEXTS: weakref.WeakKeyDictionary[nn.Module, Callable[[], AbstractContextManager[object]]] = (
@@ -126,18 +124,16 @@ def set_save_context(module: nn.Module, save_context: Callable[[], AbstractConte
 
 def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
     """Return the recomputing subclass of a class, always the same one."""
-    if plain not in _KINDS:
-        _KINDS[plain] = _subclass(plain)
-    return _KINDS[plain]
+    if plain in _KINDS:
+        return _KINDS[plain]
 
-
-def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled():
             return _checkpointed_forward(self, plain, args, kwargs)
         return plain.forward(self, *args, **kwargs)
 
-    return subclass_with(plain, forward, _PLAIN, _empty_module)
+    _KINDS[plain] = subclass_with(plain, forward, _PLAIN, _empty_module)
+    return _KINDS[plain]
 
 
 def _empty_module(plain: type[nn.Module], *arguments: Any) -> nn.Module:

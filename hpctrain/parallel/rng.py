@@ -27,7 +27,6 @@ MAX_STATES = 256  # states: needed only for regions that are recomputed from the
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the generator that dropout on a device uses."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -67,16 +66,6 @@ class RngRegion:
         """Leave the region on all devices: a forward pass may have been aborted inside."""
         for device in self._devices:
             self.leave(device)
-
-    @contextmanager
-    def inside(self, device: torch.device) -> Iterator[None]:
-        """Enter the region for the ``with`` block, unless already inside."""
-        entered = self.enter(device)
-        try:
-            yield
-        finally:
-            if entered:
-                self.leave(device)
 
 
 @contextmanager

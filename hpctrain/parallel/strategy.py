@@ -12,7 +12,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from hpctrain.shard import Shard, Split
 
 if TYPE_CHECKING:
     from hpctrain.parallel.guard.guard import ParameterGuard
+    from hpctrain.parallel.offload.host_optimizer import HostOptimizer
 
 Metrics = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
 
@@ -81,16 +83,6 @@ class ModelGradients:
         self.local_weight = None  # they were dropped
 
 
-class EarlyUpdates(Protocol):
-    """Updates within a backward pass, before the optimizer's step."""
-
-    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allow them for an optimizer."""
-
-    def announce(self) -> None:
-        """Announce that the next averaged gradients are those of the next update."""
-
-
 # Strategies -----------------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +97,7 @@ class Strategy(ABC):
     pipe: Communicator | None = None  # stages of the pipeline that forward_backward executes; None without one
     copies: Communicator | None = None  # ranks that must hold the same parameters as this one after an update
     held: Mapping[int, nn.Parameter] | None = None  # parameters trained at attachment, by id; None: unknown
-    early_updates: EarlyUpdates | None = None
+    early_updates: HostOptimizer | None = None  # that updates within a backward pass, before the optimizer's step
     _syncing = True  # whether backward passes are reduced
     _sample_weight = 1.0  # local samples x data ranks / global samples
 
@@ -191,7 +183,6 @@ class Strategy(ABC):
     # Gradients and updates --------------------------------------------------------------------------------------------
 
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return this rank's part of the averaged gradients, by name."""
         return self.gradients.averaged()
 
     def average_gradients(self) -> None:
@@ -290,7 +281,6 @@ class SplitStrategy(SyncStrategy):
         """Apply pending changes to the gradients before their next use."""
 
     def guarded(self, name: str) -> nn.Parameter | None:
-        """Return a guarded parameter by name."""
         return None if self.guard is None else self.guard.parameters.get(name)
 
     def unguarded(self) -> AbstractContextManager[None]:
@@ -314,7 +304,7 @@ class AsyncStrategy(Strategy):
     @property
     def split(self) -> Split | None:
         """Return the split in which rank 0 writes what all ranks hold alike in a consensus view."""
-        return FirstRank(self.comm.rank)
+        return WholeTensors(spare=self.comm.rank > 0)
 
     def join_empty(self, *, backward: bool = True) -> None:
         """Do nothing: every worker makes its own passes."""
@@ -336,18 +326,14 @@ class AsyncStrategy(Strategy):
         return {}
 
 
-class FirstRank:
-    """Split in which rank 0 writes tensors that every rank holds in full, under equal names; every rank reads them."""
+class WholeTensors:
+    """``Split`` of a rank that holds tensors in full; if ``spare``, other ranks hold and write the same ones."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, *, spare: bool = False) -> None:
+        self._spare = spare
 
     def shards(self, name: str, tensor: Any) -> list[Shard]:
-        """Return the whole tensor, which only rank 0 writes."""
-        whole = Shard.whole(name, tensor)
-        if self._rank == 0:
-            return [whole]
-        return [Shard(whole.name, whole.shape, whole.dtype, whole.start, whole.extent, tensor, spare=True)]
+        return [replace(Shard.whole(name, tensor), spare=self._spare)]
 
 
 def consensus_view(strategy: Strategy) -> AbstractContextManager[None]:

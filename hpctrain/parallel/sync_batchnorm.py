@@ -29,12 +29,12 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.config import ParallelSettings, shape_of
+from hpctrain.parallel.config import SHARDED, ParallelSettings, shape_of
 
 # Elements that are multiplied at a time; more if the tensor would be cut into more than about MAX_PARTS parts.
 ELEMENTS_PER_PRODUCT = 2**18
 MAX_PARTS = 16
-SYNCHRONOUS = ("ddp", "zero1", "zero2", "fsdp")
+SYNCHRONOUS = ("ddp", *SHARDED)
 FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
@@ -251,8 +251,7 @@ def synchronise(model: nn.Module, comm: Communicator, settings: ParallelSettings
     if ranks == 1:
         return
     unchanged = [module for module in norms if not convertible(module) and not isinstance(module, SyncBatchNorm)]
-    reason = _reason_against(model, settings)
-    if reason:
+    if reason := _reason_against(model, settings):
         unchanged = norms
     else:
         convert(model, comm)

@@ -135,9 +135,6 @@ def _recompute(model: nn.Module, settings: ParallelSettings) -> list[nn.Module]:
     return units
 
 
-# Modules that do not support divided batches --------------------------------------------------------------------------
-
-
 def _check_modules(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
     """Raise ``UsageError`` for modules that cannot train as in one process; warn of differences in evaluation."""
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:

@@ -7,30 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import EACH_MODEL, MAKERS, made
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpctrain.errors import UsageError
-from hpctrain.models.build import ConvNet, MultiLayerPerceptron
-from hpctrain.models.gpt import GPT
-from hpctrain.models.settings import GPTConfig
 from hpctrain.models.weights import draw_weights, fill, generator_for, initialise_as_torch
-
-SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
-MAKERS: dict[str, Callable[[], Any]] = {
-    "gpt": lambda: GPT(GPTConfig(layers=2, tied=False, **SHAPE)),
-    "tied gpt": lambda: GPT(GPTConfig(layers=2, tied=True, **SHAPE)),
-    "mlp": lambda: MultiLayerPerceptron((4, 5), 3, hidden=(6, 6)),
-    "convnet": lambda: ConvNet((2, 8, 8), 3, channels=(4, 4)),
-}
-
-models = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-
-
-def made(make: Callable[[], Any], seed: int = 5, device: str = "cpu") -> Any:
-    torch.manual_seed(seed)
-    with torch.device(device):
-        return make()
 
 
 def same(one: nn.Module, two: nn.Module) -> list[bool]:
@@ -49,7 +31,7 @@ def test_a_generator_is_determined_by_seed_and_name() -> None:
     assert len({tuple(numbers(seed, name)) for seed in (1, 2, 11) for name in ("head", "1head", "body", "")}) == 12
 
 
-@models
+@EACH_MODEL
 def test_only_the_seed_determines_the_weights(make: Callable[[], Any]) -> None:
     one, two, other = made(make), made(make), made(make, seed=6)
     torch.manual_seed(5)
@@ -59,7 +41,7 @@ def test_only_the_seed_determines_the_weights(make: Callable[[], Any]) -> None:
     assert drawn and not any(torch.equal(one.get_parameter(name), other.get_parameter(name)) for name in drawn)
 
 
-@models
+@EACH_MODEL
 def test_torchs_global_generator_is_not_used(make: Callable[[], Any]) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -67,7 +49,7 @@ def test_torchs_global_generator_is_not_used(make: Callable[[], Any]) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@models
+@EACH_MODEL
 def test_no_two_modules_have_the_same_weights(make: Callable[[], Any]) -> None:
     drawn = [p.flatten()[:4] for p in made(make).parameters() if p.ndim > 1]
     assert len({tuple(piece.tolist()) for piece in drawn}) == len(drawn) > 2
@@ -89,7 +71,7 @@ class OnlyMeta(TorchDispatchMode):
         return found
 
 
-@models
+@EACH_MODEL
 def test_on_meta_no_memory_is_allocated_and_no_number_is_drawn(make: Callable[[], Any]) -> None:
     with OnlyMeta() as mode:
         model = made(make, device="meta")
@@ -101,7 +83,7 @@ def test_on_meta_no_memory_is_allocated_and_no_number_is_drawn(make: Callable[[]
     assert [parameter.shape for parameter in model.parameters()] == [p.shape for p in made(make).parameters()]
 
 
-@models
+@EACH_MODEL
 @pytest.mark.parametrize("step", [1, -1])
 def test_modules_materialised_later_have_the_weights_of_the_whole_model(make: Callable[[], Any], step: int) -> None:
     whole, late = made(make), made(make, device="meta")
@@ -114,7 +96,7 @@ def test_modules_materialised_later_have_the_weights_of_the_whole_model(make: Ca
     assert all(same(whole, late)) and len(late.state_dict()) == len(whole.state_dict())
 
 
-@models
+@EACH_MODEL
 def test_initialising_one_module_changes_no_other(make: Callable[[], Any]) -> None:
     whole, part = made(make), made(make)
     name = next(name for name, module in part.named_modules() if isinstance(module, nn.Linear))
@@ -126,7 +108,7 @@ def test_initialising_one_module_changes_no_other(make: Callable[[], Any]) -> No
         assert torch.equal(parameter, expected), key
 
 
-@models
+@EACH_MODEL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_another_dtype_changes_only_the_rounding(make: Callable[[], Any], dtype: torch.dtype) -> None:
     whole, other = made(make).to(dtype), made(make, device="meta").to(dtype).to_empty(device="cpu")

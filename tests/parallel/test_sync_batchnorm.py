@@ -222,24 +222,6 @@ def test_a_converted_model_can_be_copied(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_data_parallelism_averages_its_parameters_like_all_others(comm: Any) -> None:
-    def make_net() -> nn.Module:
-        torch.manual_seed(7)
-        return nn.Sequential(nn.Conv2d(FEATURES, FEATURES, 1), nn.BatchNorm2d(FEATURES), nn.ReLU())
-
-    model, alone = convert(make_net(), comm), make_net()
-    DataParallel(model, comm)
-    for step in range(3):
-        inputs, factors = whole_batch("2d", step)
-        run(alone, inputs, factors / comm.size)
-        run(model, cut(inputs, comm, even(comm)), cut(factors, comm, even(comm)))
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, alone.get_buffer(name))
-
-
-@pytest.mark.ranks
 def test_a_rank_without_a_sample_is_refused(comm: Any) -> None:
     strategy = DataParallel(convert(nn.Sequential(nn.BatchNorm1d(FEATURES)), comm), comm)
     with pytest.raises(UsageError, match=f"^rank {comm.rank} has no sample in this step, but synchronised batch norm"):

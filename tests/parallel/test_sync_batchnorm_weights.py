@@ -98,32 +98,6 @@ def test_sums_in_parts_equal_the_whole_sum(comm: Any, monkeypatch: Any) -> None:
         torch.testing.assert_close(mine, whole.chunk(comm.size)[comm.rank], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.ranks
-def test_gradients_agree_with_finite_differences(comm: Any) -> None:
-    norm = SyncBatchNorm(comm, FEATURES, dtype=torch.float64)
-    norm.sample_weight = 1.0
-    inputs, factors = (each[comm.rank : comm.rank + 1] for each in whole_batch(0, comm.size, torch.float64))
-    _, gradient = run(norm, inputs, factors)
-    step = 1e-6
-    for place in [(0, 0, 0), (0, 3, 1)]:
-        values = []
-        for sign in (1, -1):
-            moved = inputs.clone()
-            moved[place] += sign * step * (comm.rank == comm.size - 1)  # the sample of one rank is changed
-            values.append(comm.all_reduce((norm(moved) * factors).sum().detach().reshape(1)))
-        difference = comm.broadcast(gradient[place].clone().reshape(1), comm.size - 1)
-        torch.testing.assert_close((values[0] - values[1]) / (2 * step), difference, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.ranks
-def test_strategies_pass_the_weight_to_batch_norms(comm: Any) -> None:
-    for data in ("ddp", "zero2", "fsdp"):
-        model = net()
-        strategy = attach(model, comm, ParallelSettings(data=data), CPU)  # type: ignore[arg-type]
-        strategy.set_sample_weight(0.25)
-        assert model[1].sample_weight == 0.25
-
-
 # Automatic use --------------------------------------------------------------------------------------------------------
 
 

@@ -45,13 +45,11 @@ class AsynchronousSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, SECTION)
-        if self.period < 1:
-            raise SettingsError(f"setting asynchronous.period = {self.period}: must be at least 1")
+        for name, least in {"period": 1, "max_staleness": 0, "ranks": 0}.items():
+            if getattr(self, name) < least:
+                raise SettingsError(f"setting asynchronous.{name} = {getattr(self, name)}: must be at least {least}")
         if not 0 <= self.rho < math.inf:
             raise SettingsError(f"setting asynchronous.rho = {self.rho}: must be a number >= 0")
-        for name in ("max_staleness", "ranks"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"setting asynchronous.{name} = {getattr(self, name)}: must not be negative")
         if self.average and self.mode not in ("auto", "synchronous"):
             raise SettingsError(
                 f'setting asynchronous.mode = "{self.mode}": an average is over all workers; remove '

@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.rma.remote_memory import RemoteMemory
 from hpctrain.comm.rma.select import expose
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.asynchronous.hooks import WorkerHooks, WriteGuard
 from hpctrain.parallel.asynchronous.remote_store import Store
-from hpctrain.parallel.asynchronous.replica import FlatParameters
 from hpctrain.parallel.asynchronous.sparse import RowReader, average_rows, find_tables
-from hpctrain.parallel.asynchronous.staleness import Bound, CommunicationTime, StalenessHistogram, check_bound
-from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
+from hpctrain.parallel.asynchronous.staleness import Bound, check_bound
+from hpctrain.parallel.asynchronous.worker import AsyncWorker, FlatParameters, WriteGuard
+from hpctrain.parallel.model_agreement import trainable
 from hpctrain.parallel.objective import CallArguments, Objective
-from hpctrain.parallel.strategy import AsyncStrategy, Metrics, ModelGradients, broadcast_buffers
+from hpctrain.parallel.strategy import ModelGradients
 
 
-class ServedVector:
+class ServedVector(FlatParameters):
     """Dense parameters as one vector on the model's device, and their gradients as one in host memory.
 
     Note: staging. On a GPU (or if ``staged``), both have an additional staging vector, so that a step makes one copy
@@ -39,43 +39,34 @@ class ServedVector:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, staged: bool = False) -> None:
-        known = {parameter: name for name, parameter in trainable(model)}
-        ordered = [[one for one in group["params"] if one in known] for group in optimizer.param_groups]
-        self.parameters = [parameter for group in ordered for parameter in group]
-        if len(set(self.parameters)) != len(known):
-            missing = next((name for one, name in known.items() if one not in set(self.parameters)), "")
-            raise UsageError(
-                f"the optimizer does not have the parameter {missing}: a server updates all", everywhere=True
-            )
+        self._names = {parameter: name for name, parameter in trainable(model)}
+        groups = [[one for one in group["params"] if one in self._names] for group in optimizer.param_groups]
+        given = dict.fromkeys(parameter for group in groups for parameter in group)
+        for parameter, name in self._names.items():
+            if parameter not in given:
+                raise UsageError(
+                    f"the optimizer does not have the parameter {name}: a server updates all", everywhere=True
+                )
         self.tables = find_tables(model)
-        table_parameters = {table.parameter for table in self.tables}
-        self.table_groups = [table.group_in(optimizer) for table in self.tables]
-        self.parameters = [parameter for parameter in self.parameters if parameter not in table_parameters]
-        self._names = known
-        self._flat = FlatParameters(model, self.parameters, table_parameters, staged=staged)
-        self.values, self.slices = self._flat.values, self._flat.slices
-        self.groups = [sum(one.numel() for one in group if one not in table_parameters) for group in ordered]
         self.rows: list[Tensor | None] = [None for _ in self.tables]
-        self._staged = self._flat.staged
+        dense = given.keys() - {table.parameter for table in self.tables}
+        super().__init__(model, [parameter for parameter in given if parameter in dense], staged=staged)
+        self.groups = [sum(one.numel() for one in group if one in dense) for group in groups]
         self.gradient = self._on_host()
-        self.host = self._on_host().copy_(self.values) if self._staged else self.values
-        self.device_gradient = torch.empty_like(self.values) if self._staged else self.gradient
+        self.host = self._on_host().copy_(self.values) if self.staged else self.values
+        self.device_gradient = torch.empty_like(self.values) if self.staged else self.gradient
 
     def _on_host(self) -> Tensor:
         return torch.zeros(self.values.shape, dtype=self.values.dtype, pin_memory=self.values.is_cuda)
 
-    # Parameters -------------------------------------------------------------------------------------------------------
-
     def load_host(self) -> None:
         """Set the parameters to the contents of ``host``."""
-        if self._staged:
+        if self.staged:
             self.values.copy_(self.host)
 
-    def copy_to_host(self) -> Tensor:
-        """Return the parameters in host memory."""
-        return self.host.copy_(self.values) if self._staged else self.values
-
-    # Gradients --------------------------------------------------------------------------------------------------------
+    def to_host(self) -> Tensor:
+        """Return the parameters in host memory, in ``host``."""
+        return self.host.copy_(self.values) if self.staged else self.values
 
     def collect(self) -> bool:
         """Move the gradients out of the parameters; return whether there were any."""
@@ -87,14 +78,13 @@ class ServedVector:
         return found or any(rows is not None for rows in self.rows)
 
     def norm(self) -> Tensor:
-        """Return the norm of the collected gradients."""
         gradients = [self.gradient, *(rows.values() for rows in self.rows if rows is not None)]
         norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
         return norm
 
     def copy_gradients(self, out: Tensor) -> None:
         """Copy the dense gradients to host memory, with zeros for missing ones."""
-        target = self.device_gradient if self._staged else out
+        target = self.device_gradient if self.staged else out
         for parameter, view in zip(self.parameters, self.views(target)):
             if parameter.grad is None:
                 view.zero_()
@@ -105,18 +95,14 @@ class ServedVector:
                 )
             else:
                 view.copy_(parameter.grad)
-        if self._staged:
+        if self.staged:
             out.copy_(target)
 
     def set_gradients(self, gradients: Tensor) -> None:
         """Set the parameters' gradients to dense gradients from host memory."""
-        target = self.device_gradient.copy_(gradients) if self._staged else gradients
+        target = self.device_gradient.copy_(gradients) if self.staged else gradients
         for parameter, view in zip(self.parameters, self.views(target)):
             parameter.grad = view
-
-    def views(self, vector: Tensor) -> list[Tensor]:
-        """Return the views of a vector that belong to each parameter, in their shapes."""
-        return [vector[index].view(parameter.shape) for parameter, index in zip(self.parameters, self.slices)]
 
 
 class ServedGradients(ModelGradients):
@@ -125,12 +111,11 @@ class ServedGradients(ModelGradients):
     collected = False
 
     def drop(self) -> None:
-        """Discard all gradients, including those not pushed yet."""
         super().drop()
         self.collected = False
 
 
-class ParameterServer(AsyncStrategy):
+class ParameterServer(AsyncWorker):
     """Parameter-server strategy of a worker, or of a rank that only holds parameters.
 
     In synchronous mode, gradients are averaged at the end of the backward pass, and each owner
@@ -138,6 +123,7 @@ class ParameterServer(AsyncStrategy):
     """
 
     gradients: ServedGradients
+    memory: RemoteMemory  # counters of all workers' updates
 
     def __init__(
         self,
@@ -147,21 +133,19 @@ class ParameterServer(AsyncStrategy):
         *,
         staged: bool = False,
     ) -> None:
-        super().__init__(model, comm)
-        self.settings, self.gradients, self._staged = settings, ServedGradients(model), staged
-        self.asynchronous = settings.mode != "synchronous"
         self.workers = comm.size - settings.ranks
-        self.computes = comm.rank < self.workers
         check_bound(settings.max_staleness, self.workers)
-        check_same_model(model, comm)
-        broadcast_model(model, comm)
+        super().__init__(model, comm, settings)
+        self.gradients, self._staged = ServedGradients(model), staged
+        self.asynchronous = settings.mode != "synchronous"
+        self.computes = comm.rank < self.workers
         self._data = comm.split(int(not self.computes)) if settings.ranks else comm
-        self._counters = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
-        self._bound = Bound(self._counters, 0, self.workers, settings.max_staleness)
-        self._staleness, self.exchanging = StalenessHistogram(), CommunicationTime()
-        self._began = self._average_queued = False
-        self._hooks = WorkerHooks(model, self._begin, self._on_gradient, _refuse_unknown)
+        self.memory = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
+        self._bound = Bound(self.memory, self.workers, settings.max_staleness)
+        self._average_queued = False
+        self._register_hooks()
         self._writes = WriteGuard(model, "the parameter server")
+        self._handles += self._writes.handles
         self._writes.allowed = True  # until a run begins, which then serves the current values
 
     @property
@@ -171,23 +155,28 @@ class ParameterServer(AsyncStrategy):
 
     # A step -----------------------------------------------------------------------------------------------------------
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register the optimizer whose updates are served. Raises ``UsageError`` for one that cannot be served."""
-        if not self._hooks.is_new(optimizer):
-            return
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Allocate the served parameters and states. Raises ``UsageError`` for an optimizer that cannot be served."""
         self._vector = ServedVector(self.model, optimizer, staged=self._staged)
         self._sum = self.comm.empty(self._vector.gradient.numel(), self._vector.gradient.dtype)
-        size, first = self.comm.size, self.workers if self.settings.ranks else 0
-        owners = range(first, size)
+        owners = range(self.workers if self.settings.ranks else 0, self.comm.size)
         self.store = Store(self.comm.transport, optimizer, self._vector, owners)
         self._row_reader = RowReader(self._vector.tables, self._read_rows)
+        self._handles += self._row_reader.handles
         # Each rank begins with another part, so that they do not all access the same one.
         self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
-        self.store.write_own(self._vector.copy_to_host())
-        self._counters.barrier()
+        self.store.write_own(self._vector.to_host())
+        self.memory.barrier()
         self._writes.allowed = False
         self._writes.record()
-        self._hooks.attach_optimizer(optimizer, self._collect, self._on_step_end)
+
+    def _on_unknown_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError``: memory for served parameters is allocated when a run begins, and does not exist yet."""
+        raise UsageError(
+            f'{type(optimizer).__name__}.step() outside of a run under parallel.data = "server": updates are served in '
+            "the loop of a run only; write `with job.run(model, optimizer, loader, ...) as run`",
+            everywhere=True,
+        )
 
     def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
         """Accumulate gradients in the parameters, if this rank is a worker; return the loss."""
@@ -195,18 +184,14 @@ class ParameterServer(AsyncStrategy):
             return torch.zeros((), device=CallArguments.of(inputs).device)
         return super().forward_backward(inputs, targets, objective, weight=weight)
 
+    def _begin_step(self) -> None:
+        if self._optimizer is not None:  # otherwise no run has begun: all ranks hold the initial values
+            super()._begin_step()
+
     def _begin(self) -> None:
-        """Read the parameters, once per step."""
-        if self._began or not (self.model.training and torch.is_grad_enabled()):
-            return
-        if self._hooks.optimizer is None:
-            return  # no run has begun: all ranks hold the initial values
-        self._began = True
         self._writes.check()
-        self.exchanging.begin_step()
-        with self.exchanging:
-            self._bound.read()
-            self._read()
+        self._bound.read()
+        self._read()
 
     def _read(self, *, tables: bool = False) -> None:
         """Read the dense parameters, and whole tables with ``tables``; otherwise passes read the rows they look up."""
@@ -223,10 +208,9 @@ class ParameterServer(AsyncStrategy):
         with self.exchanging:
             return self.store.read_rows(table, rows)
 
-    def _on_gradient(self) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         if self.asynchronous:
-            with self.exchanging:
-                self._counters.progress()
+            super()._on_gradient(parameter)
         elif self._syncing and not self._average_queued:
             self._average_queued = True
             Variable._execution_engine.queue_callback(self._average)
@@ -235,37 +219,31 @@ class ParameterServer(AsyncStrategy):
         """Replace all workers' gradients by their mean, in place."""
         self._average_queued = False
         with self.exchanging:
-            self._average_gradients()
+            self.memory.barrier()  # serves remote reads here, outside a collective
+            if self._sum.numel():
+                self._vector.copy_gradients(self._sum)
+                self.comm.all_reduce(self._sum, "average")
+                self._vector.set_gradients(self._sum)
+            if self._vector.tables:
+                average_rows(self._vector.tables, self.comm)
 
-    def _average_gradients(self) -> None:
-        self._counters.barrier()  # serves remote reads here, outside a collective
-        if self._sum.numel():
-            self._vector.copy_gradients(self._sum)
-            self.comm.all_reduce(self._sum, "average")
-            self._vector.set_gradients(self._sum)
-        if self._vector.tables:
-            average_rows(self._vector.tables, self.comm)
-
-    def _collect(self) -> None:
+    def _on_step_begin(self) -> None:
         """Move the gradients out of the parameters, so that the local optimizer step does nothing."""
         self.gradients.collected = self._vector.collect()
 
     def _on_step_end(self) -> None:
-        with self.exchanging:
-            self._push()
-
-    def _push(self) -> None:
         """Make the update of the served parameters, unless the gradients were dropped."""
-        if self.gradients.collected and not self.asynchronous:
-            self._bound.cancel()
-            self.store.update_own()
-            self._counters.barrier()
-        elif self.gradients.collected and self.computes:
-            self._bound.admit()
-            self.store.update(self._order, locked=self.settings.lock)
-            self._staleness.record(self._bound.count())
-        elif self._began:
-            self._bound.cancel()
+        with self.exchanging:
+            if self.gradients.collected and not self.asynchronous:
+                self._bound.cancel()
+                self.store.update_own()
+                self.memory.barrier()
+            elif self.gradients.collected and self.computes:
+                self._bound.admit()
+                self.store.update(self._order, locked=self.settings.lock)
+                self._staleness.record(self._bound.count())
+            elif self._began:
+                self._bound.cancel()
         self._began = self.gradients.collected = False
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -277,7 +255,7 @@ class ParameterServer(AsyncStrategy):
     def join_empty(self, *, backward: bool = True) -> None:
         """Take no part in a pass of the others; contribute zeros if gradients are averaged."""
         if backward and not self.asynchronous:
-            self._begin()
+            self._on_forward()
             self._average()
 
     # Common state of all workers --------------------------------------------------------------------------------------
@@ -285,75 +263,45 @@ class ParameterServer(AsyncStrategy):
     @contextmanager
     def consensus_view(self) -> Iterator[None]:
         """Put served parameters into the model, and their states into the optimizer, for the block. Collective."""
-        assert self._hooks.optimizer is not None
+        assert self._optimizer is not None
         self.exchanging.pause()
         self.sync_count += 1
         self._writes.check()
-        self._counters.barrier()
+        self.memory.barrier()
         self._read(tables=True)
-        self.store.export_states(self._hooks.optimizer)
-        self._counters.barrier()
+        self.store.export_states(self._optimizer)
+        self.memory.barrier()
         try:
             yield
         finally:
-            self._hooks.optimizer.state.clear()
+            self._optimizer.state.clear()
 
     @contextmanager
     def unshard(self, *, write: bool = False) -> Iterator[None]:
         """Let all ranks write if ``write`` is set; rank 0's values are served from then on. Collective."""
-        if not write or self._hooks.optimizer is None:
+        if not write or self._optimizer is None:
             yield
             return
-        with self.consensus_view(), self._writes.allowing():
+        with self._writes.allowing(), super().unshard(write=True):
             yield
-            broadcast_model(self.model, self.comm)
-            self.refresh()
-
-    def drain(self) -> None:
-        """Wait for all ranks, and serve their accesses meanwhile. Collective."""
-        self.exchanging.pause()
-        self._counters.barrier()
 
     def conclude(self) -> None:
-        """Leave the served parameters, and rank 0's buffers, in the model of every rank. Collective."""
-        if self._hooks.optimizer is not None:
-            with self.consensus_view():
-                broadcast_buffers(self.model, self.comm)
+        if self._optimizer is not None:
+            super().conclude()
 
     def refresh(self) -> None:
         """Serve the current parameters of the model and states of the optimizer. Collective."""
-        if self._hooks.optimizer is None:
+        if self._optimizer is None:
             return
-        self._counters.barrier()
-        self.store.write_own(self._vector.copy_to_host())
-        self.store.import_states(self._hooks.optimizer)
-        self._hooks.optimizer.state.clear()
+        self.memory.barrier()
+        self.store.write_own(self._vector.to_host())
+        self.store.import_states(self._optimizer)
+        self._optimizer.state.clear()
         self._row_reader.mark_all_valid()
         self._writes.record()
-        self._counters.barrier()
+        self.memory.barrier()
 
-    def metrics(self) -> Metrics:
-        """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
-        self.exchanging.pause()
-        self._counters.barrier()  # ranks that still update may need this rank's progress
-        return {**self._staleness.metrics(self.comm), **self.exchanging.metrics(self.comm, computes=self.computes)}
-
-    def detach(self) -> None:
-        """Remove all hooks, leave the served parameters in the model, and free the memory. Collective."""
-        attached = self._hooks.remove()
-        self._writes.close()
-        if attached:
-            if self._hooks.optimizer is not None:
-                self.conclude()
-                self._row_reader.detach()
-                self.store.free()
-            self._counters.free()
-
-
-def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``UsageError``: memory for served parameters is allocated when a run begins, and does not exist yet."""
-    raise UsageError(
-        f'{type(optimizer).__name__}.step() outside of a run under parallel.data = "server": updates are served in the '
-        "loop of a run only; write `with job.run(model, optimizer, loader, ...) as run`",
-        everywhere=True,
-    )
+    def _release(self) -> None:
+        if self._optimizer is not None:
+            self.store.free()
+        super()._release()

@@ -75,7 +75,6 @@ def _refusal(kind: str, key: str, table: str) -> str:
 
 
 def union_of(several: Sequence[StateSpec]) -> StateSpec:
-    """Return the union of several states."""
     tensors = {key: first for each in several for key, first in each.tensors}
     return StateSpec(tuple(tensors.items()), next((each.step for each in several if each.step), ""))
 
@@ -90,16 +89,12 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def optimizer_like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
     """Return an optimizer of the same class and hyperparameters for other parameters."""
-    chosen = []
-    for own, parameters in zip(optimizer.param_groups, groups):
-        chosen.append({**hyperparameters(own), "params": list(parameters)})
+    pairs = zip(optimizer.param_groups, groups)
+    chosen = [{**hyperparameters(own), "params": list(parameters)} for own, parameters in pairs if parameters]
     kind: Any = type(optimizer)
     known = inspect.signature(kind.__init__).parameters  # some arguments take effect when states are created, not later
     options = {key: value for key, value in hyperparameters(optimizer.defaults).items() if key in known}
-    return kind([group for group in chosen if group["params"]], **options)  # type: ignore[no-any-return]
-
-
-# In-place updates of an owner's parameters, by torch's own optimizer of the worker's class ----------------------------
+    return kind(chosen, **options)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ class OptimizerPart:
 
 
 class PartGroup:
-    """Parts that are updated in one optimizer step."""
+    """Parts that an optimizer of the worker's class updates in place, in one step."""
 
     def __init__(self, parts: Sequence[OptimizerPart], optimizer: torch.optim.Optimizer) -> None:
         self._source, self._parts = optimizer, parts
@@ -165,7 +160,6 @@ class TableRows:
 
     @property
     def rows(self) -> int:
-        """Return the number of table rows that the owner holds."""
         return self.last - self.first
 
     @property
@@ -174,7 +168,6 @@ class TableRows:
         return self.rows * (1 + len(self.spec.tensors))
 
     def matrix(self, memory: Tensor) -> Tensor:
-        """Return the matrix in the owner's memory."""
         return memory[self.start : self.start + self.height * self.width].view(self.height, self.width)
 
     def with_states(self, rows: Tensor) -> Tensor:
@@ -194,7 +187,6 @@ class OwnerPart:
 
     @property
     def dense(self) -> int:
-        """Return the number of dense parameters that the owner holds."""
         return int(self.dense_slice.stop - self.dense_slice.start)
 
     @property
@@ -204,7 +196,6 @@ class OwnerPart:
 
     @property
     def length(self) -> int:
-        """Return the total number of elements."""
         return self.dense_length + sum(block.height * block.width for block in self.blocks)
 
     def dense_parts(self, memory: Tensor) -> list[OptimizerPart]:
@@ -219,13 +210,15 @@ class OwnerPart:
             for group, where in self.sections
         ]
 
+    def parts(self, memory: Tensor) -> list[OptimizerPart]:
+        """Return the sections and the rows of tables with their states, in memory with the owner's layout."""
+        tables = [table_part(block.matrix(memory), block.group, block.spec) for block in self.blocks]
+        return [*self.dense_parts(memory), *tables]
+
     def initialize_states(self, memory: Tensor) -> None:
-        """Fill all states with their initial values."""
-        for number, (_, first) in enumerate(self.spec.tensors, 1):
-            memory[number * self.dense : (number + 1) * self.dense].fill_(first)
-        for block in self.blocks:
-            for number, (_, first) in enumerate(block.spec.tensors, 1):
-                block.matrix(memory)[number * block.rows : (number + 1) * block.rows].fill_(first)
+        for part in self.parts(memory):
+            for key, first in part.spec.tensors:
+                part.states[key].fill_(first)
 
 
 def table_part(matrix: Tensor, group: int, spec: StateSpec) -> OptimizerPart:

@@ -1,20 +1,26 @@
-"""Store of parameters and optimizer states in memory that all workers can access, partitioned over owners."""
+"""Store of parameters and optimizer states in memory that all workers can access, partitioned over owners.
+
+Note: how an update is made. torch's own optimizer of the worker's class updates the owner's part:
+in place if the worker shares that memory, otherwise on a copy that is read and written back. The
+hyperparameters are the current ones of the worker's optimizer. States follow the parameters in the
+same memory. A counter of the owner counts the updates of its part. For a table, only the rows that
+have a gradient are communicated and changed, with their states.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.rma.remote_memory import WORDS as LOCK_WORDS
-from hpctrain.comm.rma.remote_memory import Lock, RemoteMemory
+from hpctrain.comm.rma.remote_memory import Lock
 from hpctrain.comm.rma.select import expose
 from hpctrain.comm.transport.base import Transport
 from hpctrain.parallel.asynchronous.partition import (
-    OptimizerPart,
-    OwnerPart,
     PartGroup,
     StateSpec,
     TableRows,
@@ -27,55 +33,6 @@ from hpctrain.parallel.asynchronous.sparse import rows_of, sparse_rows
 
 if TYPE_CHECKING:
     from hpctrain.parallel.asynchronous.parameter_server import ServedVector
-
-
-class RemoteUpdate:
-    """Copy of an owner's dense parameters, and of the rows that have a gradient, with their states."""
-
-    def __init__(self, exposed: RemoteMemory, owner: int, owner_part: OwnerPart) -> None:
-        self._exposed, self._owner = exposed, owner
-        self._memory = torch.empty(owner_part.dense_length, dtype=exposed.dtype)
-        if owner_part.dense:
-            exposed.get(owner, self._memory)
-        self._copies: list[tuple[Tensor, Tensor | None, int]] = [(self._memory, None, 0)]  # copy, table rows, offset
-        self.parts: list[OptimizerPart] = owner_part.dense_parts(self._memory)
-
-    def fetch(self, block: TableRows, gradient: Tensor) -> Tensor:
-        """Fetch the rows of a gradient as an additional part; return the gradient relative to these rows."""
-        rows = block.with_states(block.first + rows_of(gradient))
-        matrix = torch.empty(rows.numel(), block.width, dtype=self._exposed.dtype)
-        self._exposed.get_rows(self._owner, matrix, rows, block.start)
-        self._copies.append((matrix, rows, block.start))
-        self.parts.append(table_part(matrix, block.group, block.spec))
-        few = gradient.values().shape[0]
-        return sparse_rows(torch.arange(few), gradient.values(), (few, block.width))
-
-    def apply(
-        self, optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], seen: Sequence[int], *, exclusive: bool
-    ) -> None:
-        """Update the copies and write them back: with ``exclusive`` as they are, otherwise add the changes.
-
-        ``exclusive`` means that no other worker may write to the owner's part at the same time.
-        """
-        before = [copy.clone() for copy, _, _ in self._copies]
-        PartGroup(self.parts, optimizer).step(gradients, seen)
-        for (copy, rows, start), old in zip(self._copies, before):
-            if not exclusive:
-                copy.sub_(old)  # keeps concurrent updates of other workers
-            if rows is not None:
-                write = self._exposed.put_rows if exclusive else self._exposed.add_rows
-                write(self._owner, copy, rows, start)
-            elif copy.numel():
-                (self._exposed.put if exclusive else self._exposed.add)(self._owner, copy)
-
-
-# Store of parameters and optimizer states in memory that all workers can access, partitioned over owners --------------
-#
-# Note: how an update is made. torch's own optimizer of the worker's class updates the owner's part:
-# in place if the worker shares that memory, otherwise on a copy that is read and written back. The
-# hyperparameters are the current ones of the worker's optimizer. States follow the parameters in the
-# same memory. A counter of the owner counts the updates of its part. For a table, only the rows that
-# have a gradient are communicated and changed, with their states.
 
 
 # Counters of an owner: those of its lock, the updates of its dense part, and the updates of each table.
@@ -91,12 +48,10 @@ class Store:
         self.rank, self.owners = transport.rank, list(owners)
         self._optimizer, self._vector = optimizer, vector
         self._states = union_of([states_of(optimizer, group) for group, size in enumerate(vector.groups) if size])
-        named = zip(vector.table_groups, vector.tables)
-        self._table_states = [states_of(optimizer, group, table=table.name) for group, table in named]
-        tables = [
-            (*table.shape, group, spec)
-            for table, group, spec in zip(vector.tables, vector.table_groups, self._table_states)
-        ]
+        groups = [table.group_in(optimizer) for table in vector.tables]
+        named = list(zip(vector.tables, groups))
+        self._table_states = [states_of(optimizer, group, table=table.name) for table, group in named]
+        tables = [(*table.shape, group, spec) for (table, group), spec in zip(named, self._table_states)]
         self.owner_parts = {
             owner: part_of(index, len(self.owners), vector.groups, self._states, tables)
             for index, owner in enumerate(self.owners)
@@ -105,32 +60,26 @@ class Store:
         length, words = own.length if own else 0, TABLES + len(tables)
         self.exposed = expose(transport, length, vector.values.dtype, words)
         self.lock = Lock(self.exposed)
-        memory = self.exposed.view(self.rank)
-        if own is not None and memory is not None:
-            own.initialize_states(memory)
-        parts = {owner: part for owner in self.owners if (part := self._parts(owner))}
+        views = {owner: view for owner in self.owners if (view := self.exposed.view(owner)) is not None}
+        self._own = (own, views[self.rank]) if own is not None else None
+        if own is not None:
+            own.initialize_states(views[self.rank])
+        # Parts that this rank can update in place, because it shares the owner's memory.
+        held = {owner: self.owner_parts[owner] for owner in views}
+        parts = {owner: part.parts(views[owner]) for owner, part in held.items() if part.length}
         self._local = {owner: PartGroup(part, optimizer) for owner, part in parts.items()}
         # Without locks, one optimizer step updates all parts: its cost grows with calls more than with
         # tensors.
-        self._node_parts = (
-            PartGroup([part for parts_of in parts.values() for part in parts_of], optimizer) if parts else None
-        )
-
-    def _parts(self, owner: int) -> list[OptimizerPart]:
-        """Return the parts of an owner that this rank can update in place, if it shares the owner's memory."""
-        memory, owner_part = self.exposed.view(owner), self.owner_parts[owner]
-        if memory is None or not owner_part.length:
-            return []
-        tables = [table_part(block.matrix(memory), block.group, block.spec) for block in owner_part.blocks]
-        return [*owner_part.dense_parts(memory), *tables]
+        self._node_parts = PartGroup(list(chain(*parts.values())), optimizer) if parts else None
 
     # Reads and writes -------------------------------------------------------------------------------------------------
 
-    def read(self, out: Tensor) -> None:
-        """Read all dense parameters."""
+    def read(self, out: Tensor, state: int = 0) -> Tensor:
+        """Read all dense parameters, or one of their states (counted from 1), into ``out``, and return it."""
         for owner, owner_part in self.owner_parts.items():
             if owner_part.dense:
-                self.exposed.get(owner, out[owner_part.dense_slice])
+                self.exposed.get(owner, out[owner_part.dense_slice], state * owner_part.dense)
+        return out
 
     def read_rows(self, table: int, rows: Tensor) -> Tensor:
         """Return rows of a table; the indices are sorted and unique."""
@@ -153,9 +102,9 @@ class Store:
 
     def write_own(self, values: Tensor) -> None:
         """Write this rank's part: dense parameters from ``values``, table rows from the model."""
-        owner_part, memory = self.owner_parts.get(self.rank), self.exposed.view(self.rank)
-        if owner_part is None or memory is None:
+        if self._own is None:
             return
+        owner_part, memory = self._own
         memory[: owner_part.dense].copy_(values[owner_part.dense_slice])
         for block, table in zip(owner_part.blocks, self._vector.tables):
             block.matrix(memory)[: block.rows].copy_(table.parameter.data[block.first : block.last])
@@ -225,13 +174,41 @@ class Store:
     def _update(
         self, owner: int, tables: Sequence[Tensor | None], seen: Sequence[int], *, exclusive: bool = False
     ) -> None:
-        dense, count = self._dense(owner)
-        counts = [*count, *seen]
+        dense, counts = self._dense(owner)
         local = self._local.get(owner)
         if local is not None:
-            local.step([*dense, *tables], counts)
-        else:
-            self._update_remote(owner, dense, tables, counts, exclusive)
+            local.step([*dense, *tables], [*counts, *seen])
+            return
+        # Copies of the dense parameters, and of the rows that have a gradient, with their states.
+        owner_part = self.owner_parts[owner]
+        memory = torch.empty(owner_part.dense_length, dtype=self.exposed.dtype)
+        if owner_part.dense:
+            self.exposed.get(owner, memory)
+        copies: list[tuple[Tensor, Tensor | None, int]] = [(memory, None, 0)]  # copy, table rows, offset
+        parts, gradients = owner_part.dense_parts(memory), dense
+        for block, gradient, count in zip(owner_part.blocks, tables, seen):
+            if gradient is None:
+                continue
+            rows = block.with_states(block.first + rows_of(gradient))
+            matrix = torch.empty(rows.numel(), block.width, dtype=self.exposed.dtype)
+            self.exposed.get_rows(owner, matrix, rows, block.start)
+            copies.append((matrix, rows, block.start))
+            parts.append(table_part(matrix, block.group, block.spec))
+            few = gradient.values().shape[0]
+            gradients.append(sparse_rows(torch.arange(few), gradient.values(), (few, block.width)))
+            counts.append(count)
+        before = [copy.clone() for copy, _, _ in copies]
+        PartGroup(parts, self._optimizer).step(gradients, counts)
+        for (copy, table_rows, start), old in zip(copies, before):
+            self._write_back(owner, copy if exclusive else copy.sub_(old), table_rows, start, exclusive=exclusive)
+
+    def _write_back(self, owner: int, values: Tensor, rows: Tensor | None, start: int, *, exclusive: bool) -> None:
+        """Write an updated copy; unless ``exclusive``, add changes, which keeps concurrent updates of other workers."""
+        memory = self.exposed
+        if rows is not None:
+            (memory.put_rows if exclusive else memory.add_rows)(owner, values, rows, start)
+        elif values.numel():
+            (memory.put if exclusive else memory.add)(owner, values)
 
     def _dense(self, owner: int) -> tuple[list[Tensor], list[int]]:
         """Count an update of an owner's dense parameters; return the gradients and earlier updates of each section."""
@@ -239,23 +216,6 @@ class Store:
         version = self.exposed.fetch_add(owner, VERSION, 1) if owner_part.dense else 0
         dense = [self._vector.gradient[owner_part.dense_slice][where] for _, where in owner_part.sections]
         return dense, [version] * len(dense)
-
-    def _update_remote(
-        self,
-        owner: int,
-        dense: Sequence[Tensor],
-        tables: Sequence[Tensor | None],
-        counts: Sequence[int],
-        exclusive: bool,
-    ) -> None:
-        owner_part = self.owner_parts[owner]
-        update = RemoteUpdate(self.exposed, owner, owner_part)
-        gradients, seen = [*dense], [*counts[: len(dense)]]
-        for block, gradient, count in zip(owner_part.blocks, tables, counts[len(dense) :]):
-            if gradient is not None:
-                gradients.append(update.fetch(block, gradient))
-                seen.append(count)
-        update.apply(self._optimizer, gradients, seen, exclusive=exclusive)
 
     # Optimizer states for checkpoints ---------------------------------------------------------------------------------
 
@@ -265,7 +225,7 @@ class Store:
         vector = self._vector
         if count:
             for number, (key, _) in enumerate(self._states.tensors, 1):
-                whole = self._gather(number)
+                whole = self.read(torch.empty(vector.values.shape, dtype=self.exposed.dtype), number)
                 for parameter, view in zip(vector.parameters, vector.views(whole)):
                     optimizer.state[parameter][key] = view
             for parameter in vector.parameters if self._states.step else ():
@@ -279,9 +239,9 @@ class Store:
 
     def import_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Set this rank's part of the states from an optimizer."""
-        owner_part, memory = self.owner_parts.get(self.rank), self.exposed.view(self.rank)
-        if owner_part is None or memory is None or not optimizer.state:
+        if self._own is None or not optimizer.state:
             return
+        owner_part, memory = self._own
         states = [optimizer.state.get(parameter, {}) for parameter in self._vector.parameters]
         for number, (key, _) in enumerate(self._states.tensors, 1):
             whole = torch.cat([state[key].reshape(-1).cpu() for state in states])
@@ -299,17 +259,9 @@ class Store:
     def _set(self, word: int, value: int) -> None:
         self.exposed.fetch_add(self.rank, word, value - self.exposed.fetch_add(self.rank, word))
 
-    def _gather(self, state: int) -> Tensor:
-        whole = torch.empty(self._vector.values.shape, dtype=self.exposed.dtype)
-        for owner, owner_part in self.owner_parts.items():
-            if owner_part.dense:
-                self.exposed.get(owner, whole[owner_part.dense_slice], state * owner_part.dense)
-        return whole
-
     def free(self) -> None:
-        """Free the memory. Collective."""
         self._local.clear()
-        self._node_parts = None
+        self._node_parts = self._own = None
         self.exposed.free()
 
 

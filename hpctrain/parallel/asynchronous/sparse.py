@@ -29,7 +29,6 @@ class EmbeddingTable:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the number of rows and their width."""
         rows, width = self.parameter.shape
         return rows, width
 
@@ -74,11 +73,11 @@ def find_tables(model: nn.Module) -> list[EmbeddingTable]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, []).append(module)
-    tables = []
-    for name, parameter in trainable(model):
-        modules = users[parameter]
-        if all(isinstance(module, EMBEDDINGS) and module.sparse for module in modules):
-            tables.append(EmbeddingTable(name, parameter, tuple(modules)))
+    tables = [
+        EmbeddingTable(name, parameter, tuple(users[parameter]))
+        for name, parameter in trainable(model)
+        if all(isinstance(module, EMBEDDINGS) and module.sparse for module in users[parameter])
+    ]
     for table in tables:
         if any(module.max_norm is not None for module in table.modules):
             raise UsageError(
@@ -92,9 +91,6 @@ def find_tables(model: nn.Module) -> list[EmbeddingTable]:
     return tables
 
 
-# Reads of the table rows that a forward pass needs, before the lookup -------------------------------------------------
-
-
 Read = Callable[[int, Tensor], Tensor]  # returns the rows of the table with that index, in host memory
 
 
@@ -106,10 +102,11 @@ class RowReader:
         self._valid = [torch.zeros(table.shape[0], dtype=torch.bool) for table in tables]
         self._valid_rows: list[tuple[Tensor, Tensor]] = []  # marks of valid rows per read, to be cleared
         self._all_valid = False
-        self._handles: list[RemovableHandle] = []
-        for number, table in enumerate(tables):
-            for module in table.modules:
-                self._handles.append(module.register_forward_pre_hook(self._hook(number), with_kwargs=True))
+        self.handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._hook(number), with_kwargs=True)
+            for number, table in enumerate(tables)
+            for module in table.modules
+        ]
 
     def invalidate(self) -> None:
         """Begin a step: rows read before are outdated."""
@@ -119,14 +116,10 @@ class RowReader:
         self._all_valid = False
 
     def mark_all_valid(self) -> None:
-        """Record that whole tables have been read."""
         self._all_valid = True
 
     def _hook(self, number: int) -> Callable[..., None]:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._read_missing(number, args[0] if args else kwargs["input"])
-
-        return before
+        return lambda _, args, kwargs: self._read_missing(number, args[0] if args else kwargs["input"])
 
     def _read_missing(self, number: int, indices: Tensor) -> None:
         table, valid = self._tables[number], self._valid[number]
@@ -141,18 +134,9 @@ class RowReader:
         values = table.parameter.data
         values.index_copy_(0, rows.to(values.device), self._read(number, rows).to(values.device))
 
-    def detach(self) -> None:
-        """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-
-# Updates of tables that a worker makes locally and adds to all copies: only the changed rows --------------------------
-
 
 class TableUpdates:
-    """Local table updates; in the copies, tables are stored one after the other, from the first element."""
+    """Changed table rows that a worker adds to all copies, which begin with the tables, one after the other."""
 
     def __init__(self, tables: Sequence[EmbeddingTable]) -> None:
         self._tables = tables
@@ -167,7 +151,6 @@ class TableUpdates:
             states_of(optimizer, table.group_in(optimizer), table=table.name)
 
     def read(self, copy: Tensor, number: int, rows: Tensor) -> Tensor:
-        """Return rows of a table in a copy."""
         shape, start = self._tables[number].shape, self._starts[number]
         return copy[start : start + shape[0] * shape[1]].view(shape).index_select(0, rows)
 
@@ -181,15 +164,11 @@ class TableUpdates:
                 self._before.append((number, rows, table.parameter.data[rows]))
 
     def add_changes(self, memory: RemoteMemory, owners: Sequence[int]) -> None:
-        """Add the changes to every copy."""
         for number, rows, before in self._before:
             change = (self._tables[number].parameter.data[rows] - before).cpu()
             for owner in owners:
                 memory.add_rows(owner, change, rows.cpu(), self._starts[number])
         self._before.clear()
-
-
-# Average of table gradients over all workers: each sends its own rows and receives those of all -----------------------
 
 
 _NONE = -1  # count of a worker without a gradient; a worker without lookups has 0
@@ -198,8 +177,8 @@ _NONE = -1  # count of a worker without a gradient; a worker without lookups has
 def average_rows(tables: Sequence[EmbeddingTable], comm: Communicator) -> None:
     """Replace the gradient of each table by the mean over all ranks; missing rows count as zeros. Collective.
 
-    Rows are summed in rank order, so all ranks hold the same bits. If no rank has a gradient, there
-    is no gradient afterwards.
+    Each rank sends its own rows and receives those of all. Rows are summed in rank order, so all
+    ranks hold the same bits. If no rank has a gradient, there is no gradient afterwards.
     """
     own = [table.gradient() for table in tables]
     everyone = comm.all_gather_object([_NONE if each is None else int(each.values().shape[0]) for each in own])

@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from types import TracebackType
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.rma.remote_memory import WORDS as LOCK_WORDS
@@ -55,16 +54,14 @@ class Bound:
     other worker. The counters alone give the staleness of an update.
     """
 
-    def __init__(self, exposed: RemoteMemory, first: int, workers: int, bound: int) -> None:
-        self._exposed, self._first, self._workers, self._limit = exposed, first, workers, bound
-        self._lock = Lock(exposed, first)
-        self._rank = exposed.rank
+    def __init__(self, memory: RemoteMemory, workers: int, bound: int) -> None:
+        self._memory, self._workers, self._limit = memory, workers, bound
+        self._lock, self._rank = Lock(memory), memory.rank
         self._version: int | None = None  # that this worker has read
         self._staleness = 0
 
     @staticmethod
     def words(workers: int) -> int:
-        """Return the number of counters needed."""
         return LOCK_WORDS + 1 + workers
 
     def read(self) -> None:
@@ -102,7 +99,7 @@ class Bound:
             self._set(self._rank, 0)
 
     def _try_admit(self) -> bool:
-        self._exposed.progress()
+        self._memory.progress()
         with self._lock.of(0):
             updates, read = self._updates(), self._pending_reads()
             if not may_update(updates, read, self._rank, self._limit):
@@ -128,7 +125,7 @@ class Bound:
         self._add(index, value - self._add(index, 0))
 
     def _add(self, index: int, amount: int) -> int:
-        return self._exposed.fetch_add(0, self._first + index, amount)
+        return self._memory.fetch_add(0, index, amount)
 
     def _timeout_message(self, operation: str) -> str:
         read = self._pending_reads()
@@ -137,9 +134,6 @@ class Bound:
             f"{operation} ({self._limit} updates): rank {oldest} has read and made no update within "
             f"{timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
         )
-
-
-# Metrics: histogram of staleness, and fraction of time spent on exchanges ---------------------------------------------
 
 
 MAX_BARS = 100  # maximum number of bars; the last one counts all updates of at least its staleness
@@ -152,7 +146,6 @@ class StalenessHistogram:
         self.counts: Counter[int] = Counter()
 
     def record(self, staleness: int) -> None:
-        """Count an update."""
         self.counts[staleness] += 1
 
     def metrics(self, comm: Communicator) -> Metrics:
@@ -215,9 +208,7 @@ class CommunicationTime:
     def __enter__(self) -> None:
         self._entered = self.clock()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._spent += self.clock() - self._entered
 
     def metrics(self, comm: Communicator, *, computes: bool = True) -> Metrics:

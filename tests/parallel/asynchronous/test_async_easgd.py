@@ -7,30 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.asynchronous_fixtures import RATE, batch, flat, gradient, make_model
-from torch import nn
+from support.asynchronous_fixtures import RATE, flat, gradient, make_model, make_worker, orders_of, passes, take_turns
 
 from hpctrain.errors import DeadlineError, SettingsError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
-from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.wrap import attach
 from hpctrain.train.updates import check_policy
 
 pytestmark = pytest.mark.ranks
-EASGD = ParallelSettings(data="easgd")
-
-
-def make(comm: Any, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = make_model()
-    strategy = attach(model, comm, EASGD, asynchronous=AsynchronousSettings(**server))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    strategy.check_optimizer(optimizer)
-    return strategy, optimizer
-
-
-def passes(strategy: Any, step: int) -> None:
-    inputs, targets = batch(strategy.comm.rank, step)
-    nn.functional.mse_loss(strategy.model(inputs), targets).backward()
 
 
 def simulate(orders: list[list[int]], alpha: float) -> tuple[list[Any], Any]:
@@ -56,22 +39,18 @@ def check(strategy: Any, orders: list[list[int]], alpha: float) -> None:
 
 
 def test_a_scripted_order_of_arrivals_follows_the_equations(own: Any) -> None:
-    strategy, optimizer = make(own, mode="asynchronous", rho=1.5)
-    chance = np.random.default_rng(5)
-    orders = [chance.permutation(own.size).tolist() for _ in range(6)]
+    strategy, optimizer = make_worker(own, "easgd", mode="asynchronous", rho=1.5)
+    orders = orders_of(5, own.size, 6)
     for step, order in enumerate(orders):
         passes(strategy, step)
-        for rank in order:
-            if rank == own.rank:
-                optimizer.step()
-            strategy.drain()
+        take_turns(strategy, optimizer, order)
         optimizer.zero_grad()
     check(strategy, orders, RATE * 1.5)
 
 
 def test_round_robin_follows_the_order_of_the_ranks(own: Any) -> None:
     """The test sets no order: each worker waits for its turn."""
-    strategy, optimizer = make(own, mode="round-robin")
+    strategy, optimizer = make_worker(own, "easgd", mode="round-robin")
     for step in range(6):
         passes(strategy, step)
         optimizer.step()
@@ -81,7 +60,7 @@ def test_round_robin_follows_the_order_of_the_ranks(own: Any) -> None:
 
 def test_no_pull_is_lost_in_any_order(own: Any) -> None:
     """Without gradients, the centre gains what the workers lose: the total sum is constant."""
-    strategy, optimizer = make(own, mode="asynchronous", rho=2.0)
+    strategy, optimizer = make_worker(own, "easgd", mode="asynchronous", rho=2.0)
     with torch.no_grad():
         for parameter in strategy.model.parameters():
             parameter.fill_(float(own.rank + 1))
@@ -100,7 +79,7 @@ def test_no_pull_is_lost_in_any_order(own: Any) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_turn_that_never_comes_is_reported(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy, optimizer = make(own, mode="round-robin")
+    strategy, optimizer = make_worker(own, "easgd", mode="round-robin")
     passes(strategy, 0)
     if own.rank == 1:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
@@ -112,7 +91,7 @@ def test_a_turn_that_never_comes_is_reported(own: Any, monkeypatch: pytest.Monke
 
 
 def test_policies_that_need_all_ranks_are_refused(own: Any) -> None:
-    strategy, _ = make(own, mode="asynchronous")
+    strategy, _ = make_worker(own, "easgd", mode="asynchronous")
     with pytest.raises(SettingsError, match="rollback"):
         check_policy(strategy, "rollback")
     check_policy(strategy, "skip")

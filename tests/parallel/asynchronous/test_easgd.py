@@ -157,7 +157,7 @@ def test_invalid_settings_are_refused(bad: dict[str, Any]) -> None:
 
 
 def test_parameters_of_different_dtypes_are_refused() -> None:
-    from hpctrain.parallel.asynchronous.replica import FlatParameters
+    from hpctrain.parallel.asynchronous.worker import FlatParameters
 
     with pytest.raises(UsageError, match=r"the parameter 1.weight is of torch.bfloat16, 0.weight of torch.float32"):
         FlatParameters(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).to(torch.bfloat16)))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.asynchronous_fixtures import batch, flat, make_model
+from support.asynchronous_fixtures import batch, flat, make_model, orders_of, take_turns
 from torch import nn
 
 from hpctrain.errors import SettingsError, UsageError
@@ -64,15 +64,11 @@ def plain(kind: str, orders: list[list[int]]) -> nn.Module:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scripted_order_of_arrivals_equals_that_of_one_process(own: Any, kind: str, lock: bool) -> None:
     strategy, optimizer = make(own, kind, lock=lock)
-    chance = np.random.default_rng(5)
-    orders = [chance.permutation(own.size).tolist() for _ in range(5)]
+    orders = orders_of(5, own.size, 5)
     for step, order in enumerate(orders):
         passes(strategy.model, own.rank, step)
         strategy.drain()
-        for rank in order:
-            if rank == own.rank:
-                optimizer.step()
-            strategy.drain()
+        take_turns(strategy, optimizer, order)
     expected = plain(kind, orders)
     with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), flat(expected), rtol=1e-5, atol=1e-6)

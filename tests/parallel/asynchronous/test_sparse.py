@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.asynchronous_fixtures import orders_of, take_turns
 from support.tables import BAGS, KINDS, ROWS, batch, make_lookups, passes, plain, values_of
 
 from hpctrain.checkpoint import load, save
@@ -26,14 +26,10 @@ def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimize
 
 def play(strategy: Any, optimizer: torch.optim.Optimizer, orders: list[list[int]], first: int = 0) -> None:
     """Run a step in which all workers read and compute, and then update one after the other."""
-    own = strategy.comm
     for step, order in enumerate(orders, first):
-        passes(strategy.model, own.rank, step)
+        passes(strategy.model, strategy.comm.rank, step)
         strategy.drain()
-        for rank in order:
-            if rank == own.rank:
-                optimizer.step()
-            strategy.drain()
+        take_turns(strategy, optimizer, order)
 
 
 def same(own: Any, ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool = True) -> None:
@@ -49,8 +45,7 @@ def same(own: Any, ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool = Tr
 @pytest.mark.parametrize("kind, lock", [("sgd", False), ("adagrad", True), ("sparse_adam", True), ("adagrad", False)])
 def test_a_scripted_order_of_updates_by_rows_equals_that_of_one_process(own: Any, kind: str, lock: bool) -> None:
     strategy, optimizer = make(own, kind, lock=lock)
-    chance = np.random.default_rng(5)
-    orders = [chance.permutation(own.size).tolist() for _ in range(5)]
+    orders = orders_of(5, own.size, 5)
     play(strategy, optimizer, orders)
     expected, theirs = plain(kind, orders)
     with strategy.consensus_view():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.asynchronous_fixtures import orders_of
 from support.nodes import in_pairs, on_nodes, one_per_node
 from support.tables import Lookups, make_lookups, passes, plain, values_of
+from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.hogwild import Hogwild
@@ -33,8 +34,7 @@ def make(comm: Any, kind: str) -> tuple[Any, torch.optim.Optimizer]:
 
 def test_a_scripted_order_of_updates_equals_that_of_one_process(world: Any) -> None:
     strategy, optimizer = make(world, "sgd")
-    chance = np.random.default_rng(7)
-    orders = [chance.permutation(world.size).tolist() for _ in range(4)]
+    orders = orders_of(7, world.size, 4)
     for step, order in enumerate(orders):
         passes(strategy.model, world.rank, step)
         strategy.drain()
@@ -78,6 +78,18 @@ def test_between_nodes_only_rows_looked_up_are_read_and_added(comm: Any, monkeyp
             optimizer.step()
             assert sorted(added) == sorted([4, 8] * own.nodes + [0] + [1] * (own.nodes - 1))
     strategy.drain()
+    strategy.detach()
+    own.free()
+
+
+def test_the_rows_of_many_tables_are_those_of_the_model(comm: Any) -> None:
+    own = on_nodes(comm, one_per_node)
+    model = nn.ModuleList(nn.Embedding(2 + number, 3, sparse=True) for number in range(8))
+    strategy = Hogwild(model, own)
+    before = [table.weight.detach().clone() for table in model]
+    for table in model:
+        table(torch.arange(len(table.weight)))
+    assert all(torch.equal(table.weight, values) for table, values in zip(model, before))
     strategy.detach()
     own.free()
 

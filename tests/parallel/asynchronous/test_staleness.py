@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.asynchronous_fixtures import RATE, batch, make_model
-from torch import nn
+from support.asynchronous_fixtures import make_worker, passes
 
 from hpctrain.errors import DeadlineError
-from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.staleness import CommunicationTime, StalenessHistogram, bars
-from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.wrap import attach
 
 MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     "server": ("server", {}),
@@ -24,20 +20,6 @@ MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hogwild": ("hogwild", {}),
     "asynchronous": ("easgd", {"mode": "asynchronous"}),
 }
-
-
-def make(comm: Any, data: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = make_model()
-    parallel = ParallelSettings(data=data)  # type: ignore[arg-type]
-    strategy = attach(model, comm, parallel, asynchronous=AsynchronousSettings(**server))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    strategy.check_optimizer(optimizer)
-    return strategy, optimizer
-
-
-def passes(strategy: Any, step: int = 0) -> None:
-    inputs, targets = batch(strategy.comm.rank, step)
-    nn.functional.mse_loss(strategy.model(inputs), targets).backward()
 
 
 def scripted(workers: int, events: int) -> list[int]:
@@ -65,7 +47,7 @@ def counted(script: list[int], *, reads: bool) -> Counter[int]:
 @pytest.mark.parametrize("member", MEMBERS)
 def test_every_update_is_recorded_with_its_staleness(own: Any, member: str) -> None:
     data, server = MEMBERS[member]
-    strategy, optimizer = make(own, data, **server)
+    strategy, optimizer = make_worker(own, data, **server)
     script, read = scripted(own.size, 24), False
     for worker in script:
         if worker == own.rank:
@@ -88,7 +70,7 @@ def test_every_update_is_recorded_with_its_staleness(own: Any, member: str) -> N
 
 @pytest.mark.ranks
 def test_round_robin_has_one_update_of_each_other_worker_in_between(own: Any) -> None:
-    strategy, optimizer = make(own, "easgd", mode="round-robin")
+    strategy, optimizer = make_worker(own, "easgd", mode="round-robin")
     for _ in range(3):
         passes(strategy)
         optimizer.step()
@@ -101,7 +83,7 @@ def test_round_robin_has_one_update_of_each_other_worker_in_between(own: Any) ->
 @pytest.mark.ranks
 def test_a_step_without_gradients_is_not_an_update(own: Any) -> None:
     for data in ("server", "hogwild"):
-        strategy, optimizer = make(own, data)
+        strategy, optimizer = make_worker(own, data)
         passes(strategy)
         strategy.gradients.drop()
         optimizer.step()
@@ -114,7 +96,7 @@ def test_a_step_without_gradients_is_not_an_update(own: Any) -> None:
 @pytest.mark.ranks(2, 3)
 def test_a_timeout_at_the_staleness_bound_names_the_slow_rank(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has read and makes no update, like a stopped process."""
-    strategy, optimizer = make(own, "server", max_staleness=own.size - 1)
+    strategy, optimizer = make_worker(own, "server", max_staleness=own.size - 1)
     if own.rank == 0:
         passes(strategy)
     strategy.drain()
@@ -135,8 +117,8 @@ def test_a_timeout_at_the_staleness_bound_names_the_slow_rank(own: Any, monkeypa
 @pytest.mark.ranks(2, 3)
 def test_the_holder_of_a_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 stops during an update, while it holds the lock; without a lock it delays no other rank."""
-    strategy, optimizer = make(own, "server", lock=True)
-    free, other = make(own, "server")
+    strategy, optimizer = make_worker(own, "server", lock=True)
+    free, other = make_worker(own, "server")
     passes(strategy)
     passes(free)
     with strategy.store.lock.of(0) if own.rank == 0 else torch.no_grad():
@@ -180,7 +162,7 @@ SHARING: dict[str, tuple[str, dict[str, Any], Any]] = {  # with the communicatin
 @pytest.mark.parametrize("member", SHARING)
 def test_the_share_counts_communication_within_steps(own: Any, member: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, server, what = SHARING[member]
-    strategy, optimizer = make(own, data, **server)
+    strategy, optimizer = make_worker(own, data, **server)
     clock = [1000.0]
     strategy.exchanging.clock = lambda: clock[0]
     owner, name = what(strategy)
@@ -207,7 +189,7 @@ def test_the_share_counts_communication_within_steps(own: Any, member: str, monk
 
 @pytest.mark.ranks(2, 3, 4)
 def test_ranks_that_only_hold_parameters_have_no_share(own: Any) -> None:
-    strategy, optimizer = make(own, "server", ranks=1)
+    strategy, optimizer = make_worker(own, "server", ranks=1)
     clock = [1000.0]
     strategy.exchanging.clock = lambda: clock[0]
     if strategy.computes:
