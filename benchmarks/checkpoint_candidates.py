@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.format.integrity import crc32
+from hpctrain.checkpoint.format.layout import crc32
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.saver import Storage
 from hpctrain.errors import HpctrainError

@@ -18,7 +18,8 @@ import torch
 
 from hpctrain._version import __version__
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Value, group_of, key_groups, pack
+from hpctrain.checkpoint.format.draft import pack
+from hpctrain.checkpoint.format.layout import Value, group_of, key_groups
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.local_state import Models, OptimizerState
 from hpctrain.checkpoint.states import from_numpy, pack_states, shard_source, to_numpy

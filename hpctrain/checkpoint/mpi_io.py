@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from hpctrain.checkpoint.format.integrity import Written
+from hpctrain.checkpoint.format.layout import Written
 from hpctrain.checkpoint.format.plan import FileChunk, Offsets, Target, WriteShare
 from hpctrain.checkpoint.format.writer import (
     ShareWriter,

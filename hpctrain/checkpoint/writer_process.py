@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from hpctrain.checkpoint.format.integrity import Written
+from hpctrain.checkpoint.format.layout import Written
 from hpctrain.checkpoint.format.plan import FileChunk, Offsets, Target
 from hpctrain.checkpoint.format.writer import FileWriter
 

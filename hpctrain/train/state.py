@@ -19,8 +19,7 @@ from hpctrain.checkpoint import content
 from hpctrain.checkpoint import retention as files
 from hpctrain.checkpoint.content import SaveRequest
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.integrity import crc32
-from hpctrain.checkpoint.format.layout import group_of, keys_in
+from hpctrain.checkpoint.format.layout import crc32, group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.local_state import Models, by_key
 from hpctrain.checkpoint.restore import Loaded, load, load_rank_local

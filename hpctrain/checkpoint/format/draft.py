@@ -9,21 +9,36 @@ tensors are holes here and take no memory.
 from __future__ import annotations
 
 import io
+import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache, lru_cache
 from itertools import islice
+from typing import Any
 
 import h5py
 import numpy as np
 
 from hpctrain._version import __version__
-from hpctrain.checkpoint.format import integrity, layout
-from hpctrain.checkpoint.format.integrity import LENGTH, Written, digest, manifest, outside, seal
-from hpctrain.checkpoint.format.layout import Array, Groups, Record, Value, to_array
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.layout import (
+    JSON_SUFFIX,
+    SEAL_LENGTH,
+    Array,
+    Groups,
+    Record,
+    Value,
+    Written,
+    check_name,
+    digest,
+    manifest,
+    outside,
+    seal,
+)
 from hpctrain.checkpoint.format.plan import WriteRequest
+from hpctrain.errors import UsageError
 from hpctrain.shard import Shard
 
 _BLOCK = 4096
@@ -140,9 +155,9 @@ class Draft:
         self.offsets: list[int | None] = [dataset.get_offset() for dataset in datasets_made]
         self._crcs = [h5py.h5a.open(dataset, layout.CRC32.encode()) for dataset in datasets_made]
         self._text = self._create_text(layout.MANIFEST, len(self._manifest().encode()))
-        self._seal = self._create_text(layout.SEAL, LENGTH)
-        rows = sum(integrity.rows_of(record.nbytes) for record in self.records)
-        space = h5py.h5s.create_simple((rows, len(integrity.COLUMNS)))
+        self._seal = self._create_text(layout.SEAL, SEAL_LENGTH)
+        rows = sum(layout.rows_of(record.nbytes) for record in self.records)
+        space = h5py.h5s.create_simple((rows, len(layout.COLUMNS)))
         self._table = _create(self._file.id, layout.EXTENTS, h5py.h5t.STD_I64LE, space).get_offset()
         _set_attributes(self._file.id, {layout.DIGEST: to_array(digest(""))})
 
@@ -169,7 +184,7 @@ class Draft:
         Raises ``CheckpointError`` unless each byte of all tensors was written exactly once.
         """
         tensors = [(offset, record.nbytes) for offset, record in zip(self.offsets, self.records) if offset is not None]
-        table = integrity.table_of(tensors, written)
+        table = layout.table_of(tensors, written)
         self._set_checksums(table, len(tensors))
         text = self._manifest()
         stored = to_array(digest(text))
@@ -178,14 +193,14 @@ class Draft:
         self._put(self._text, text.encode())
         if self._table is not None:  # without rows it has no bytes
             self._put(self._table, table.tobytes())
-        checked = [*tensors, (self._text, len(text.encode())), (self._seal, LENGTH)]
+        checked = [*tensors, (self._text, len(text.encode())), (self._seal, SEAL_LENGTH)]
         self._put(self._seal, seal(self._image.size, checked, self._read).encode())
         return self._image.parts(outside(self._image.size, tensors))
 
-    def _set_checksums(self, table: integrity.Table, count: int) -> None:
+    def _set_checksums(self, table: layout.Table, count: int) -> None:
         order = sorted((offset, number) for number, offset in enumerate(self.offsets) if offset is not None)
-        for (_, number), found in zip(order, integrity.by_tensor(table, count), strict=True):
-            crc = integrity.combined((extent.crc32, extent.nbytes) for extent in found)
+        for (_, number), found in zip(order, layout.by_tensor(table, count), strict=True):
+            crc = layout.combined((extent.crc32, extent.nbytes) for extent in found)
             array = to_array(np.uint32(crc))
             self._crcs[number].write(array)
             record = self.records[number]
@@ -293,3 +308,64 @@ def _string_type(length: int) -> h5py.h5t.TypeStringID:
     kind.set_cset(h5py.h5t.CSET_UTF8)
     kind.set_strpad(h5py.h5t.STR_NULLPAD)
     return kind
+
+
+# Conversion of Python values to HDF5 attributes; ``structure.unpack`` converts them back ------------------------------
+
+
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def to_array(value: Value) -> Array:
+    """Return the value exactly as the file stores it."""
+    if isinstance(value, np.uint32):
+        return np.array(value, dtype="<u4")
+    if isinstance(value, int):
+        return np.array(value, dtype="<i8")
+    if isinstance(value, float):
+        return np.array(value, dtype="<f8")
+    texts = [_encode(value)] if isinstance(value, str) else [_encode(text) for text in value]
+    length = max([1, *map(len, texts)])  # HDF5 has no text of length 0
+    return np.array(texts[0] if isinstance(value, str) else texts, dtype=f"S{length}")
+
+
+def pack(values: Mapping[str, Any], what: str) -> dict[str, Value]:
+    """Return the attributes that store a mapping; ``what`` names it in the error for an unsupported value."""
+    attributes: dict[str, Value] = {}
+    for name, value in values.items():
+        check_name(name, f"of {what}")
+        if name.endswith(JSON_SUFFIX):
+            raise UsageError(f"the name {name!r} of {what} must not end in {JSON_SUFFIX}: that marks JSON text")
+        plain = value.item() if isinstance(value, np.generic) else value
+        if isinstance(plain, str):
+            plain = str(plain)  # to unpickle a subclass, such as torch's version, would import its package
+        if _is_plain(plain):
+            attributes[name] = plain
+        else:
+            attributes[name + JSON_SUFFIX] = _to_json(plain, f"{name} of {what}")
+    return attributes
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" not in value
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and value in _INT64)
+
+
+def _encode(text: str) -> bytes:
+    if "\0" in text:
+        raise UsageError(f"the text {text[:40]!r} holds a NUL: an attribute cannot store it")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the text {text[:40]!r} is not valid Unicode: {error.reason}") from error
+
+
+def _to_json(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{what} is of type {type(value).__name__} and cannot be stored ({error}): allowed are numbers, text, "
+            "true and false, None, and lists and dicts of them"
+        ) from error

@@ -1,31 +1,43 @@
-"""Names of a checkpoint file: format, groups, attributes, element types, rules for names.
+"""Contents of a checkpoint file: names, element types, and the checksums that cover every bit of it.
 
-Everything here is pure: tables and functions over text and NumPy types.
+Everything here is pure: tables and functions over text, bytes and NumPy types.
 ``docs/checkpoint-format.md`` describes the same in words.
 
 An attribute is an int64, a float64, a uint32, a text of fixed length (UTF-8, padded with NUL) or a
 list of such texts. Texts of variable length would be stored in a heap that HDF5 does not checksum.
 Other values (booleans, ``None``, lists, tables, huge integers) are JSON under the name with the
 suffix ``.json``.
+
+A CRC-32 covers each extent of the tensors, the manifest all objects, the seal the rest. Intel's
+library (``isal``) computes the same CRC-32 as zlib several times faster. A login node that only
+reads files needs neither the library nor the combination, which only writers of partial data use.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hpctrain.checkpoint.format.reader import Reader
 
+try:
+    from isal.isal_zlib import crc32 as crc32
+except ImportError:
+    from zlib import crc32 as crc32
+
 Array = npt.NDArray[np.generic]
+Value = int | float | str | np.uint32 | tuple[str, ...]  # of an attribute
+Groups = Mapping[str, Mapping[str, Value]]  # attributes of groups by path
 
 FORMAT = "hpctrain-checkpoint"
 VERSION = (1, 3)  # (major, minor): a reader refuses a newer major version and ignores additions of a newer minor one
@@ -36,6 +48,7 @@ STATES = "/states"
 CONFIG, PROVENANCE, MANIFEST, EXTENTS, SEAL = "/config", "/provenance", "/manifest", "/extents", "/seal"
 SEALED_SINCE, EXTENTS_SINCE = (1, 1), (1, 2)  # files of older versions have no seal or no table of extents
 CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"
+JSON_SUFFIX = ".json"
 
 PIECE = 16 << 20  # bytes per I/O: large enough for any filesystem, and a small, bounded buffer
 EXTENT = 4 << 20  # bytes of a tensor with a CRC-32 of their own: to read a slice, at most this much is read around it
@@ -156,95 +169,218 @@ def key_groups(group: str, keys: Sequence[str]) -> dict[str, dict[str, Value]]:
     return {group: {KEYS: tuple(keys)}, **{child(group, key): {} for key in keys}}
 
 
-# Conversion of Python values to HDF5 attributes and back
+def combined(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32 of consecutive byte ranges, from the CRC-32 and the length of each."""
+    from isal.isal_zlib import crc32_combine
+
+    whole = 0
+    for crc, nbytes in parts:
+        whole = crc32_combine(whole, crc, nbytes)
+    return int(whole)
 
 
-Value = int | float | str | np.uint32 | tuple[str, ...]
-Groups = Mapping[str, Mapping[str, Value]]  # attributes of groups by path
-
-JSON_SUFFIX = ".json"
-_INT64 = range(-(1 << 63), 1 << 63)
-
-
-def to_array(value: Value) -> Array:
-    """Return the value exactly as the file stores it."""
-    if isinstance(value, np.uint32):
-        return np.array(value, dtype="<u4")
-    if isinstance(value, int):
-        return np.array(value, dtype="<i8")
-    if isinstance(value, float):
-        return np.array(value, dtype="<f8")
-    texts = [_encode(value)] if isinstance(value, str) else [_encode(text) for text in value]
-    length = max([1, *map(len, texts)])  # HDF5 has no text of length 0
-    return np.array(texts[0] if isinstance(value, str) else texts, dtype=f"S{length}")
+# Table of extents, which covers every byte of the tensors: offset, length and CRC-32 of each extent -------------------
+#
+# A tensor is divided into extents of 4 MiB from its start. With the CRC-32 of each, a reader can
+# check a slice without reading all of the tensor. The CRC-32 of the tensor follows from them. Writers
+# report what they wrote, in ranges of any size that do not cross the boundary between extents.
 
 
-def from_array(array: Array) -> Value:
-    """Return the argument of ``to_array``."""
-    if array.dtype.kind != "S":
-        value: Value = np.uint32(array.item()) if array.dtype == np.uint32 else array.item()
-        return value
-    if array.ndim == 0:
-        return bytes(array[()]).decode()
-    return tuple(bytes(text).decode() for text in array)
+COLUMNS = ("tensor", "offset", "length", "crc32")
+
+Table = npt.NDArray[np.int64]  # rows of the columns; tensors are numbered from 0 in the order of their offsets
+Written = npt.NDArray[np.int64]  # rows of offset in the file, length, CRC-32
 
 
-def pack(values: Mapping[str, Any], what: str) -> dict[str, Value]:
-    """Return the attributes that store a mapping; ``what`` names it in the error for an unsupported value."""
-    attributes: dict[str, Value] = {}
-    for name, value in values.items():
-        check_name(name, f"of {what}")
-        if name.endswith(JSON_SUFFIX):
-            raise UsageError(f"the name {name!r} of {what} must not end in {JSON_SUFFIX}: that marks JSON text")
-        plain = value.item() if isinstance(value, np.generic) else value
-        if isinstance(plain, str):
-            plain = str(plain)  # to unpickle a subclass, such as torch's version, would import its package
-        if _is_plain(plain):
-            attributes[name] = plain
-        else:
-            attributes[name + JSON_SUFFIX] = _to_json(plain, f"{name} of {what}")
-    return attributes
+@dataclass(frozen=True)
+class Extent:
+    """A byte range of a tensor: its offset in the file, its length and its CRC-32."""
+
+    offset: int
+    nbytes: int
+    crc32: int
 
 
-def unpack(attributes: Mapping[str, Array], file: object) -> dict[str, Any]:
-    """Return the argument of ``pack``; tuples become lists."""
-    values: dict[str, Any] = {}
-    for name, array in attributes.items():
-        value = from_array(array)
-        if name.endswith(JSON_SUFFIX):
-            values[name.removesuffix(JSON_SUFFIX)] = _from_json(value, f"{file}: attribute {name}")
-        else:
-            values[name] = value
-    return values
+def rows_of(nbytes: int) -> int:
+    """Return the number of extents of a tensor."""
+    return -(-nbytes // EXTENT)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, str):
-        return "\0" not in value
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and value in _INT64)
+def table_of(tensors: Sequence[tuple[int, int]], written: Written) -> Table:
+    """Return the table of ``tensors`` (offset and bytes of each), from the written ranges.
+
+    Raises ``CheckpointError`` unless the ranges cover each byte of the tensors exactly once.
+    """
+    rows_written = written[np.argsort(written[:, 0], kind="stable")].tolist() if len(written) else []
+    rows: list[tuple[int, int, int, int]] = []
+    at = 0
+    for number, (offset, nbytes) in enumerate(sorted(tensors)):
+        for start in range(offset, offset + nbytes, EXTENT):
+            end, parts, reached = min(start + EXTENT, offset + nbytes), [], start
+            while at < len(rows_written) and reached < end and rows_written[at][0] == reached:
+                parts.append((rows_written[at][2], rows_written[at][1]))
+                reached += rows_written[at][1]
+                at += 1
+            if reached != end:
+                raise CheckpointError(f"the bytes from {reached} to {end} of the file were not written, or not once")
+            rows.append((number, start, end - start, combined(parts)))
+    if at != len(rows_written):
+        raise CheckpointError(f"bytes at {rows_written[at][0]} of the file were written that belong to no tensor")
+    return np.array(rows, dtype=np.int64).reshape(-1, len(COLUMNS))
 
 
-def _encode(text: str) -> bytes:
-    if "\0" in text:
-        raise UsageError(f"the text {text[:40]!r} holds a NUL: an attribute cannot store it")
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the text {text[:40]!r} is not valid Unicode: {error.reason}") from error
+def by_tensor(table: Table, count: int) -> list[list[Extent]]:
+    """Return the extents of each of ``count`` tensors, in the order of their offsets."""
+    found: list[list[Extent]] = [[] for _ in range(count)]
+    for number, offset, nbytes, crc in table.tolist():
+        if not 0 <= number < count:
+            raise CheckpointError(f"{EXTENTS} refers to a tensor {number}: there are {count}")
+        found[number].append(Extent(offset, nbytes, crc))
+    return found
 
 
-def _to_json(value: Any, what: str) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{what} is of type {type(value).__name__} and cannot be stored ({error}): allowed are numbers, text, "
-            "true and false, None, and lists and dicts of them"
-        ) from error
+def check_extents(extents: Sequence[Extent], offset: int, nbytes: int, what: str) -> None:
+    """Raise ``CheckpointError`` unless the extents cover each byte of a tensor once and in order."""
+    reached = offset
+    for extent in extents:
+        if extent.offset != reached or extent.nbytes <= 0:
+            break
+        reached += extent.nbytes
+    else:
+        if reached == offset + nbytes:
+            return
+    raise CheckpointError(f"{EXTENTS} does not cover {what}")
 
 
-def _from_json(text: Value, where: str) -> Any:
-    try:
-        return json.loads(str(text))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not valid JSON: {error}") from error
+# Canonical list of every object and attribute of a file; its digest detects missing or altered ones -------------------
+#
+# HDF5 checksums its own structure, not its meaning: a file from which a dataset was removed, or in
+# which a dataset was never written, opens without an error. The writer stores the manifest; the
+# reader lists the file again and compares. One line per object or attribute, fields separated by
+# tabs, lines sorted by their bytes:
+#
+#     group       PATH
+#     dataset     PATH  TYPE  SHAPE
+#     attribute   PATH  NAME  TYPE  SHAPE  CRC32
+
+
+Attributes = Mapping[str, Array]
+
+
+def manifest(groups: Mapping[str, Attributes], records: Iterable[Record]) -> str:
+    """Return the manifest of a file's groups (path to attributes) and datasets, without the manifest's digest."""
+    lines: list[str] = []
+    for path, attributes in groups.items():
+        lines.append(f"group\t{path}")
+        lines += _attribute_lines(path, attributes)
+    for record in records:
+        lines.append(f"dataset\t{record.path}\t{record.storage.str}\t{shape_text(record.shape)}")
+        lines += _attribute_lines(record.path, record.attributes)
+    return "".join(line + "\n" for line in sorted(lines))
+
+
+def digest(text: str) -> str:
+    """Return the SHA-256 of a manifest in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def differences(promised: str, found: str) -> list[str]:
+    """Return which objects are missing from a file, were added or are altered, one entry per object."""
+    before, after = promised.splitlines(), found.splitlines()
+    missing = _objects(set(before) - set(after))
+    extra = _objects(set(after) - set(before))
+    lines = [f"{item} is altered" for item in sorted(missing & extra)]
+    lines += [f"{item} is missing" for item in sorted(missing - extra)]
+    return lines + [f"{item} was added" for item in sorted(extra - missing)]
+
+
+def _attribute_lines(path: str, attributes: Attributes) -> list[str]:
+    return [
+        f"attribute\t{path}\t{name}\t{array.dtype.str}\t{shape_text(array.shape)}\t{crc32(array.tobytes()):08x}"
+        for name, array in attributes.items()
+        if (path, name) != ("/", DIGEST)
+    ]
+
+
+def _objects(lines: set[str]) -> set[str]:
+    """Return the objects of the lines; attributes of an object that is listed itself are left out."""
+    fields = [line.split("\t") for line in lines]
+    objects = {path for kind, path, *_ in fields if kind != "attribute"}
+    named = {f"{kind} {path}" for kind, path, *_ in fields if kind != "attribute"}
+    return named | {f"attribute {rest[0]} of {path}" for _, path, *rest in fields if path not in objects}
+
+
+# Seal: digest of the bytes that have no other checksum: HDF5's structure, the table of extents, unused space ----------
+#
+# Note: the seal. Tensors have a CRC-32 and the manifest has a digest. HDF5 checksums most of its
+# structure, but neither its unused space nor what a newer library might read there. The seal is the
+# SHA-256 of all of that, so that a flip of any bit in the file is detected. The seal is a dataset
+# itself: its offset is known before its content, and it does not cover itself. Ranges of zeros, which
+# alignment makes long, only cost the time to read them.
+
+
+SEAL_LENGTH = 64  # hexadecimal digits
+_PIECE = 1 << 20  # bytes per piece; part of the format
+_MOST = 1 << 17  # pieces
+_ZEROS = bytes(4096)
+_AT = struct.Struct("<Q")
+
+Range = tuple[int, int]  # offset and number of bytes
+
+
+def seal(
+    size: int,
+    checked: Iterable[Range],
+    read: Callable[[int, int], bytes],
+    next_data: Callable[[int], int] = lambda at: at,
+) -> str:
+    """Return the seal of a file of ``size`` bytes, without the ranges ``checked``, which have other checksums.
+
+    ``read`` returns the bytes at an offset; it may omit zeros at their end. Each range between
+    those in ``checked`` is divided into pieces of 1 MiB from its start. A piece contributes its
+    offset and its bytes up to the last one that is not zero. ``next_data`` returns an offset up to
+    which the file has only zeros, so that holes cost nothing.
+
+    Raises ``CheckpointError`` if there is more to read than the structure of any checkpoint has.
+    """
+    digest, read_so_far = hashlib.sha256(_AT.pack(size)), 0
+    for start, count in outside(size, checked):
+        at, end = start, start + count
+        while (at := at + max(next_data(at) - at, 0) // _PIECE * _PIECE) < end:
+            rest = _stripped(read(at, min(_PIECE, end - at)))
+            if rest:
+                digest.update(_AT.pack(at) + _AT.pack(len(rest)) + rest)
+            at += _PIECE
+            read_so_far += 1
+            if read_so_far > _MOST:
+                raise CheckpointError(f"more than {_MOST * _PIECE} bytes belong to no tensor: not what hpctrain writes")
+    return digest.hexdigest()
+
+
+def _stripped(data: bytes) -> bytes:
+    """Return the bytes without the zeros at their end; page by page, because ``rstrip`` tests each byte."""
+    end = len(data)
+    while end >= len(_ZEROS) and data.endswith(_ZEROS, 0, end):
+        end -= len(_ZEROS)
+    return data[:end].rstrip(b"\0")
+
+
+def overlap(ranges: Iterable[Range]) -> Range | None:
+    """Return a range that overlaps with a preceding one; ``None`` if no ranges overlap."""
+    end = 0
+    for start, count in sorted(ranges):
+        if start < end:
+            return start, count
+        end = start + count
+    return None
+
+
+def outside(size: int, checked: Iterable[Range]) -> Iterator[Range]:
+    """Yield the ranges between those in ``checked``, in order. The ranges in ``checked`` must not overlap."""
+    done = 0
+    for start, count in sorted(checked):
+        if start > done:
+            yield done, start - done
+        done = start + count
+    if size > done:
+        yield done, size - done

@@ -17,10 +17,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.format import integrity, layout
-from hpctrain.checkpoint.format.integrity import Extent, crc32, differences, digest, manifest, seal
-from hpctrain.checkpoint.format.layout import Array, Record, unpack
-from hpctrain.checkpoint.format.structure import Structure, read_attribute, refusing, walk
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.layout import Array, Extent, Record, crc32, differences, digest, manifest, seal
+from hpctrain.checkpoint.format.structure import Structure, read_attribute, refusing, unpack, walk
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
 from hpctrain.util.reading import open_regular
@@ -187,8 +186,8 @@ class Reader:
         if found.table is None:
             self._extents = {one.path: [Extent(self.offsets[one.path], one.nbytes, one.crc32)] for one in filled}
             return
-        for one, of_tensor in zip(filled, integrity.by_tensor(found.table, len(filled))):
-            integrity.check_extents(of_tensor, self.offsets[one.path], one.nbytes, f"{one.path} of {self.path}")
+        for one, of_tensor in zip(filled, layout.by_tensor(found.table, len(filled))):
+            layout.check_extents(of_tensor, self.offsets[one.path], one.nbytes, f"{one.path} of {self.path}")
             self._extents[one.path] = of_tensor
 
     def _check_manifest(self, promised: str | None) -> None:

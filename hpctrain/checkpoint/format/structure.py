@@ -9,17 +9,18 @@ because a file with holes may claim any size.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint.format import integrity, layout
-from hpctrain.checkpoint.format.integrity import Range, overlap
-from hpctrain.checkpoint.format.layout import Array, Record
+from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.layout import JSON_SUFFIX, Array, Range, Record, Value, overlap
 from hpctrain.errors import CheckpointError
 
 _DEEPEST = 8
@@ -43,7 +44,7 @@ class Structure:
     records: dict[str, Record] = field(default_factory=dict)
     ranges: dict[str, Range] = field(default_factory=dict)  # no entry for a dataset without elements
     texts: dict[str, str] = field(default_factory=dict)  # manifest and seal
-    table: integrity.Table | None = None
+    table: layout.Table | None = None
 
 
 def walk(file: h5py.File, name: str, size: int, most: int = _MOST) -> Structure:
@@ -146,7 +147,7 @@ class _Walker:
         attributes: Mapping[str, Array],
     ) -> None:
         """Read the manifest, the seal or the table of extents; the reader checks whether the table fits the tensors."""
-        is_table, count = path == layout.EXTENTS, len(integrity.COLUMNS)
+        is_table, count = path == layout.EXTENTS, len(layout.COLUMNS)
         if is_table:
             what, fits = f"a table of {count} columns", dtype == np.dtype("<i8") and shape[1:] == (count,)
         else:
@@ -239,3 +240,32 @@ def _extent(space: h5py.h5s.SpaceID, what: str) -> tuple[int, ...]:
     if space.get_simple_extent_type() not in (h5py.h5s.SCALAR, h5py.h5s.SIMPLE):
         raise CheckpointError(f"{what} has no extent, refused")
     return tuple(space.shape)
+
+
+def unpack(attributes: Mapping[str, Array], file: object) -> dict[str, Any]:
+    """Return the argument of ``pack``; tuples become lists."""
+    values: dict[str, Any] = {}
+    for name, array in attributes.items():
+        value = from_array(array)
+        if name.endswith(JSON_SUFFIX):
+            values[name.removesuffix(JSON_SUFFIX)] = _from_json(value, f"{file}: attribute {name}")
+        else:
+            values[name] = value
+    return values
+
+
+def from_array(array: Array) -> Value:
+    """Return the argument of ``to_array``."""
+    if array.dtype.kind != "S":
+        value: Value = np.uint32(array.item()) if array.dtype == np.uint32 else array.item()
+        return value
+    if array.ndim == 0:
+        return bytes(array[()]).decode()
+    return tuple(bytes(text).decode() for text in array)
+
+
+def _from_json(text: Value, where: str) -> Any:
+    try:
+        return json.loads(str(text))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not valid JSON: {error}") from error

@@ -18,8 +18,7 @@ import numpy as np
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.draft import Draft
-from hpctrain.checkpoint.format.integrity import Written, crc32
-from hpctrain.checkpoint.format.layout import Groups
+from hpctrain.checkpoint.format.layout import Groups, Written, crc32
 from hpctrain.checkpoint.format.plan import (
     FileChunk,
     Offsets,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.integrity import differences, digest, manifest, overlap, seal
-from hpctrain.checkpoint.format.layout import DIGEST, Record, to_array
+from hpctrain.checkpoint.format.draft import to_array
+from hpctrain.checkpoint.format.layout import DIGEST, Record, differences, digest, manifest, overlap, seal
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.checkpoint.format.writer import write_file

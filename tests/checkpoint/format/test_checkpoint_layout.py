@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import from_array, pack, to_array, unpack
+from hpctrain.checkpoint.format.draft import pack, to_array
+from hpctrain.checkpoint.format.structure import from_array, unpack
 from hpctrain.checkpoint.retention import step_file, step_of
 from hpctrain.errors import CheckpointError, UsageError
 
