@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,26 +46,22 @@ def _check_row_types(row_types: list[RowType]) -> None:
     """Raise if the tensors of two ranks cannot be gathered; all ranks reach the same result."""
     shape, dtype, requires_grad, _ = row_types[0]
     for rank, (other, kind, other_requires_grad, _) in enumerate(row_types):
-        what = f"{list(other)} of {kind}"
+        problem = ""
         if not other:
-            raise MismatchError(
-                f"all_gather of rows: rank {rank} has a scalar; allowed are tensors of at least one dim; "
-                "pass tensor.reshape(1)",
-                everywhere=True,
+            problem = f"rank {rank} has a scalar; allowed are tensors of at least one dim; pass tensor.reshape(1)"
+        elif other[1:] != shape[1:] or len(other) != len(shape) or kind != dtype:
+            problem = (
+                f"rank 0 has {list(shape)} of {dtype}, rank {rank} has {list(other)} of {kind}; only the first dim may "
+                "differ; give all ranks tensors of one dtype and equal other dims"
             )
-        if other[1:] != shape[1:] or len(other) != len(shape) or kind != dtype:
-            raise MismatchError(
-                f"all_gather of rows: rank 0 has {list(shape)} of {dtype}, rank {rank} has {what}; only the first dim "
-                "may differ; give all ranks tensors of one dtype and equal other dims",
-                everywhere=True,
-            )
-        if other_requires_grad is not requires_grad:
+        elif other_requires_grad is not requires_grad:
             with_grad, without = (rank, 0) if other_requires_grad else (0, rank)
-            raise MismatchError(
-                f"all_gather of rows: the tensor of rank {with_grad} requires a gradient, that of rank {without} does "
-                "not; the backward pass is collective; detach on all, or on none",
-                everywhere=True,
+            problem = (
+                f"the tensor of rank {with_grad} requires a gradient, that of rank {without} does not; the backward "
+                "pass is collective; detach on all, or on none"
             )
+        if problem:
+            raise MismatchError(f"all_gather of rows: {problem}", everywhere=True)
 
 
 def _gather(comm: Communicator, tensor: Tensor, counts: list[int], algorithm: str) -> Tensor:
@@ -140,22 +135,18 @@ class _GatherInto(torch.autograd.Function):
 # Coalescing of small tensors: several share one message, because each message costs its latency -----------------------
 
 
-@dataclass
-class _Batch:
-    """Tensors that can share one message: same operation, reduction or root, dtype and device."""
+_Communicate = Callable[[Tensor], object]
 
-    communicate: Callable[[Tensor], object]
-    tensors: list[Tensor] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Communicate the tensors as one flat tensor and copy the results back."""
-        if len(self.tensors) == 1:
-            self.communicate(self.tensors[0])
-            return
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors])
-        self.communicate(flat)
-        for tensor, part in zip(self.tensors, torch.split(flat, [tensor.numel() for tensor in self.tensors])):
-            tensor.detach().copy_(part.view_as(tensor))
+def _run_together(communicate: _Communicate, tensors: Sequence[Tensor]) -> None:
+    """Communicate the tensors as one flat tensor and copy the results back."""
+    if len(tensors) == 1:
+        communicate(tensors[0])
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    communicate(flat)
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors])):
+        tensor.detach().copy_(part.view_as(tensor))
 
 
 class CoalescingBucket:
@@ -172,7 +163,8 @@ class CoalescingBucket:
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self._batches: dict[tuple[object, ...], _Batch] = {}
+        # Tensors that can share one message: same operation, reduction or root, dtype and device.
+        self._batches: dict[tuple[object, ...], tuple[_Communicate, list[Tensor]]] = {}
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Reduce elementwise over all ranks, in place."""
@@ -194,11 +186,11 @@ class CoalescingBucket:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         batches, self._batches = list(self._batches.values()), {}
         if kind is None:
-            for batch in batches:
-                batch.run()
+            for communicate, tensors in batches:
+                _run_together(communicate, tensors)
 
-    def _add(self, key: tuple[object, ...], communicate: Callable[[Tensor], object], tensor: Tensor) -> None:
-        self._batches.setdefault((*key, tensor.dtype, tensor.device), _Batch(communicate)).tensors.append(tensor)
+    def _add(self, key: tuple[object, ...], communicate: _Communicate, tensor: Tensor) -> None:
+        self._batches.setdefault((*key, tensor.dtype, tensor.device), (communicate, []))[1].append(tensor)
 
 
 # Offset between the clocks of two ranks, by round-trip messages (Cristian, 1989) --------------------------------------
@@ -213,8 +205,6 @@ ClockSample = tuple[float, float, float]  # times: sent here, received there, re
 
 def ask_clock(comm: Communicator, peer: int, rounds: int, clock: Clock) -> list[ClockSample]:
     """Return samples of the clock of a peer, which calls ``answer_clock`` with as many rounds."""
-    import torch
-
     message = torch.zeros(1, dtype=torch.float64)
     samples = []
     for _ in range(rounds):
@@ -227,8 +217,6 @@ def ask_clock(comm: Communicator, peer: int, rounds: int, clock: Clock) -> list[
 
 def answer_clock(comm: Communicator, peer: int, rounds: int, clock: Clock) -> None:
     """Send this rank's clock to a peer that calls ``ask_clock``."""
-    import torch
-
     message = torch.zeros(1, dtype=torch.float64)
     for _ in range(rounds):
         comm.recv(message, peer)

@@ -153,20 +153,6 @@ def test_contrastive_loss_trains_as_in_one_process(comm: Any, counts: Any, data:
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-8)
 
 
-def test_even_batches_need_no_weight(comm: Any) -> None:
-    single, model = Towers().double(), Towers().double()
-    attach(model, comm, ParallelSettings(), CPU)
-    batch = pairs(0, 2 * comm.size)
-    images, texts, scale = model(*[each.chunk(comm.size)[comm.rank] for each in batch])
-    targets = 2 * comm.rank + torch.arange(2)
-    loss = cross_entropy(scale * images @ comm.all_gather(texts).t(), targets)
-    loss = (loss + cross_entropy(scale * texts @ comm.all_gather(images).t(), targets)) / 2
-    loss.backward()
-    alone(single, batch).backward()
-    for mine, other in zip(model.parameters(), single.parameters()):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=1e-9)
-
-
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ float32. Each formula is derived in the module of its algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, isqrt
 
 from hpctrain.errors import CommunicationError
@@ -86,12 +86,26 @@ def _depth(p: int) -> int:
     return (p - 1).bit_length()
 
 
-def _share(p: int, nbytes: int) -> float:
-    return nbytes * (p - 1) / p
-
-
 def _pieces(nbytes: float, segment: int) -> int:
     return max(1, ceil(nbytes / segment))
+
+
+def _exchange(messages: Callable[[int], int], *, reduces: bool = False) -> Formula:
+    """Return the formula of an operation in which every rank sends, and perhaps reduces, the shares of all others."""
+
+    def formula(p: int, nbytes: int, segment: int | None) -> Cost:
+        share = nbytes * (p - 1) / p
+        return Cost(messages(p), share, messages(p), share, share if reduces else 0.0)
+
+    return formula
+
+
+_one_each, _one_each_reduced = _exchange(lambda p: p - 1), _exchange(lambda p: p - 1, reduces=True)
+_by_depth, _by_depth_reduced = _exchange(_depth), _exchange(_depth, reduces=True)
+
+
+def _then(first: Formula, second: Formula) -> Formula:
+    return lambda p, nbytes, segment: first(p, nbytes, segment) + second(p, nbytes, segment)
 
 
 def _tree_broadcast(p: int, nbytes: int, segment: int | None) -> Cost:
@@ -113,11 +127,7 @@ def _tree_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
 
 def _tree_gather(p: int, nbytes: int, segment: int | None) -> Cost:
     top = 1 << (_depth(p) - 1)
-    return Cost(_depth(p), _share(p, nbytes), 1, max(top // 2, p - top) * nbytes / p)
-
-
-def _tree_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
-    return Cost(_depth(p), _share(p, nbytes), _depth(p), _share(p, nbytes))
+    return Cost(_depth(p), nbytes * (p - 1) / p, 1, max(top // 2, p - top) * nbytes / p)
 
 
 def _ring_broadcast(p: int, nbytes: int, segment: int | None) -> Cost:
@@ -127,27 +137,10 @@ def _ring_broadcast(p: int, nbytes: int, segment: int | None) -> Cost:
 
 def _ring_reduce_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
     messages = (p - 1) * _pieces(nbytes / p, segment or RING_SEGMENT)
-    return Cost(messages, _share(p, nbytes), messages, _share(p, nbytes), _share(p, nbytes))
+    return replace(_one_each_reduced(p, nbytes, segment), steps=messages, messages=messages)
 
 
-def _ring_all_gather(p: int, nbytes: int, segment: int | None) -> Cost:
-    return Cost(p - 1, _share(p, nbytes), p - 1, _share(p, nbytes))
-
-
-def _ring_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
-    return _ring_reduce_scatter(p, nbytes, segment) + _ring_all_gather(p, nbytes, segment)
-
-
-def _halving_reduce_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
-    return Cost(_depth(p), _share(p, nbytes), _depth(p), _share(p, nbytes), _share(p, nbytes))
-
-
-def _doubling_all_gather(p: int, nbytes: int, segment: int | None) -> Cost:
-    return Cost(_depth(p), _share(p, nbytes), _depth(p), _share(p, nbytes))
-
-
-def _halving(p: int, nbytes: int, segment: int | None) -> Cost:
-    return _halving_reduce_scatter(p, nbytes, segment) + _doubling_all_gather(p, nbytes, segment)
+_halving = _then(_by_depth_reduced, _by_depth)
 
 
 def _doubling(p: int, nbytes: int, segment: int | None) -> Cost:
@@ -169,23 +162,7 @@ def _double_tree_broadcast(p: int, nbytes: int, segment: int | None) -> Cost:
 
 def _double_tree_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
     down = _double_tree_broadcast(p, nbytes, segment)
-    return Cost(down.steps, down.path, down.messages, down.sent, down.path)
-
-
-def _double_tree_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
-    return _double_tree_reduce(p, nbytes, segment) + _double_tree_broadcast(p, nbytes, segment)
-
-
-def _pairwise(p: int, nbytes: int, segment: int | None) -> Cost:
-    return Cost(p - 1, _share(p, nbytes), p - 1, _share(p, nbytes))
-
-
-def _direct_reduce_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
-    return Cost(p - 1, _share(p, nbytes), p - 1, _share(p, nbytes), _share(p, nbytes))
-
-
-def _direct_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
-    return _direct_reduce_scatter(p, nbytes, segment) + _pairwise(p, nbytes, segment)
+    return replace(down, reduced=down.path)
 
 
 FORMULAS: dict[tuple[str, str], Formula] = {
@@ -193,20 +170,20 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("tree", "reduce"): _tree_reduce,
     ("tree", "all_reduce"): _tree_all_reduce,
     ("tree", "gather"): _tree_gather,
-    ("tree", "scatter"): _tree_scatter,
+    ("tree", "scatter"): _by_depth,
     ("ring", "broadcast"): _ring_broadcast,
     ("ring", "reduce_scatter"): _ring_reduce_scatter,
-    ("ring", "all_gather"): _ring_all_gather,
-    ("ring", "all_reduce"): _ring_all_reduce,
-    ("recursive", "reduce_scatter"): _halving_reduce_scatter,
-    ("recursive", "all_gather"): _doubling_all_gather,
+    ("ring", "all_gather"): _one_each,
+    ("ring", "all_reduce"): _then(_ring_reduce_scatter, _one_each),
+    ("recursive", "reduce_scatter"): _by_depth_reduced,
+    ("recursive", "all_gather"): _by_depth,
     ("recursive", "all_reduce"): _recursive_all_reduce,
     ("doubling", "all_reduce"): _doubling,
     ("halving", "all_reduce"): _halving,
     ("double_tree", "broadcast"): _double_tree_broadcast,
     ("double_tree", "reduce"): _double_tree_reduce,
-    ("double_tree", "all_reduce"): _double_tree_all_reduce,
-    ("pairwise", "all_to_all"): _pairwise,
-    ("direct", "reduce_scatter"): _direct_reduce_scatter,
-    ("direct", "all_reduce"): _direct_all_reduce,
+    ("double_tree", "all_reduce"): _then(_double_tree_reduce, _double_tree_broadcast),
+    ("pairwise", "all_to_all"): _one_each,
+    ("direct", "reduce_scatter"): _one_each_reduced,
+    ("direct", "all_reduce"): _then(_one_each_reduced, _one_each),
 }

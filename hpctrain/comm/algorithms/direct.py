@@ -24,7 +24,8 @@ def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: 
     own = counts[transport.rank]
     received = torch.empty(own * transport.size, dtype=tensor.dtype)
     yield transport.iall_to_all(received, tensor, counts, [own] * transport.size)
-    _reduce(transport, reducer, out, received, op)
+    if own:
+        reducer.reduce_into(out, received.view(transport.size, own).unbind(), op, average_scale(op, transport.size))
 
 
 @Algorithm
@@ -40,12 +41,6 @@ def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) 
     yield from reduce_scatter.steps(transport, reducer, own, tensor, op)
     equal = [own.numel()] * transport.size
     yield transport.iall_to_all(tensor, own.repeat(transport.size), equal, counts)
-
-
-def _reduce(transport: Transport, reducer: Reducer, out: Tensor, received: Tensor, op: str) -> None:
-    if out.numel():
-        pieces = received.view(transport.size, out.numel()).unbind()
-        reducer.reduce_into(out, pieces, op, average_scale(op, transport.size))
 
 
 # Pairwise exchange, one partner per step: all data are sent directly to their destination -----------------------------

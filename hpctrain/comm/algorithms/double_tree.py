@@ -6,9 +6,8 @@ binary tree in which every odd number is a leaf. In the second tree all numbers 
 so that a rank with children in one tree is a leaf in the other. Therefore each rank receives S
 bytes and sends at most S.
 
-S is the number of bytes of the whole tensor, cut into k segments over both trees.
-h = floor(log2(p-1)) is the height of a tree. alpha is the seconds per message, beta per byte sent,
-gamma per byte reduced.
+S, alpha, beta and gamma are those of ``cost``. The S bytes are cut into k segments over both trees.
+h = floor(log2(p-1)) is the height of a tree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Recursive halving and doubling for any number of ranks: few steps and few bytes.
 
-S is the number of bytes of the whole tensor; alpha is the seconds per message, beta per byte sent,
-gamma per byte reduced; L = ceil(log2 p). Halving and doubling use a circulant graph (Träff,
+S, alpha, beta and gamma are those of ``cost``; L = ceil(log2 p). Halving and doubling use a circulant graph (Träff,
 "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024). Rabenseifner's exchange
 with rank XOR 2^k ("Optimization of collective reduction operations", 2004) needs a fold if p is not
 a power of two; the circulant graph does not. If p is a power of two, both cost the same.

@@ -1,7 +1,6 @@
 """Ring algorithms: send to the right neighbour, receive from the left; fewest bytes, O(p) steps.
 
-S is the number of bytes of the whole tensor; alpha is the seconds per message, beta per byte sent,
-gamma per byte reduced. Source of the reductions: Patarasuk, Yuan, "Bandwidth optimal all-reduce
+S, alpha, beta and gamma are those of ``cost``. Source of the reductions: Patarasuk, Yuan, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations", 2009. Source of the pipeline: Sanders, Speck, Träff,
 "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009, section 2.
 """

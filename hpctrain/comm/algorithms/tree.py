@@ -4,9 +4,7 @@ Ranks are numbered from the root. The parent of rank v is v without its lowest b
 subtree of v contains the ranks v to v + lowest bit - 1. Depth: L = ceil(log2 p). Source: Thakur,
 Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, sections
 4.2 and 4.4.
-
-S is the number of bytes of the whole tensor; alpha is the seconds per message, beta per byte sent,
-gamma per byte reduced.
+S, alpha, beta and gamma are those of ``cost``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from hpctrain.comm.algorithms.base import TAG, Algorithm
 from hpctrain.comm.reduction import Reducer, partial_dtype
-from hpctrain.comm.transport.base import Transport, Work
+from hpctrain.comm.transport.base import TensorTransport, Transport, Work
 
 
 def subtree(vrank: int, size: int) -> int:
@@ -91,7 +89,7 @@ def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) 
 
 
 @Algorithm
-def gather(transport: Transport, out: Tensor | None, tensor: Tensor, root: int = 0) -> Iterator[Work]:
+def gather(transport: TensorTransport, out: Tensor | None, tensor: Tensor, root: int = 0) -> Iterator[Work]:
     """Concatenate the equally long flat tensors of all ranks in the root's ``out``, in rank order.
 
     Only the root passes ``out``. Steps: L. Bytes received by the root: S (p-1)/p. Cost: L alpha +
@@ -113,7 +111,7 @@ def gather(transport: Transport, out: Tensor | None, tensor: Tensor, root: int =
 
 
 @Algorithm
-def scatter(transport: Transport, out: Tensor, tensor: Tensor | None, root: int = 0) -> Iterator[Work]:
+def scatter(transport: TensorTransport, out: Tensor, tensor: Tensor | None, root: int = 0) -> Iterator[Work]:
     """Copy share ``rank`` of the root's flat tensor to each rank's ``out``; all shares are equally long.
 
     Only the root passes ``tensor``. Steps: L. Bytes sent by the root: S (p-1)/p. Cost: L alpha +

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,6 +77,8 @@ class TimingCase:
         shares = -(-size // (dtype.itemsize * comm.size))
         numel = shares * comm.size if key[0] in ("reduce_scatter", "all_gather") else -(-size // dtype.itemsize)
         self.whole, self.share = buffers.tensors(numel, comm.size, dtype)
+        tensors = {"reduce_scatter": (self.share, self.whole), "all_gather": (self.whole, self.share)}
+        self._tensors: tuple[Tensor, ...] = tensors.get(key[0], (self.whole,))
         self._calls = comm.size if key[0] in ("reduce", "broadcast") else 1  # calls in which each rank is root once
 
     @property
@@ -146,17 +149,11 @@ class TimingCase:
         return (self._clock() - start) / calls
 
     def _call(self, name: str, root: int) -> None:
-        comm, operation = self._comm, self.key[0]
-        if operation == "all_reduce":
-            comm.all_reduce(self.whole, algorithm=name)
-        elif operation == "reduce_scatter":
-            comm.reduce_scatter(self.share, self.whole, algorithm=name)
-        elif operation == "reduce":
-            comm.reduce(self.whole, root=root, algorithm=name)
-        elif operation == "all_gather":
-            comm.all_gather(self.whole, self.share, algorithm=name)
+        operation = getattr(self._comm, self.key[0])
+        if self.key[0] in ("reduce", "broadcast"):
+            operation(*self._tensors, root=root, algorithm=name)
         else:
-            comm.broadcast(self.whole, root, algorithm=name)
+            operation(*self._tensors, algorithm=name)
 
     # Verification of the first result ---------------------------------------------------------------------------------
 
@@ -276,28 +273,27 @@ def measure(
         for size in sorted(set(sizes))
         for key in keys
     ]
-    limit = _TimeLimit(comm, seconds, clock)
-    begun = []
-    for case in cases:
-        if limit.is_up():
-            found.complete = False
-            break
-        progress(limit.elapsed(), case.name)
+    start = clock()
+    begun: list[TimingCase] = []
+
+    def until_the_time_is_up(cases: Iterable[TimingCase]) -> Iterator[TimingCase]:
+        for case in cases:
+            elapsed = clock() - start
+            if comm.broadcast_object(elapsed >= seconds):  # rank 0 decides for all ranks
+                return
+            progress(elapsed, case.name)
+            yield case
+
+    for case in until_the_time_is_up(cases):
         case.begin()
         begun.append(case)
-    _sweep([case for case in begun if case.undecided], limit, progress)
+    found.complete = len(begun) == len(cases)
+    undecided = [case for case in begun if case.undecided]
+    for case in until_the_time_is_up(chain.from_iterable(repeat(undecided, MAX_SWEEPS))):
+        case.sweep()
     for case, times in zip(begun, rows_of_slowest(comm, [case.times for case in begun])):
         found.add(case, times)
     return found
-
-
-def _sweep(cases: Sequence[TimingCase], limit: _TimeLimit, progress: Callable[[float, str], None]) -> None:
-    for _ in range(MAX_SWEEPS):
-        for case in cases:
-            if limit.is_up():
-                return
-            progress(limit.elapsed(), case.name)
-            case.sweep()
 
 
 def rows_of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> list[dict[str, list[float]]]:
@@ -306,18 +302,3 @@ def rows_of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> li
         {name: [max(row) for row in zip(*(times[name] for times in of_ranks))] for name in of_ranks[0]}
         for of_ranks in zip(*comm.all_gather_object(own))
     ]
-
-
-class _TimeLimit:
-    """Time limit; rank 0 decides for all ranks."""
-
-    def __init__(self, comm: Communicator, seconds: float, clock: Callable[[], float]) -> None:
-        self._comm, self._seconds, self._clock = comm, seconds, clock
-        self._start = clock()
-
-    def elapsed(self) -> float:
-        return self._clock() - self._start
-
-    def is_up(self) -> bool:
-        """Return whether the time is up. Collective."""
-        return bool(self._comm.broadcast_object(self.elapsed() >= self._seconds))

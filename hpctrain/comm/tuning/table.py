@@ -9,8 +9,8 @@ A table is a pure value: it is made from timings, queried, serialised and parsed
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import inf, isqrt, log
 from typing import Any
 
@@ -29,7 +29,6 @@ Key = tuple[str, str, str]  # operation, location, kind
 Steps = tuple[tuple[float, str], ...]  # (upper limit in bytes, algorithm), ascending; the last limit is mostly infinite
 Times = Mapping[str, Mapping[int, float]]  # seconds, by algorithm and bytes
 _Choices = tuple[int, float, tuple[str, ...]]  # number of changes, loss against the best, choices so far
-_Wrong = Callable[[str], SettingsError]
 
 
 def algorithms_of(operation: str, location: str) -> tuple[str, ...]:
@@ -70,7 +69,7 @@ class AlgorithmTable:
             "/".join(key): [[None if limit == inf else limit, name] for limit, name in self.rules[key]]
             for key in in_table_order(self.rules)
         }
-        return {"layout": layout_to_json(self.layout), "rules": rules}
+        return {"layout": asdict(self.layout), "rules": rules}
 
     @classmethod
     def from_json(cls, tree: Any) -> AlgorithmTable:
@@ -80,7 +79,7 @@ class AlgorithmTable:
         if not isinstance(rules, dict):
             raise SettingsError(f"rules of a calibration table: expected an object, found {rules!r:.60}")
         checked = {_key(text): _steps(text, steps) for text, steps in rules.items()}
-        return cls(layout_from_json(parts["layout"]), checked)
+        return cls(_layout(parts["layout"]), checked)
 
 
 def fastest(times: Times, margin: float = MARGIN) -> Steps:
@@ -138,16 +137,10 @@ def describe(steps: Steps) -> str:
 
 def in_table_order(keys: Mapping[Key, Any]) -> list[Key]:
     """Return keys sorted by operation, location and kind, each in the order of the constants above."""
-    return sorted(keys, key=lambda key: (OPERATIONS.index(key[0]), LOCATIONS.index(key[1]), KINDS.index(key[2])))
+    return [key for key in itertools.product(OPERATIONS, LOCATIONS, KINDS) if key in keys]
 
 
-def layout_to_json(layout: RankLayout) -> dict[str, int]:
-    """Return a layout as JSON values."""
-    return {"size": layout.size, "nodes": layout.nodes, "local_size": layout.local_size}
-
-
-def layout_from_json(tree: Any) -> RankLayout:
-    """Return the layout of JSON values; raise ``SettingsError`` if they are invalid."""
+def _layout(tree: Any) -> RankLayout:
     parts = members(tree, "a layout", ("size", "nodes", "local_size"))
     for name, value in parts.items():
         if not _is_whole(value) or value < 1:
@@ -170,11 +163,9 @@ def members(tree: Any, what: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _key(text: str) -> Key:
-    parts = text.split("/")
-    if len(parts) == 3:
-        operation, location, kind = parts
-        if operation in OPERATIONS and location in LOCATIONS and kind in KINDS:
-            return operation, location, kind
+    for key in itertools.product(OPERATIONS, LOCATIONS, KINDS):
+        if text == "/".join(key):
+            return key
     known = " / ".join(" or ".join(names) for names in (OPERATIONS, LOCATIONS, KINDS))
     raise SettingsError(f"unknown rule {text!r:.60} of a calibration table: known are {known}")
 
@@ -185,30 +176,22 @@ def _steps(text: str, steps: Any) -> Steps:
 
     if not isinstance(steps, list) or not steps:
         raise wrong("expected a list of [bytes, algorithm]")
-    return tuple(_ascending(_pairs(steps, text.split("/")[1], wrong), wrong))
-
-
-def _pairs(steps: list[Any], location: str, wrong: _Wrong) -> Iterator[tuple[float, str]]:
-    for number, step in enumerate(steps):
+    known = DEVICE_ALGORITHMS if text.split("/")[1] == "cuda" else HOST_ALGORITHMS
+    found: list[tuple[float, str]] = []
+    for number, step in enumerate(steps, 1):
         if not isinstance(step, list) or len(step) != 2:
             raise wrong(f"expected [bytes, algorithm], found {step!r:.60}")
         limit, name = step
-        known = DEVICE_ALGORITHMS if location == "cuda" else HOST_ALGORITHMS
         if name not in known:
             raise wrong(f"unknown algorithm {name!r:.60}, known are {', '.join(known)}")
-        last = number == len(steps) - 1
+        last = number == len(steps)
         if not (_is_whole(limit) and limit >= 0 or last and limit is None):
             raise wrong(f"expected a number of bytes{', or null,' if last else ','} found {limit!r:.60}")
-        yield (inf if limit is None else limit), name
-
-
-def _ascending(steps: Iterator[tuple[float, str]], wrong: _Wrong) -> Iterator[tuple[float, str]]:
-    before = -1.0
-    for limit, name in steps:
-        if limit <= before:
-            raise wrong(f"bytes must ascend, {limit:g} comes after {before:g}")
-        before = limit
-        yield limit, name
+        limit = inf if limit is None else limit
+        if found and limit <= found[-1][0]:
+            raise wrong(f"bytes must ascend, {limit:g} comes after {found[-1][0]:g}")
+        found.append((limit, name))
+    return tuple(found)
 
 
 def _is_whole(value: Any) -> bool:
