@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import ArgumentChecks, check_contiguous
 from hpctrain.comm.composite import CoalescingBucket, gather_into, gather_rows
-from hpctrain.comm.debug import MismatchDetector
-from hpctrain.comm.dispatch import Dispatch
+from hpctrain.comm.debug import mismatch_detector
+from hpctrain.comm.dispatch import ArgumentChecks, Dispatch, check_contiguous
 from hpctrain.comm.mesh import AXES, Mesh, fill_in
 from hpctrain.comm.prepared import FlatHostCollectives, PreparedCallCache, call_key
 from hpctrain.comm.reduction import check_op
@@ -50,11 +49,11 @@ class Communicator:
         self._layout = RankLayout(transport.size, topology.nodes, topology.local_size)
         default = default_table(self._layout, topology.oversubscribed)
         self._host = FlatHostCollectives(transport, self._node, topology, default)
-        self._compare = MismatchDetector(transport, self._host.memory)
+        self._detector = mismatch_detector(transport)
         # Cache of prepared calls: a repeated call on the same memory needs no second check of its
         # arguments. The cache stays empty if the ranks compare each operation, or if host
         # operations must be ordered with those of a GPU.
-        self._cache = PreparedCallCache() if self._compare.compares else self._host.cache
+        self._cache = self._host.cache if self._detector is None else PreparedCallCache()
         self._dispatch = self._dispatch_type(self._host)
         self._arguments = ArgumentChecks(transport.rank, transport.size)
         self._tables: Mapping[RankLayout, AlgorithmTable] = {}
@@ -118,7 +117,7 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all ranks have called it. Collective."""
         self._compare("barrier")
-        with self._dispatch.host.ordered("barrier"):
+        with self._dispatch.host.ordered():
             self.transport.barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, algorithm: str = "auto") -> Tensor:
@@ -132,7 +131,7 @@ class Communicator:
             return tensor
         self._arguments.check_root(root)
         self._compare("broadcast", tensor, detail=f"root {root}", where=tensor)
-        self._dispatch.of(tensor).broadcast(tensor, root, algorithm)
+        self._dispatch.of(tensor).run("broadcast", tensor, root=root, algorithm=algorithm)
         return tensor
 
     def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0, *, algorithm: str = "auto") -> Tensor:
@@ -144,7 +143,7 @@ class Communicator:
         check_op(op, tensor.dtype)
         self._arguments.check_root(root)
         self._compare("reduce", tensor, detail=f"{op}, root {root}", where=tensor)
-        self._dispatch.of(tensor).reduce(tensor, op, root, algorithm)
+        self._dispatch.of(tensor).run("reduce", tensor, op=op, root=root, algorithm=algorithm)
         return tensor
 
     def all_reduce(
@@ -167,10 +166,8 @@ class Communicator:
             return work if async_op else tensor
         check_op(op, tensor.dtype)
         self._compare("all_reduce", tensor, detail=op, where=tensor)
-        if async_op:
-            return self._dispatch.of(tensor).start_all_reduce(tensor, op, algorithm)
-        self._dispatch.of(tensor).all_reduce(tensor, op, algorithm)
-        return tensor
+        work = self._dispatch.of(tensor).run("all_reduce", tensor, op=op, algorithm=algorithm, async_op=async_op)
+        return work if async_op else tensor
 
     def reduce_scatter(
         self, out: Tensor, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
@@ -189,10 +186,9 @@ class Communicator:
         check_op(op, tensor.dtype)
         self._arguments.check_shares(out, tensor)
         self._compare("reduce_scatter", tensor, detail=op, where=tensor)
-        if async_op:
-            return self._dispatch.of(tensor).start_reduce_scatter(out, tensor, op, algorithm)
-        self._dispatch.of(tensor).reduce_scatter(out, tensor, op, algorithm)
-        return out
+        collectives = self._dispatch.of(tensor)
+        work = collectives.run("reduce_scatter", tensor, out, op=op, algorithm=algorithm, async_op=async_op)
+        return work if async_op else out
 
     def all_gather(
         self, out: Tensor, tensor: Tensor | None = None, *, weight: float = 1.0, algorithm: str = "auto"
@@ -220,7 +216,7 @@ class Communicator:
             return out
         self._arguments.check_shares(tensor, out)
         self._compare("all_gather", tensor, where=out)
-        self._dispatch.of(tensor).all_gather(out, tensor, algorithm)
+        self._dispatch.of(tensor).run("all_gather", tensor, out, algorithm=algorithm)
         return out
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
@@ -231,7 +227,7 @@ class Communicator:
         """
         whole = self._arguments.only_on(root, out, "out", tensor)
         self._compare("gather", tensor, detail=f"root {root}")
-        self._dispatch.of(tensor).gather(whole, tensor, root)
+        self._dispatch.of(tensor).exchange("gather", whole, tensor, root)
         return whole
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
@@ -242,7 +238,7 @@ class Communicator:
         """
         whole = self._arguments.only_on(root, tensor, "tensor", out)
         self._compare("scatter", out, detail=f"root {root}")
-        self._dispatch.of(out).scatter(out, whole, root)
+        self._dispatch.of(out).exchange("scatter", out, whole, root)
         return out
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Tensor:
@@ -252,7 +248,7 @@ class Communicator:
         """
         self._arguments.check_exchanged(out, tensor)
         self._compare("all_to_all", tensor)
-        self._dispatch.of(tensor).all_to_all(out, tensor)
+        self._dispatch.of(tensor).exchange("all_to_all", out, tensor)
         return out
 
     def bucket(self) -> CoalescingBucket:
@@ -288,13 +284,13 @@ class Communicator:
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order. Collective."""
         self._compare("all_gather_object")
-        with self._dispatch.host.ordered("all_gather_object"):
+        with self._dispatch.host.ordered():
             return self.transport.all_gather_object(item)
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         """Return the root's object. Collective."""
         self._compare("broadcast_object", detail=f"root {root}")
-        with self._dispatch.host.ordered("broadcast_object"):
+        with self._dispatch.host.ordered():
             return self.transport.broadcast_object(item, root)
 
     # Selection --------------------------------------------------------------------------------------------------------
@@ -379,6 +375,17 @@ class Communicator:
         self._parts.clear()
         self._dispatch.free()
         self._host.free()
-        self._compare.free()
+        if self._detector is not None:
+            self._detector.free()
         self._node.free()
         self.transport.free()
+
+    def _compare(self, operation: str, *tensors: Tensor, detail: str = "", where: Tensor | None = None) -> None:
+        """Compare the operation that each rank is about to start, if ``HPCTRAIN_CHECK`` enables it. Collective.
+
+        ``where`` is a tensor that must be the same segment of node-shared memory on all ranks, or
+        outside of shared memory on all ranks.
+        """
+        if self._detector is not None:
+            location = "" if where is None else self._host.memory.name_of(where)
+            self._detector(operation, *tensors, detail=", ".join(filter(None, (detail, location))))

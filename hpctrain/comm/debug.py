@@ -22,7 +22,6 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from hpctrain.comm.shm.memory import SharedMemory
 from hpctrain.comm.transport.base import Transport, Work
 from hpctrain.comm.transport.waiting import timeout_seconds, waiting
 from hpctrain.errors import CommunicationError, DeadlineError, MismatchError, SettingsError
@@ -62,8 +61,8 @@ def check_enabled() -> bool:
     return value == "order"
 
 
-def order_check(transport: Transport) -> OrderCheck | None:
-    """Return the check of a communicator, or None if the check is disabled. Collective.
+def mismatch_detector(transport: Transport) -> MismatchDetector | None:
+    """Return the detector of a communicator, or None if the check is disabled. Collective.
 
     Raises ``MismatchError`` on all ranks if the variable differs between ranks.
     """
@@ -75,11 +74,11 @@ def order_check(transport: Transport) -> OrderCheck | None:
             "set it alike for all ranks",
             everywhere=True,
         )
-    return OrderCheck(transport.split(0, transport.rank)) if check_enabled() and transport.size > 1 else None
+    return MismatchDetector(transport.split(0, transport.rank)) if check_enabled() and transport.size > 1 else None
 
 
-class OrderCheck:
-    """Comparison of the calls of all ranks; owns a transport that serves only this purpose."""
+class MismatchDetector:
+    """Collective mismatch detector: compares the calls of all ranks over its own transport."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -221,34 +220,3 @@ def _name(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:_MAX_NAMED]))
     rest = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{rest}"
-
-
-# Collective mismatch detector of one communicator, enabled by ``HPCTRAIN_CHECK`` --------------------------------------
-
-
-class MismatchDetector:
-    """Collective mismatch detector: compares the operations of one communicator's ranks. Construction is collective."""
-
-    def __init__(self, transport: Transport, memory: SharedMemory) -> None:
-        self._check = order_check(transport)
-        self._memory = memory
-
-    @property
-    def compares(self) -> bool:
-        """Return whether operations are compared."""
-        return self._check is not None
-
-    def __call__(self, operation: str, *tensors: Tensor, detail: str = "", where: Tensor | None = None) -> None:
-        """Compare the operation that each rank is about to start. Collective.
-
-        ``where`` is a tensor that must be the same segment of node-shared memory on all ranks, or
-        outside of shared memory on all ranks.
-        """
-        if self._check is not None:
-            location = "" if where is None else self._memory.name_of(where)
-            self._check(operation, *tensors, detail=", ".join(filter(None, (detail, location))))
-
-    def free(self) -> None:
-        """Free the transport that the detector uses. Collective."""
-        if self._check is not None:
-            self._check.free()

@@ -1,19 +1,21 @@
-"""Dispatch of a communicator's tensors to the collectives of host or of GPU tensors, and the order of both."""
+"""Dispatch of a communicator's operations: argument checks, collectives on host or GPU, and the order of both."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.algorithms import direct, tree
-from hpctrain.comm.prepared import CollectiveCall, FlatHostCollectives, as_flat_host
-from hpctrain.comm.transport.base import Work
+from hpctrain.comm.prepared import CollectiveCall, FlatHostCollectives, as_flat
+from hpctrain.comm.transport.base import TAGS, Finished, Work
 from hpctrain.comm.tuning.table import AlgorithmTable
 from hpctrain.errors import CommunicationError
 
@@ -21,6 +23,73 @@ if TYPE_CHECKING:
     from hpctrain.comm.device.collectives import DeviceCollectives
     from hpctrain.comm.device.cuda_aware_probe import ProbeResult
     from hpctrain.comm.device.nccl_channel import NcclChannel
+
+
+USER_TAGS = TAGS - 2  # the last two tags are reserved for collectives
+
+
+@dataclass(frozen=True)
+class ArgumentChecks:
+    """Argument checks on rank ``rank`` of ``size``; each method raises ``CommunicationError``."""
+
+    rank: int
+    size: int
+
+    def check_root(self, root: int) -> None:
+        """Refuse a root outside of the communicator."""
+        if not 0 <= root < self.size:
+            raise CommunicationError(f"rank {root} is not in 0..{self.size - 1}")
+
+    def check_tag(self, tag: int) -> None:
+        """Refuse a tag outside of the range for users."""
+        if not 0 <= tag < USER_TAGS:
+            raise CommunicationError(f"tag {tag} is not in 0..{USER_TAGS - 1}")
+
+    def check_shares(self, share: Tensor, whole: Tensor) -> None:
+        """Refuse a share whose dtype or size is not that of one of ``size`` equal shares of the whole."""
+        if share.dtype != whole.dtype or share.numel() * self.size != whole.numel():
+            raise CommunicationError(
+                f"{whole.numel()} elements of {whole.dtype} are not {self.size} shares "
+                f"of {share.numel()} elements of {share.dtype}"
+            )
+
+    def check_exchanged(self, out: Tensor, tensor: Tensor) -> None:
+        """Refuse tensors that differ in size or dtype, or that do not divide into equal shares for all ranks."""
+        if out.dtype != tensor.dtype or out.numel() != tensor.numel() or tensor.numel() % self.size:
+            raise CommunicationError(
+                f"all_to_all of {tensor.numel()} elements of {tensor.dtype} into {out.numel()} of {out.dtype}: "
+                f"expected equal tensors that {self.size} ranks can share"
+            )
+
+    def only_on(self, root: int, whole: Tensor | None, name: str, share: Tensor) -> Tensor | None:
+        """Return the tensor that only the root passes, after a check; return None on the other ranks."""
+        self.check_root(root)
+        if self.rank != root:
+            return None
+        if whole is None:
+            raise CommunicationError(
+                f"the root, rank {root}, needs {name}: {self.size} shares of {share.numel()} elements"
+            )
+        self.check_shares(share, whole)
+        return whole
+
+
+def check_contiguous(tensor: Tensor) -> None:
+    """Refuse a non-contiguous tensor: an asynchronous receive cannot write into it."""
+    if not tensor.is_contiguous():
+        raise CommunicationError(f"irecv wants a contiguous tensor, not strides {tuple(tensor.stride())}; use recv")
+
+
+# Collectives of host tensors ------------------------------------------------------------------------------------------
+
+EXCHANGES: Mapping[str, Callable[..., object]] = {
+    "gather": tree.gather,
+    "scatter": tree.scatter,
+    "all_to_all": direct.all_to_all,
+}
+
+
+_NOTHING, _FINISHED = nullcontext(), Finished()
 
 
 class HostCollectives:
@@ -31,88 +100,60 @@ class HostCollectives:
     """
 
     def __init__(self, flat: FlatHostCollectives) -> None:
-        self._flat = flat
+        self.flat = flat
         self.queue: OperationQueue | None = None
 
-    def broadcast(self, tensor: Tensor, root: int, algorithm: str) -> None:
-        """Copy the root's tensor to every rank, in place."""
-        with self.ordered("broadcast"), as_flat_host(tensor) as host:
-            self._flat.run(CollectiveCall("broadcast", host, root=root), algorithm)
-
-    def reduce(self, tensor: Tensor, op: str, root: int, algorithm: str) -> None:
-        """Reduce into the root's tensor; other ranks' tensors are unchanged."""
-        with self.ordered("reduce"), as_flat_host(tensor) as host:
-            self._flat.run(CollectiveCall("reduce", host, op=op, root=root), algorithm)
-
-    def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
-        """Reduce over all ranks, in place."""
-        with self.ordered("all_reduce"), as_flat_host(tensor) as host:
-            self._flat.run(CollectiveCall("all_reduce", host, op=op), algorithm)
-
-    def start_all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> Work:
-        """Start to reduce over all ranks, in place."""
-        with self.ordered("all_reduce"), as_flat_host(tensor) as host:
-            return self._registered(self._flat.start(CollectiveCall("all_reduce", host, op=op), algorithm))
-
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str) -> None:
-        """Reduce over all ranks and store this rank's share in ``out``."""
-        with self.ordered("reduce_scatter"), as_flat_host(tensor, back=False) as host, as_flat_host(out) as share:
-            self._flat.run(CollectiveCall("reduce_scatter", host, share, op), algorithm)
-
-    def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str) -> Work:
-        """Start to reduce over all ranks and store this rank's share in ``out``."""
-        with self.ordered("reduce_scatter"), as_flat_host(tensor, back=False) as host, as_flat_host(out) as share:
-            work = self._flat.start(CollectiveCall("reduce_scatter", host, share, op), algorithm)
-            if share.data_ptr() != out.data_ptr():
+    def run(
+        self,
+        operation: str,
+        tensor: Tensor,
+        out: Tensor | None = None,
+        *,
+        op: str = "",
+        root: int | None = None,
+        algorithm: str = "auto",
+        async_op: bool = False,
+    ) -> Work:
+        """Run a collective of ``ALGORITHMS``, in place if it has no ``out``; with ``async_op`` only start it."""
+        share: AbstractContextManager[Any] = _NOTHING if out is None else as_flat(out)
+        with self.ordered(), as_flat(tensor, back=out is None) as host, share as target:
+            call = CollectiveCall(operation, host, target, op, root)
+            if not async_op:
+                self.flat.run(call, algorithm)
+                return _FINISHED
+            work = self.flat.start(call, algorithm)
+            if out is not None and target.data_ptr() != out.data_ptr():
                 work.wait()  # the block's end copies the share back to ``out``, so the reduction must have completed
             return self._registered(work)
 
-    def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str) -> None:
-        """Concatenate the tensors of all ranks in ``out``."""
-        with self.ordered("all_gather"), as_flat_host(tensor, back=False) as host, as_flat_host(out) as whole:
-            self._flat.run(CollectiveCall("all_gather", host, whole), algorithm)
-
-    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
-        """Concatenate the tensors of all ranks on the root; only the root passes ``out``."""
-        whole = tensor if out is None else out
-        with self.ordered("gather"), as_flat_host(tensor, back=False) as host:
-            with as_flat_host(whole, back=out is not None) as target:
-                tree.gather(self._flat.transport, None if out is None else target, host, root)
-
-    def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> None:
-        """Copy each rank's share of the root's tensor to ``out``; only the root passes ``tensor``."""
-        whole = out if tensor is None else tensor
-        with self.ordered("scatter"), as_flat_host(out) as share, as_flat_host(whole, back=False) as source:
-            tree.scatter(self._flat.transport, share, None if tensor is None else source, root)
-
-    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
-        """Send share r to rank r; store the received shares in rank order."""
-        with self.ordered("all_to_all"), as_flat_host(tensor, back=False) as host, as_flat_host(out) as target:
-            direct.all_to_all(self._flat.transport, target, host)
+    def exchange(self, operation: str, out: Tensor | None, tensor: Tensor | None, *root: int) -> None:
+        """Run one of ``EXCHANGES``: ``out`` of a gather, and ``tensor`` of a scatter, are None but on the root."""
+        with self.ordered(), as_flat(tensor, back=False) as source, as_flat(out) as target:
+            EXCHANGES[operation](self.flat.transport, target, source, *root)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Send to one rank."""
-        with self.ordered("send"), as_flat_host(tensor, back=False) as host:
-            self._flat.transport.send(host, peer, tag)
+        with self.ordered(), as_flat(tensor, back=False) as host:
+            self.flat.transport.send(host, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Receive from one rank."""
-        with self.ordered("recv"), as_flat_host(tensor) as host:
-            self._flat.transport.recv(host, peer, tag)
+        with self.ordered(), as_flat(tensor) as host:
+            self.flat.transport.recv(host, peer, tag)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start to send to one rank."""
-        with self.ordered("send"), as_flat_host(tensor, back=False) as host:
-            return self._registered(self._flat.transport.isend(host, peer, tag))
+        with self.ordered(), as_flat(tensor, back=False) as host:
+            return self._registered(self.flat.transport.isend(host, peer, tag))
 
     def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start to receive from one rank into a contiguous tensor."""
-        with self.ordered("recv"):
-            return self._registered(self._flat.transport.irecv(tensor.detach(), peer, tag))
+        with self.ordered():
+            return self._registered(self.flat.transport.irecv(tensor.detach(), peer, tag))
 
-    def ordered(self, operation: str) -> AbstractContextManager[object]:
+    def ordered(self) -> AbstractContextManager[object]:
         """Return the context of a host operation, which the queue orders with device operations."""
-        return nullcontext() if self.queue is None else self.queue("host", operation)
+        return _NOTHING if self.queue is None else self.queue("host")
 
     def _registered(self, work: Work) -> Work:
         """Register an operation in progress with the queue, so that later device operations can wait for it."""
@@ -123,7 +164,6 @@ class Dispatch:
     """Choice between the collectives of host tensors and those of GPU tensors, which ``use_device`` creates."""
 
     def __init__(self, flat: FlatHostCollectives) -> None:
-        self._flat = flat
         self.host = HostCollectives(flat)
         self.device: DeviceCollectives | None = None
         self.device_setup: tuple[torch.device, ProbeResult | None] | None = None
@@ -146,18 +186,12 @@ class Dispatch:
         from hpctrain.comm.device.nccl_channel import reason_unavailable
         from hpctrain.comm.device.paths import decide_cuda_awareness, gather_capabilities
 
-        passed = verdict.cuda_aware if verdict is not None and verdict.holds_for(library_name()) else None
-        transport = self._flat.transport
+        passed = verdict.cuda_aware if verdict is not None and verdict.library == library_name() else None
+        transport = self.host.flat.transport
         capabilities = gather_capabilities(transport, device, decide_cuda_awareness(passed), reason_unavailable())
-        self.host.queue = OperationQueue(None if parent is None else parent.host.queue)
-        self.device = DeviceCollectives(
-            self._flat,
-            device,
-            capabilities,
-            transport_factory(transport, device),
-            queue=self.host.queue,
-            measured=paths_of(table),
-        )
+        self.host.queue = OperationQueue() if parent is None else parent.host.queue
+        create = transport_factory(transport, device)
+        self.device = DeviceCollectives(self.host, device, capabilities, create, measured=paths_of(table))
         self.device_setup = device, verdict
 
     def free(self) -> None:
@@ -181,82 +215,68 @@ class Dispatch:
 # one, and by induction all operations complete. Operations of the same carrier do not wait for each
 # other.
 #
-# Communicators split from each other share the synchronisation point, because their ranks share a
-# host. Each numbers its own operations, because only its own ranks number them identically. A lock
-# extends these guarantees to operations that hooks start from other threads.
+# Communicators split from each other share one queue, because their ranks share a host. A lock extends
+# these guarantees to operations that hooks start from other threads.
 
 
 PRUNE = 64  # number of registered works beyond which finished ones are released
 
 
-class _SharedOrder:
-    """Operations in progress of all communicators of one process, and their current carrier."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.carrier = ""
-        self.works: deque[Work] = deque()
-        self.channels: list[NcclChannel] = []
-
-    def change(self, carrier: str) -> None:
-        """Synchronise before the first operation of another carrier: complete works and flush channels."""
-        # Wait before removal: if a wait raises, the queue is unchanged.
-        while self.works:
-            self.works[0].wait()
-            self.works.popleft()
-        for channel in self.channels:
-            channel.flush()
-        self.carrier = carrier
-
-
 class OperationQueue:
-    """Sequence numbers of one communicator's operations, in program order.
+    """Order of the operations of all communicators that were split from each other, in one process.
 
-    ``with queue("host", "all_reduce") as number:`` encloses the start of each operation.
+    ``with queue("host"):`` encloses the start of each operation.
     """
 
-    def __init__(self, parent: OperationQueue | None = None) -> None:
-        self._order: _SharedOrder = _SharedOrder() if parent is None else parent._order
-        self.number = 0
-        self.operation = ""
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._carrier = ""
+        self._works: deque[Work] = deque()
+        self._channels: list[NcclChannel] = []
 
-    def __call__(self, carrier: str, operation: str) -> OperationQueue:
+    def __call__(self, carrier: str) -> OperationQueue:
         """Start an operation on a carrier: ``host``, ``mpi``, ``staged`` or ``nccl``; synchronise if it changes."""
         # MPI carries host operations, staging and device pointers alike, so these are one carrier
         # with one order.
         carrier = "nccl" if carrier == "nccl" else "host"
-        order = self._order
-        order.lock.acquire()
+        self._lock.acquire()
         try:
-            if carrier != order.carrier:
-                order.change(carrier)
+            if carrier != self._carrier:
+                self._change(carrier)
         except BaseException:
-            order.lock.release()
+            self._lock.release()
             raise
-        self.number += 1
-        self.operation = operation
         return self
 
-    def __enter__(self) -> int:
-        return self.number
+    def __enter__(self) -> None:
+        return
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._order.lock.release()
+        self._lock.release()
+
+    def _change(self, carrier: str) -> None:
+        """Synchronise before the first operation of another carrier: complete works and flush channels."""
+        # Wait before removal: if a wait raises, the queue is unchanged.
+        while self._works:
+            self._works[0].wait()
+            self._works.popleft()
+        for channel in self._channels:
+            channel.flush()
+        self._carrier = carrier
 
     def register(self, work: Work) -> Work:
         """Register a host operation that remains in progress; return it."""
-        works = self._order.works
-        while len(works) >= PRUNE and works[0].done():
-            works.popleft()
-        works.append(work)
+        while len(self._works) >= PRUNE and self._works[0].done():
+            self._works.popleft()
+        self._works.append(work)
         return work
 
     def register_channel(self, channel: NcclChannel) -> None:
         """Register a channel whose deferred messages must be enqueued on its stream before the host waits elsewhere."""
-        self._order.channels.append(channel)
+        self._channels.append(channel)
 
     def unregister_channel(self, channel: NcclChannel) -> None:
         """Unregister a closed channel."""
-        self._order.channels.remove(channel)
+        self._channels.remove(channel)

@@ -58,31 +58,22 @@ class CollectiveCall:
         )
 
 
-@dataclass(frozen=True)
-class HostContext:
-    """Means by which the ranks of a communicator exchange host tensors."""
-
-    transport: Transport
-    reducer: Reducer
-    memory: SharedMemory
-
-
 # Algorithms: factories of prepared calls ------------------------------------------------------------------------------
 
-Factory = Callable[[HostContext, CollectiveCall], PreparedCall]
+Factory = Callable[["FlatHostCollectives", CollectiveCall], PreparedCall]
 
 
 def by_messages(algorithm: Callable[..., object]) -> Factory:
     """Return the factory of an algorithm that sends messages: a function of the transport and the arguments."""
 
-    def prepare(host: HostContext, call: CollectiveCall) -> PreparedCall:
+    def prepare(host: FlatHostCollectives, call: CollectiveCall) -> PreparedCall:
         reducer = (host.reducer,) if call.op else ()
         return partial(algorithm, host.transport, *reducer, *call.arguments)
 
     return prepare
 
 
-def by_mpi(host: HostContext, call: CollectiveCall) -> PreparedCall:
+def by_mpi(host: FlatHostCollectives, call: CollectiveCall) -> PreparedCall:
     """Prepare the MPI library's own collective; an average is a sum that is scaled afterwards."""
     prepare = getattr(host.transport, f"prepared_{call.operation}")
     run: PreparedCall = prepare(*replace(call, op=transport_op(call.op)).arguments)
@@ -98,7 +89,7 @@ def by_mpi(host: HostContext, call: CollectiveCall) -> PreparedCall:
     return scaled
 
 
-def in_node_memory(host: HostContext, call: CollectiveCall) -> PreparedCall:
+def in_node_memory(host: FlatHostCollectives, call: CollectiveCall) -> PreparedCall:
     """Prepare a collective in node-shared memory, and by messages between nodes if there are several."""
     return host.memory.node.prepare(call.operation, call.whole, call.arguments)
 
@@ -106,49 +97,27 @@ def in_node_memory(host: HostContext, call: CollectiveCall) -> PreparedCall:
 NODE_ALGORITHMS = ("window", "hierarchical")
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")  # the other operations copy data, equally for every dtype
 
+_BY_MESSAGES = {"direct": direct, "tree": tree, "ring": ring, "recursive": recursive, "double_tree": double_tree}
+_NAMES = {
+    "all_reduce": ("mpi", "direct", "tree", "ring", "recursive", "double_tree", "window", "hierarchical"),
+    "reduce_scatter": ("mpi", "direct", "ring", "recursive", "window", "hierarchical"),
+    "reduce": ("mpi", "tree", "double_tree", "window"),
+    "all_gather": ("mpi", "ring", "recursive", "window", "hierarchical"),
+    "broadcast": ("mpi", "tree", "ring", "double_tree", "window", "hierarchical"),
+}
+
+
+def _factory(operation: str, name: str) -> Factory:
+    if name in _BY_MESSAGES:
+        return by_messages(getattr(_BY_MESSAGES[name], operation))
+    return in_node_memory if name in NODE_ALGORITHMS else by_mpi
+
+
 # Every algorithm of every collective of host tensors. Selection, checks of names, tables and measurements
 # derive from this table what exists. If no table of measurements names an applicable algorithm, the first
 # applicable one of a row is used; messages support every dtype.
 ALGORITHMS: Mapping[str, Mapping[str, Factory]] = {
-    "all_reduce": {
-        "mpi": by_mpi,
-        "direct": by_messages(direct.all_reduce),
-        "tree": by_messages(tree.all_reduce),
-        "ring": by_messages(ring.all_reduce),
-        "recursive": by_messages(recursive.all_reduce),
-        "double_tree": by_messages(double_tree.all_reduce),
-        "window": in_node_memory,
-        "hierarchical": in_node_memory,
-    },
-    "reduce_scatter": {
-        "mpi": by_mpi,
-        "direct": by_messages(direct.reduce_scatter),
-        "ring": by_messages(ring.reduce_scatter),
-        "recursive": by_messages(recursive.reduce_scatter),
-        "window": in_node_memory,
-        "hierarchical": in_node_memory,
-    },
-    "reduce": {
-        "mpi": by_mpi,
-        "tree": by_messages(tree.reduce),
-        "double_tree": by_messages(double_tree.reduce),
-        "window": in_node_memory,
-    },
-    "all_gather": {
-        "mpi": by_mpi,
-        "ring": by_messages(ring.all_gather),
-        "recursive": by_messages(recursive.all_gather),
-        "window": in_node_memory,
-        "hierarchical": in_node_memory,
-    },
-    "broadcast": {
-        "mpi": by_mpi,
-        "tree": by_messages(tree.broadcast),
-        "ring": by_messages(ring.broadcast),
-        "double_tree": by_messages(double_tree.broadcast),
-        "window": in_node_memory,
-        "hierarchical": in_node_memory,
-    },
+    operation: {name: _factory(operation, name) for name in names} for operation, names in _NAMES.items()
 }
 
 
@@ -190,16 +159,19 @@ def call_key(operation: str, tensor: Tensor, out: Tensor | None, op: str, root: 
 
 
 @contextmanager
-def as_flat_host(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-    """Yield a flat, contiguous host tensor of the same content; copy it ``back`` afterwards if it is a copy."""
-    host = tensor.detach()
-    if host.device.type == "cpu" and host.is_contiguous():
-        yield host.view(-1)
+def as_flat(tensor: Tensor | None, *, back: bool = True, on: torch.device = torch.device("cpu")) -> Iterator[Any]:
+    """Yield a flat, contiguous tensor of the same content on a device; copy it ``back`` afterwards if it is a copy.
+
+    A rank without a tensor gets None.
+    """
+    plain = None if tensor is None else tensor.detach()
+    if plain is None or plain.device == on and plain.is_contiguous():
+        yield None if plain is None else plain.view(-1)
         return
-    host = host.contiguous().cpu()
-    yield host.view(-1)
+    packed = plain.contiguous().to(on)
+    yield packed.view(-1)
     if back:
-        tensor.detach().copy_(host)
+        plain.copy_(packed)
 
 
 def _unowned_view(tensor: Tensor) -> Tensor:
@@ -257,11 +229,10 @@ class FlatHostCollectives:
     """
 
     def __init__(self, transport: Transport, node: Transport, topology: Topology, default: AlgorithmTable) -> None:
-        reducer = Reducer()
         self.transport = transport
-        self.memory = SharedMemory(transport, node, topology, reducer)
+        self.reducer = Reducer()
+        self.memory = SharedMemory(transport, node, topology, self.reducer)
         self.cache = PreparedCallCache()
-        self._context = HostContext(transport, reducer, self.memory)
         self._default = default
         self._tables: tuple[AlgorithmTable, ...] = (default,)
 
@@ -297,8 +268,8 @@ class FlatHostCollectives:
             if not self._remains_in_progress(call, algorithm):
                 self.run(call, algorithm)
                 return Finished()
-            arguments = call.without_references().arguments
-            prepared = self.cache[key] = self.memory.node.prepare_start(call.operation, arguments)
+            unowned, node = call.without_references(), self.memory.node
+            prepared = self.cache[key] = node.prepare_start(call.operation, unowned.tensor, unowned.arguments)
         work: Work = prepared() if call.out is None else prepared(call.out)
         return work
 
@@ -332,12 +303,12 @@ class FlatHostCollectives:
         )
         chosen, unowned = select(unavailable), call.without_references()
         try:
-            return factories[chosen](self._context, unowned)
+            return factories[chosen](self, unowned)
         except CommunicationError as error:
             if chosen not in NODE_ALGORITHMS or algorithm == chosen or not self.memory.lacks_space(error):
                 raise
         unavailable |= dict.fromkeys(NODE_ALGORITHMS, "there is no space for it in /dev/shm")
-        return factories[select(unavailable)](self._context, unowned)
+        return factories[select(unavailable)](self, unowned)
 
     def _remains_in_progress(self, call: CollectiveCall, algorithm: str) -> bool:
         if not call.tensor.numel() or self.memory.location_of(call.tensor) != "window":

@@ -1,69 +1,79 @@
-"""Collective errors: all ranks succeed together, or all raise the same error."""
+"""Collective errors: all ranks succeed or raise the same error; with threads as ranks, real ranks, and none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.checkpoints import ThreadRank, ThreadRanks
 
 from hpctrain.comm.agreement import agreed, on_first_rank
-from hpctrain.errors import CheckpointError, DataError, HpctrainError
-
-pytestmark = pytest.mark.ranks
+from hpctrain.errors import CheckpointError, DataError, HpctrainError, NonFiniteError, UsageError
 
 
-def failing(error: Exception) -> Callable[[], Any]:
-    def action() -> Any:
-        raise error
+def fail_on(failing: dict[int, Exception]) -> list[object]:
+    def body(comm: ThreadRank) -> object:
+        def action() -> int:
+            if comm.rank in failing:
+                raise failing[comm.rank]
+            return comm.rank
 
-    return action
+        return agreed(comm, action)
 
-
-def test_every_rank_gets_its_own_result(comm: Any) -> None:
-    assert agreed(comm, lambda: 10 * comm.rank) == 10 * comm.rank
-    assert agreed(comm, lambda: None) is None
-
-
-def test_an_error_of_one_rank_is_raised_on_all_ranks(comm: Any) -> None:
-    last = comm.size - 1
-    action = failing(CheckpointError("disk full")) if comm.rank == last else lambda: 1
-    with pytest.raises(CheckpointError) as caught:
-        agreed(comm, action)
-    assert str(caught.value) == f"rank {last}: disk full" and caught.value.everywhere
+    return ThreadRanks(3).run(body)
 
 
-def test_an_error_of_rank_0_has_no_rank_prefix(comm: Any) -> None:
-    with pytest.raises(DataError, match="^no such file$"):
-        on_first_rank(comm, failing(DataError("no such file")))
+def test_results_stay_with_their_ranks() -> None:
+    assert fail_on({}) == [0, 1, 2]
+    assert agreed(None, lambda: 5) == 5
 
 
-def test_the_same_error_on_all_ranks_is_reported_once(comm: Any) -> None:
-    with pytest.raises(DataError, match="^no such file$"):
-        agreed(comm, failing(DataError("no such file")))
+@pytest.mark.parametrize("error", [CheckpointError("disk full"), NonFiniteError("w is NaN"), UsageError("bad step")])
+def test_one_failing_rank_fails_all_with_the_same_error(error: HpctrainError) -> None:
+    results = fail_on({1: error})
+    assert [type(result) for result in results] == [type(error)] * 3
+    assert {str(result) for result in results} == {f"rank 1: {error}"}
+    assert all(isinstance(result, HpctrainError) and result.everywhere for result in results)
 
 
-def test_different_errors_are_all_reported_with_the_class_of_the_first(comm: Any) -> None:
-    action = failing(DataError("one") if comm.rank == 0 else KeyError("two"))
-    with pytest.raises(DataError) as caught:
-        agreed(comm, action)
-    reasons = ["rank 0: one", *(f"rank {rank}: KeyError: 'two'" for rank in range(1, comm.size))]
-    assert str(caught.value) == "; ".join(reasons)
+def test_the_same_reason_on_all_ranks_is_reported_once() -> None:
+    results = fail_on({rank: CheckpointError("no such file") for rank in range(3)})
+    assert {str(result) for result in results} == {"no such file"}
 
 
-def test_a_foreign_exception_becomes_an_HpctrainError(comm: Any) -> None:
-    with pytest.raises(HpctrainError, match="^rank 1: OSError: broken$") as caught:
-        agreed(comm, failing(OSError("broken")) if comm.rank == 1 else int)
-    assert isinstance(caught.value.__cause__, OSError) == (comm.rank == 1)
+def test_different_reasons_are_all_reported() -> None:
+    results = fail_on({0: CheckpointError("disk full"), 2: CheckpointError("read-only")})
+    assert {str(result) for result in results} == {"rank 0: disk full; rank 2: read-only"}
 
 
-def test_only_the_first_rank_acts(comm: Any) -> None:
+def test_an_unforeseen_error_does_not_block_the_other_ranks() -> None:
+    results = fail_on({2: ZeroDivisionError("oops")})
+    assert {str(result) for result in results} == {"rank 2: ZeroDivisionError: oops"}
+    assert type(results[2]) is HpctrainError and isinstance(results[2].__cause__, ZeroDivisionError)
+
+
+def test_without_ranks_errors_pass_unchanged() -> None:
+    with pytest.raises(ZeroDivisionError):
+        agreed(None, lambda: 1 // 0)
+
+
+@pytest.mark.ranks
+def test_only_the_first_rank_acts_and_its_error_has_no_rank_prefix(comm: Any) -> None:
     calls = []
+
+    def fail() -> None:
+        raise DataError("no such file")
+
     assert on_first_rank(comm, lambda: calls.append(1) or "done") == "done"
     assert len(calls) == (comm.rank == 0)
+    with pytest.raises(DataError, match="^no such file$"):
+        on_first_rank(comm, fail)
 
 
+@pytest.mark.ranks
 def test_ranks_can_continue_after_an_error(comm: Any) -> None:
-    with pytest.raises(HpctrainError):
-        agreed(comm, failing(ValueError("x")) if comm.rank else int)
+    last = comm.size - 1
+    with pytest.raises(HpctrainError, match=f"^rank {last}: ZeroDivisionError: ") as caught:
+        agreed(comm, lambda: 1 // (last - comm.rank))
+    assert caught.value.everywhere
     assert agreed(comm, lambda: comm.all_gather_object(comm.rank)) == list(range(comm.size))

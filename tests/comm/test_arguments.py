@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hpctrain.comm.arguments import USER_TAGS, ArgumentChecks, check_contiguous
+from hpctrain.comm.dispatch import USER_TAGS, ArgumentChecks, check_contiguous
 from hpctrain.comm.transport.base import TAGS
 from hpctrain.errors import CommunicationError
 

@@ -134,12 +134,8 @@ def test_invalid_arguments_are_refused(comm: Any) -> None:
     one, several = torch.zeros(1), torch.zeros(comm.size)
     with pytest.raises(CommunicationError, match="rank 99 is not in 0"):
         comm.reduce(one, "sum", 99)
-    with pytest.raises(CommunicationError, match="bor of torch.float32 is not defined"):
-        comm.all_reduce(one, "bor")
     with pytest.raises(CommunicationError, match="expected equal tensors"):
         comm.all_to_all(torch.zeros(comm.size + 1), several)
-    with pytest.raises(CommunicationError, match="'ring' of reduce: known are auto, double_tree, mpi, tree, window"):
-        comm.reduce(one, algorithm="ring")
     with pytest.raises(CommunicationError, match="tag 32765 is not in 0..32764"):
         comm.send(one, 0, 32765)
     if comm.rank == 0:

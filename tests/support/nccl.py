@@ -57,7 +57,7 @@ class FakeNccl:
 
 
 class FakeComm:
-    """One communicator, over a duplicate of the MPI world or of its node (without MPI for one rank)."""
+    """One communicator, over a duplicate of the MPI world (without MPI for one rank)."""
 
     def __init__(self, library: FakeNccl, size: int, rank: int) -> None:
         self.library, self.size, self.rank = library, size, rank
@@ -66,9 +66,8 @@ class FakeComm:
         if size > 1:
             from mpi4py import MPI
 
-            world = MPI.COMM_WORLD
-            self.comm = world.Dup() if size == world.size else world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
-            assert (self.comm.size, self.comm.rank) == (size, rank), "this fake knows whole worlds and nodes only"
+            self.comm = MPI.COMM_WORLD.Dup()
+            assert (self.comm.size, self.comm.rank) == (size, rank), "this fake knows whole worlds only"
 
     def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
         self._note("allReduce", count, kind, op)
@@ -77,15 +76,6 @@ class FakeComm:
     def reduce(self, source: int, target: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
         self._note("reduce", count, kind, op, root)
         self._perform(stream, lambda: self._reduce(source, target, count, kind, op, root))
-
-    def reduceScatter(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
-        self._note("reduceScatter", count, kind, op)
-
-        def work() -> None:
-            for root in range(self.size):
-                self._reduce(source + root * count * _SIZES[kind], target, count, kind, op, root)
-
-        self._perform(stream, work)
 
     def broadcast(self, source: int, target: int, count: int, kind: int, root: int, stream: int) -> None:
         self._note("broadcast", count, kind, root)

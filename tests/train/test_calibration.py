@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
@@ -11,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.faults import file_size_limit
 
+from hpctrain import __version__
 from hpctrain.comm.device.cuda_aware_probe import ProbeResult
 from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
 from hpctrain.errors import DataError, SettingsError
@@ -26,6 +30,7 @@ from hpctrain.train.calibration import (
     folder,
     mpi_name,
     path_of,
+    processor,
     read,
     store_calibration,
     stored,
@@ -208,7 +213,7 @@ def test_a_verdict_applies_to_its_mpi_only(tmp_path: Path, monkeypatch: pytest.M
         store_calibration(Calibration(here).with_verdict(ProbeResult(True, "it did", library)), tmp_path / "site.json")
         found = stored(RankZero())
         assert found is not None and found.verdict is not None
-        assert found.verdict.holds_for(here.mpi) is expected
+        assert (found.verdict.library == here.mpi) is expected
 
 
 @pytest.mark.ranks
@@ -231,3 +236,57 @@ def test_all_ranks_get_the_calibration_of_rank_0(
 
 def test_a_single_rank_does_not_look_for_a_calibration(comm: Any, warned: Callable[[], list[str]]) -> None:
     assert stored(comm, fail) is None and not warned()
+
+
+# Identity of a machine: the properties on which measurements depend, found without starting MPI -----------------------
+
+
+NODE = NodeType("EPYC", 64, "H200", 4, "MPICH 5", "2.13", "0.1")
+
+
+def test_this_machine_is_described() -> None:
+    found = this_machine("Some MPI 1")
+    assert (found.mpi, found.torch, found.hpctrain) == ("Some MPI 1", str(torch.__version__), __version__)
+    assert found.cores >= 1 and found.gpus == torch.cuda.device_count() and found.processor == processor()
+
+
+def test_machines_are_compared_and_described() -> None:
+    assert NODE.differences(NODE) == []
+    other = replace(NODE, gpu="", gpus=0, torch="2.11")
+    assert NODE.differences(other) == [
+        "gpu none (here H200)",
+        "gpus none (here 4)",
+        "torch 2.11 (here 2.13)",
+    ]
+    assert str(NODE) == "EPYC, 64 cores, 4 x H200; MPICH 5, torch 2.13, hpctrain 0.1"
+    assert "; Open MPI v5, torch" in str(replace(other, mpi="Open MPI v5, package: Open MPI user@host"))
+    assert str(replace(other, cores=1)) == "EPYC, 1 core; MPICH 5, torch 2.11, hpctrain 0.1"
+
+
+def test_processor_names_are_read_from_cpuinfo(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: AMD  EPYC 9654\nflags\t: a b\n")
+    assert processor(cpuinfo) == "AMD EPYC 9654"
+    cpuinfo.write_text("processor\t: 0\ncpu\t\t: POWER9, altivec\nclock : 1\n")
+    assert processor(cpuinfo) == "POWER9, altivec"
+    assert processor(tmp_path / "missing") != ""
+
+
+def test_the_mpi_is_named_without_initializing_it() -> None:
+    code = """
+import sys
+from hpctrain.train.calibration import mpi_name
+name = mpi_name()
+assert "mpi4py.MPI" not in sys.modules
+from mpi4py import MPI
+print(name, MPI.Is_initialized() and mpi_name() == name and name in " ".join(MPI.Get_library_version().split()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split()[-1] == "True" and len(done.stdout.split()) > 1
+
+
+def test_without_mpi_the_name_is_empty() -> None:
+    code = "import hpctrain.train.calibration as m; m._ASK_MPI = 'import sys; sys.exit(1)'; print(repr(m.mpi_name()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "''\n"
+    assert isinstance(mpi_name(), str)

@@ -43,10 +43,6 @@ class ProbeResult:
     reason: str
     library: str  # first line of MPI.Get_library_version(): the verdict is valid for this library only
 
-    def holds_for(self, library: str) -> bool:
-        """Return whether the verdict is about this MPI library."""
-        return self.library == library
-
 
 def library_name() -> str:
     """Return the name and version of the MPI library that this process has loaded."""

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.arguments import ArgumentChecks
 from hpctrain.comm.device import nccl_channel
 from hpctrain.comm.device.nccl_channel import BYTES, DTYPES, NcclChannel, op_code
 from hpctrain.comm.device.streams import Streams, streams_of
-from hpctrain.comm.transport.base import PreparedCall, Transport, Work
+from hpctrain.comm.transport.base import PreparedCall, TensorTransport, Transport, Work
 from hpctrain.errors import CommunicationError, DeviceError
 
 PIECE_BYTES = 2**30
 
 
-class NcclTransport(Transport):
+class NcclTransport(TensorTransport):
     """Carrier of tensors on ``device`` between the ranks of a host transport, which the caller keeps.
 
     Construction is collective; each rank needs its own GPU. Operations complete in the order of the
@@ -44,8 +43,6 @@ class NcclTransport(Transport):
     ) -> None:
         self.rank, self.size, self.device = host.rank, host.size, device
         self._host = host
-        self._arguments = ArgumentChecks(host.rank, host.size)
-        self._owns_host = False
         self._piece_bytes = piece_bytes
         library = library if library is not None else nccl_channel.load()
         self._version = int(library.get_version())
@@ -57,83 +54,19 @@ class NcclTransport(Transport):
         """Return whether NCCL reduces this dtype as torch does; ``op`` may also be average."""
         return op_code(dtype, op, self._version) is not None
 
-    # Asynchronous reductions ------------------------------------------------------------------------------------------
-
-    def ireduce(self, tensor: Tensor, op: str, root: int = 0) -> Work:
-        """Start to reduce over all ranks into the root's tensor; other ranks' tensors are unchanged."""
-        self._check(tensor, root)
-        self._count("reduce", tensor)
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
+        """Return a call that reduces over the ranks into the root's tensor."""
         code = self._code(tensor.dtype, op)
 
         def call(comm: Any, stream: int) -> None:
             for part, kind in self._cut(tensor):
                 comm.reduce(part.data_ptr(), part.data_ptr(), part.numel(), kind, code, root, stream)
 
-        return self.channel.start("reduce", [tensor], call)
-
-    def ireduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
-        """Start to reduce over all ranks and store share ``rank`` of the flat result in ``out``."""
-        self._check(out)
-        self._check(tensor)
-        self._arguments.check_shares(out, tensor)
-        self._count("reduce_scatter", tensor)
-        code = self._code(tensor.dtype, op)
-
-        def call(comm: Any, stream: int) -> None:
-            if _nbytes(out) <= self._piece_bytes:
-                kind = DTYPES[out.dtype]
-                comm.reduceScatter(tensor.data_ptr(), out.data_ptr(), out.numel(), kind, code, stream)
-                return
-            # One call cannot cut shares. Above the limit, each share is reduced to its owner, piece
-            # by piece.
-            with self.channel.group():
-                for root, share in enumerate(tensor.view(-1).chunk(self.size)):
-                    for (part, kind), (result, _) in zip(self._cut(share), self._cut(out)):
-                        into = result.data_ptr() if root == self.rank else part.data_ptr()
-                        comm.reduce(part.data_ptr(), into, part.numel(), kind, code, root, stream)
-
-        return self.channel.start("reduce_scatter", [out, tensor], call)
-
-    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
-        """Return a call that reduces over the ranks into the root's tensor."""
-        return lambda: self.ireduce(tensor, op, root).wait()
-
-    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
-        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
-        return lambda: self.ireduce_scatter(out, tensor, op).wait()
-
-    # Methods of all transports ----------------------------------------------------------------------------------------
-
-    def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the objects of all ranks, through the host."""
-        self.channel.flush()
-        return self._host.all_gather_object(item)
-
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        """Return the root's object, through the host."""
-        self.channel.flush()
-        return self._host.broadcast_object(item, root)
-
-    def split(self, color: int, key: int) -> NcclTransport:
-        """Return a transport of the ranks with the same color, ordered by key."""
-        self.channel.flush()
-        return self._split_from(self._host.split(color, key))
-
-    def split_node(self) -> NcclTransport:
-        """Return a transport of the ranks of this node."""
-        self.channel.flush()
-        return self._split_from(self._host.split_node())
-
-    def abort(self, code: int) -> None:
-        """Abort NCCL's kernels, and abort the job."""
-        self.channel.abort_kernels()
-        self._host.abort(code)
+        return self._prepared("reduce", [lambda: self.channel.start("reduce", [tensor], call).wait()], tensor)
 
     def free(self) -> None:
         """Wait for pending operations, and destroy NCCL's communicator. Collective."""
         self.channel.close()
-        if self._owns_host:
-            self._host.free()
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +92,10 @@ class NcclTransport(Transport):
         self._host.barrier()
 
     def _broadcast(self, tensor: Tensor, root: int) -> list[PreparedCall]:
-        call = lambda comm, stream: self._broadcast_bytes(comm, tensor, root, stream)
+        def call(comm: Any, stream: int) -> None:
+            for address, nbytes in self._byte_ranges(tensor):
+                comm.broadcast(address, address, nbytes, BYTES, root, stream)
+
         return [lambda: self.channel.start("broadcast", [tensor], call).wait()]
 
     def _all_reduce(self, tensor: Tensor, op: str) -> list[PreparedCall]:
@@ -172,11 +108,9 @@ class NcclTransport(Transport):
         return [lambda: self.channel.start("all_reduce", [tensor], call).wait()]
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> list[PreparedCall]:
-        self._arguments.check_shares(tensor, out)
-
         def call(comm: Any, stream: int) -> None:
-            if _nbytes(tensor) <= self._piece_bytes:
-                comm.allGather(tensor.data_ptr(), out.data_ptr(), _nbytes(tensor), BYTES, stream)
+            if tensor.nbytes <= self._piece_bytes:
+                comm.allGather(tensor.data_ptr(), out.data_ptr(), tensor.nbytes, BYTES, stream)
                 return
             with self.channel.group():
                 for root, share in enumerate(out.view(-1).chunk(self.size)):
@@ -185,13 +119,6 @@ class NcclTransport(Transport):
                         comm.broadcast(start, into, nbytes, BYTES, root, stream)
 
         return [lambda: self.channel.start("all_gather", [out, tensor], call).wait()]
-
-    def _split_from(self, host: Transport) -> NcclTransport:
-        part = NcclTransport(
-            host, self.device, streams=self.channel.streams, library=self.channel.library, piece_bytes=self._piece_bytes
-        )
-        part._owns_host = True
-        return part
 
     def _code(self, dtype: torch.dtype, op: str) -> int:
         code = op_code(dtype, op, self._version)
@@ -207,7 +134,7 @@ class NcclTransport(Transport):
 
     def _byte_ranges(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
         """Yield address and length of the tensor's bytes, in ranges small enough for one call."""
-        address, total = tensor.data_ptr(), _nbytes(tensor)
+        address, total = tensor.data_ptr(), tensor.nbytes
         for start in range(0, total, self._piece_bytes):
             yield address + start, min(self._piece_bytes, total - start)
 
@@ -218,10 +145,6 @@ class NcclTransport(Transport):
     def _get(self, comm: Any, tensor: Tensor, peer: int, stream: int) -> None:
         for address, nbytes in self._byte_ranges(tensor):
             comm.recv(address, nbytes, BYTES, peer, stream)
-
-    def _broadcast_bytes(self, comm: Any, tensor: Tensor, root: int, stream: int) -> None:
-        for address, nbytes in self._byte_ranges(tensor):
-            comm.broadcast(address, address, nbytes, BYTES, root, stream)
 
 
 def identity(device: torch.device) -> str:
@@ -253,7 +176,3 @@ def _share_id(host: Transport, library: Any) -> Sequence[int]:
     if unique is None:
         raise CommunicationError(f"NCCL cannot start: {why}", everywhere=True)
     return tuple(unique)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

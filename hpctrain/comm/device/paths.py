@@ -6,7 +6,6 @@ the result, so all ranks choose the same path.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections import Counter
@@ -19,7 +18,6 @@ import torch
 from hpctrain.comm.device.nccl import identity
 from hpctrain.comm.transport.base import Transport
 from hpctrain.errors import CommunicationError, SettingsError
-from hpctrain.log import logger
 
 Path = Literal["nccl", "mpi", "staged"]
 PATHS: tuple[Path, ...] = ("nccl", "mpi", "staged")
@@ -40,16 +38,7 @@ class PathCapabilities:
 
     no_nccl: str  # why NCCL is not usable; empty if it is
     no_mpi: str  # why MPI is not given device pointers; empty if it is
-    ranks_per_gpu: int = 1
     mpi_reason: str = ""
-
-
-@dataclass(frozen=True)
-class PathChoice:
-    """Path and the reason for it."""
-
-    path: Path
-    reason: str
 
 
 def decide_cuda_awareness(verdict: bool | None, environ: Mapping[str, str] = os.environ) -> CudaAwareness:
@@ -79,24 +68,13 @@ def gather_capabilities(
     ``no_nccl`` is why this rank cannot use NCCL; empty if it can.
     """
     own = (no_nccl, awareness, f"{socket.gethostname()} {identity(device)}")
-    return combine(transport.all_gather_object(own))
-
-
-def combine(ranks: Sequence[tuple[str, CudaAwareness, str]]) -> PathCapabilities:
-    """Return the common capabilities, given (why no NCCL, decision on MPI, GPU) of each rank."""
+    ranks: list[tuple[str, CudaAwareness, str]] = transport.all_gather_object(own)
     no_nccl = next((f"{why} (rank {rank})" for rank, (why, _, _) in enumerate(ranks) if why), "")
-    no_mpi = next(
-        (
-            f"{awareness.reason} (rank {rank})"
-            for rank, (_, awareness, _) in enumerate(ranks)
-            if not awareness.cuda_aware
-        ),
-        "",
-    )
+    no_mpi = next((f"{mpi.reason} (rank {rank})" for rank, (_, mpi, _) in enumerate(ranks) if not mpi.cuda_aware), "")
     shared = max(Counter(gpu for _, _, gpu in ranks).values())
     if shared > 1 and not no_nccl:
         no_nccl = f"{shared} ranks use one GPU, which NCCL refuses"
-    return PathCapabilities(no_nccl, no_mpi, shared, ranks[0][1].reason)
+    return PathCapabilities(no_nccl, no_mpi, ranks[0][1].reason)
 
 
 def choose_path(
@@ -107,8 +85,8 @@ def choose_path(
     algorithm: str = "auto",
     mpi_reduces: bool = True,
     measured: Sequence[tuple[float, Path]] = (),
-) -> PathChoice:
-    """Return the path of one operation of ``nbytes`` bytes.
+) -> tuple[Path, str]:
+    """Return the path of one operation of ``nbytes`` bytes, and the reason for it.
 
     ``algorithm`` may name a path; raises ``CommunicationError`` if that path is not usable.
     ``mpi_reduces`` tells whether MPI reduces the dtype as torch does (True for operations without
@@ -127,34 +105,18 @@ def choose_path(
             raise CommunicationError(
                 f"algorithm {algorithm} cannot do {operation} on the GPU: {unavailable[algorithm]}; able are {able}"
             )
-        return PathChoice(algorithm, "asked for")
+        return algorithm, "asked for"
     if algorithm != "auto":
         raise CommunicationError(f"algorithm {algorithm} is not for tensors on a GPU: auto, {', '.join(PATHS)} are")
     for limit, path in measured:
         if nbytes <= limit and not unavailable[path]:
-            return PathChoice(path, f"measured best up to {limit:.0f} bytes")
+            return path, f"measured best up to {limit:.0f} bytes"
     return _by_default(unavailable, capabilities)
 
 
-def _by_default(unavailable: Mapping[Path, str], capabilities: PathCapabilities) -> PathChoice:
+def _by_default(unavailable: Mapping[Path, str], capabilities: PathCapabilities) -> tuple[Path, str]:
     if not unavailable["nccl"]:
-        return PathChoice("nccl", "every rank has NCCL and a GPU of its own")
+        return "nccl", "every rank has NCCL and a GPU of its own"
     if not unavailable["mpi"]:
-        return PathChoice("mpi", f"{capabilities.mpi_reason}; no NCCL: {unavailable['nccl']}")
-    return PathChoice("staged", f"no NCCL: {unavailable['nccl']}; no device pointers to MPI: {unavailable['mpi']}")
-
-
-class PathLog:
-    """Logger of paths: reports each path once per job, on rank 0, so that a slow path is visible to the user."""
-
-    def __init__(self, rank: int, logger: logging.Logger = logger) -> None:
-        self._rank, self._logger = rank, logger
-        self._logged: set[Path] = set()
-
-    def log(self, choice: PathChoice) -> None:
-        """Log a path at its first use."""
-        if choice.path not in self._logged:
-            self._logged.add(choice.path)
-            if self._rank == 0:
-                how = {"nccl": "by NCCL", "mpi": "by MPI with device pointers", "staged": "through host memory"}
-                self._logger.info("tensors on the GPU travel %s: %s", how[choice.path], choice.reason)
+        return "mpi", f"{capabilities.mpi_reason}; no NCCL: {unavailable['nccl']}"
+    return "staged", f"no NCCL: {unavailable['nccl']}; no device pointers to MPI: {unavailable['mpi']}"

@@ -29,7 +29,7 @@ PIECE_BYTES = 8 * 2**20  # long enough for the bus's full speed, short enough th
 
 # Operation on one piece: (host memory to write, host memory to read); both are the same tensor if
 # in place.
-HostOperation = Callable[[Tensor, Tensor], None]
+HostOperation = Callable[[Tensor, Tensor], object]
 
 
 class _Slot:
@@ -132,24 +132,14 @@ def elementwise(tensor: Tensor, nbytes: int, *, read: bool = True, write: bool =
     return [TensorParts([cut] if read else [], [cut] if write else [], in_place=read and write) for cut in cuts]
 
 
-def gathered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[TensorParts]:
-    """Cut an all_gather of flat tensors: each input is a piece of this rank's share, the output that of all shares."""
-    step = nbytes // (tensor.element_size() * size)
-    shares = out.view(size, tensor.numel())
-    cuts = _ranges(tensor.numel(), step)
-    return [TensorParts([tensor[piece]], [share[piece] for share in shares.unbind()]) for piece in cuts]
+def in_shares(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[TensorParts]:
+    """Cut an all_gather or reduce_scatter of flat tensors: a piece is the same part of every share.
 
-
-def scattered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[TensorParts]:
-    """Cut a reduce_scatter or an equal all_to_all of flat tensors: the input is a piece of every share.
-
-    The output is the same piece of ``out``, which has one share (reduce_scatter) or as many shares
-    as ``tensor`` (all_to_all).
+    The shorter of the two tensors is one of ``size`` shares, the other one has all of them.
     """
-    step = nbytes // (tensor.element_size() * size)
-    shares = tensor.view(size, tensor.numel() // size)
-    results = out.view(-1, shares.shape[1]) if shares.shape[1] else out.view(1, 0)
+    share, step = min(out.numel(), tensor.numel()), nbytes // (tensor.element_size() * size)
+    inputs, outputs = (whole.view(-1, share).unbind() if share else [whole] for whole in (tensor, out))
     return [
-        TensorParts([share[piece] for share in shares.unbind()], [result[piece] for result in results.unbind()])
-        for piece in _ranges(shares.shape[1], step)
+        TensorParts([part[piece] for part in inputs], [part[piece] for part in outputs])
+        for piece in _ranges(share, step)
     ]

@@ -9,9 +9,8 @@ with the same interface and check the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +18,15 @@ from torch import Tensor
 from hpctrain.comm.transport.waiting import waiting
 
 
-class Streams(Protocol):
-    """Streams of one device; stream and event objects are opaque to the caller."""
+class Streams:
+    """Streams of one device; stream and event objects are opaque to the caller.
 
-    device: torch.device
+    Those of this class are of the host itself, or of the meta device: all work is executed
+    immediately, and the only order is that of the program.
+    """
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+        self.device = device
 
     def current(self) -> Any:
         """Return the stream on which the caller computes."""
@@ -32,6 +36,7 @@ class Streams(Protocol):
 
     def handle(self, stream: Any) -> int:
         """Return a stream as a handle for C libraries."""
+        return 0
 
     def record(self, stream: Any) -> Any:
         """Return an event that occurs when all work enqueued on the stream so far has completed."""
@@ -41,34 +46,35 @@ class Streams(Protocol):
 
     def done(self, event: Any) -> bool:
         """Return whether an event has occurred."""
+        return True
 
     def synchronize(self, event: Any) -> None:
         """Block the host until an event has occurred."""
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
         """Copy between device and pinned memory, as work of a stream."""
+        target.copy_(source)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Prevent reuse of a tensor's memory before the stream's enqueued work has completed."""
 
     def pinned(self, nbytes: int) -> Tensor:
         """Return host memory that the device can access by DMA."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def entered(self) -> Any:
         """Return a context in which the device is current for C libraries."""
+        return nullcontext()
 
     def on(self, stream: Any) -> Any:
         """Return a context in which computations are enqueued on a stream."""
+        return nullcontext()
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """Streams of one GPU."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
     def current(self) -> torch.cuda.Stream:
-        """Return torch's current stream of the device."""
         return torch.cuda.current_stream(self.device)
 
     def new(self) -> torch.cuda.Stream:
@@ -81,17 +87,15 @@ class CudaStreams:
         return int(stream.cuda_stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event after the enqueued work of the stream; without a time stamp, which is cheapest."""
+        """Return an event without a time stamp, which is cheapest."""
         event = torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Make the stream wait for the event."""
         stream.wait_event(event)
 
     def done(self, event: torch.cuda.Event) -> bool:
-        """Return whether the event has occurred."""
         return bool(event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self, event: torch.cuda.Event) -> None:
@@ -100,7 +104,6 @@ class CudaStreams:
             event.synchronize()
 
     def copy(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-        """Copy as work of the stream."""
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
@@ -112,69 +115,15 @@ class CudaStreams:
         """Return page-locked memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Return a context in which the device is the current one of the CUDA runtime."""
-        with torch.cuda.device(self.device):
-            yield
+    def entered(self) -> Any:
+        return torch.cuda.device(self.device)
 
     def on(self, stream: torch.cuda.Stream) -> Any:
-        """Return a context in which the stream is torch's current one."""
         return torch.cuda.stream(stream)
-
-
-class HostStreams:
-    """Streams of the host itself, or of the meta device, where all work is executed immediately."""
-
-    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
-        self.device = device
-
-    def current(self) -> None:
-        """Return None: the only order is that of the program."""
-
-    def new(self) -> None:
-        """Return None."""
-
-    def handle(self, stream: None) -> int:
-        """Return the default stream."""
-        return 0
-
-    def record(self, stream: None) -> None:
-        """Return None: all requested work has completed."""
-
-    def wait(self, stream: None, event: None) -> None:
-        """Return immediately."""
-
-    def done(self, event: None) -> bool:
-        """Return True."""
-        return True
-
-    def synchronize(self, event: None) -> None:
-        """Return immediately."""
-
-    def copy(self, target: Tensor, source: Tensor, stream: None) -> None:
-        """Copy immediately."""
-        target.copy_(source)
-
-    def keep(self, tensor: Tensor, stream: None) -> None:
-        """Do nothing: referenced memory is not reused."""
-
-    def pinned(self, nbytes: int) -> Tensor:
-        """Return ordinary memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Return a context without effect."""
-        yield
-
-    def on(self, stream: None) -> Any:
-        """Return a context without effect."""
-        return nullcontext()
 
 
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device."""
     if device.type == "cuda":
         return CudaStreams(device)
-    return HostStreams(device) if device.type == "meta" else HostStreams()
+    return Streams(device) if device.type == "meta" else Streams()

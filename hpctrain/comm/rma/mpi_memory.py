@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm.rma.remote_memory import Operation, RemoteMemory, RowOperation
+from hpctrain.comm.rma.remote_memory import OPERATIONS, RemoteMemory
 from hpctrain.comm.transport import window
 from hpctrain.comm.transport.mpi import DTYPES, in_elements, memory
 from hpctrain.comm.transport.waiting import SPINS, register_progress, timeout_seconds, until, waiting
@@ -27,7 +27,7 @@ from hpctrain.comm.transport.waiting import SPINS, register_progress, timeout_se
 # memories that its process exposes, because a rank that waits for it may wait at another memory.
 
 
-_CODES = ("get", "put", "add", "count", "get_rows", "put_rows", "add_rows")
+_CODES = (*OPERATIONS, "count")
 _REQUEST, _ELEMENTS, _ANSWER = 1, 2, 3  # tags; the last is the first of many
 _ANSWERS = 1000
 _FIELDS = 5
@@ -85,11 +85,11 @@ class RemoteMemoryByMessages(RemoteMemory):
         self._request("count", rank, word, before, amount)
         return int(before)
 
-    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
-        self._request(operation, rank, start, values)
-
-    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
-        self._request(operation, rank, start, values, rows.numel(), rows.contiguous())
+    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
+        if rows is None:
+            self._request(operation, rank, start, values)
+        else:
+            self._request(operation, rank, start, values, rows.numel(), rows.contiguous())
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class RemoteMemoryByMessages(RemoteMemory):
             self.recorder.count(what, values.nbytes)
         tag = _ANSWER + next(self._tags) % _ANSWERS
         request = np.array([_CODES.index(what), start, values.numel(), amount, tag], dtype=np.int64)
-        has_answer = what in ("get", "count", "get_rows")
+        has_answer = what in ("get", "get_rows", "count")
         answer = memory(values) if has_answer else bytearray(1)
         pending = [self._comm.Irecv([answer, MPI.BYTE], rank, tag), self._comm.Isend(request, rank, _REQUEST)]
         if rows is not None:
@@ -140,27 +140,18 @@ class RemoteMemoryByMessages(RemoteMemory):
         what = _CODES[code]
         if what == "count":
             answer = torch.tensor([self.fetch_add(self.rank, start, amount)])
-        elif what == "get":
-            answer = self._segments.own[start : start + numel].clone()  # a snapshot
-        elif what.endswith("_rows"):
-            answer = self._serve_rows(what, source, start, (amount, numel // amount))
         else:
-            values = self._elements(source, (numel,))
-            own = self._segments.own[start : start + numel]
-            own.copy_(values) if what == "put" else own.add_(values)
-            answer = _DONE
+            rows = self._elements(source, (amount,), torch.int64) if what.endswith("_rows") else None
+            shape = (numel,) if rows is None else (amount, numel // amount)
+            reads = what.startswith("get")
+            values = torch.empty(shape, dtype=self.dtype) if reads else self._elements(source, shape, self.dtype)
+            self._access(what, self.rank, values, start, rows)
+            answer = values if reads else _DONE
         self._answers_in_transit.append((self._comm.Isend([memory(answer), MPI.BYTE], source, tag), answer))
 
-    def _serve_rows(self, what: str, source: int, start: int, shape: tuple[int, int]) -> Tensor:
-        rows = self._elements(source, shape[:1], torch.int64)
-        values = torch.empty(shape, dtype=self.dtype) if what == "get_rows" else self._elements(source, shape)
-        serve = {"get_rows": self.get_rows, "put_rows": self.put_rows, "add_rows": self.add_rows}[what]
-        serve(self.rank, values, rows, start)
-        return values if what == "get_rows" else _DONE
-
-    def _elements(self, source: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+    def _elements(self, source: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Receive the elements that follow a request."""
-        values = torch.empty(shape, dtype=dtype or self.dtype)
+        values = torch.empty(shape, dtype=dtype)
         self._comm.Recv([memory(values), MPI.BYTE], source, _ELEMENTS)
         return values
 
@@ -213,7 +204,7 @@ class SharedParts:
     """Memory segments of all ranks of a node, of individual lengths, mapped by all of them: ``views``."""
 
     def __init__(self, world: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype) -> None:
-        self.node = node_of(world)
+        self.node = window.node_of(world)
         nbytes = lengths[world.rank] * dtype.itemsize
         nbytes = max(-(-nbytes // PAGE) * PAGE, PAGE)
         self._window = window.reserve_window(self.node, nbytes, lambda here: world.allreduce(here, MPI.LAND))
@@ -255,13 +246,6 @@ class Counters:
         self._window.Free()
 
 
-def node_of(world: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks that share memory with this one."""
-    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
-    assert isinstance(node, MPI.Intracomm), "ranks of one world make no intercommunicator"
-    return node
-
-
 # One-sided operations, and a self-test of them on known data, made before they are used -------------------------------
 #
 # Note: operations that are not one-sided. Within a node memory is accessed directly, as in
@@ -291,34 +275,31 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
             self._window = MPI.Win.Create(memory, dtype.itemsize, comm=self._comm)
             self._window.Lock_all(MPI.MODE_NOCHECK)
 
-    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
-        if self.recorder is not None:
-            self.recorder.count(operation, values.nbytes)
-        with waiting(f"{operation} in rank {rank}'s memory"):
-            for spec in in_elements(values):
-                target = (start, spec[1], DTYPES[self.dtype])
-                if operation == "get":
-                    self._window.Get(spec, rank, target)
-                elif operation == "put":
-                    self._window.Put(spec, rank, target)
-                else:
-                    self._window.Accumulate(spec, rank, target, MPI.SUM)
-                start += spec[1]
-            self._window.Flush(rank)
-
-    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
         if operation == "add_rows":
-            super()._carry_rows(operation, rank, values, rows, start)
+            super()._carry(operation, rank, values, start, rows)
             return
         if self.recorder is not None:
             self.recorder.count(operation, values.nbytes)
-        kind = DTYPES[self.dtype].Create_indexed_block(values.shape[1], (rows * values.shape[1]).tolist())
-        kind.Commit()
+        kind, reads = DTYPES[self.dtype], operation.startswith("get")
         with waiting(f"{operation} in rank {rank}'s memory"):
-            carry = self._window.Get if operation == "get_rows" else self._window.Put
-            carry((memory(values), values.numel(), DTYPES[self.dtype]), rank, (start, 1, kind))
+            if rows is not None:
+                indexed = kind.Create_indexed_block(values.shape[1], (rows * values.shape[1]).tolist()).Commit()
+                carry = self._window.Get if reads else self._window.Put
+                carry((memory(values), values.numel(), kind), rank, (start, 1, indexed))
+                self._window.Flush(rank)
+                indexed.Free()
+                return
+            for spec in in_elements(values):
+                target = (start, spec[1], kind)
+                if operation == "add":
+                    self._window.Accumulate(spec, rank, target, MPI.SUM)
+                elif reads:
+                    self._window.Get(spec, rank, target)
+                else:
+                    self._window.Put(spec, rank, target)
+                start += spec[1]
             self._window.Flush(rank)
-        kind.Free()
 
     def release(self) -> None:
         """Free the windows of elements and counters; the memory stays valid. Collective."""

@@ -10,9 +10,8 @@ pieces of work, and so does every wait in this package.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +20,15 @@ from hpctrain.comm.transport.base import Recordable
 from hpctrain.comm.transport.waiting import SPINS, timeout_seconds, until, waiting
 from hpctrain.errors import CommunicationError, UsageError
 
-Operation = Literal["get", "put", "add"]
-RowOperation = Literal["get_rows", "put_rows", "add_rows"]
+# Operations on memory of this node: on elements, and on rows of a matrix.
+OPERATIONS: Mapping[str, Callable[..., object]] = {
+    "get": lambda memory, out: out.copy_(memory),
+    "put": Tensor.copy_,
+    "add": Tensor.add_,
+    "get_rows": lambda memory, out, rows: torch.index_select(memory, 0, rows, out=out),
+    "put_rows": lambda memory, values, rows: memory.index_copy_(0, rows, values),
+    "add_rows": lambda memory, values, rows: memory.index_add_(0, rows, values),
+}
 
 
 class RemoteMemory(Recordable, ABC):
@@ -44,19 +50,11 @@ class RemoteMemory(Recordable, ABC):
 
     def get(self, rank: int, out: Tensor, start: int = 0) -> None:
         """Read ``out.numel()`` elements of a rank from ``start`` on; concurrent writes may or may not be visible."""
-        local = self._local_view(rank, out, start)
-        if local is not None:
-            out.view(-1).copy_(local)
-        else:
-            self._carry("get", rank, out.view(-1), start)
+        self._access("get", rank, out, start)
 
     def put(self, rank: int, values: Tensor, start: int = 0) -> None:
         """Write elements of a rank; they are visible when this returns."""
-        local = self._local_view(rank, values, start)
-        if local is not None:
-            local.copy_(values.view(-1))
-        else:
-            self._carry("put", rank, values.view(-1), start)
+        self._access("put", rank, values, start)
 
     def add(self, rank: int, values: Tensor, start: int = 0) -> None:
         """Add to elements of a rank; the result is visible when this returns.
@@ -64,47 +62,27 @@ class RemoteMemory(Recordable, ABC):
         Ranks of the owner's node add in shared memory, so concurrent additions by them to the same
         element may be lost. Use a ``Lock`` if no addition may be lost.
         """
-        local = self._local_view(rank, values, start)
-        if local is not None:
-            local.add_(values.view(-1))
-        else:
-            self._carry("add", rank, values.view(-1), start)
+        self._access("add", rank, values, start)
 
     def get_rows(self, rank: int, out: Tensor, rows: Tensor, start: int = 0) -> None:
         """Read distinct rows of a matrix that starts at element ``start`` of a rank and is as wide as ``out``."""
-        local = self._local_rows(rank, out, rows, start)
-        if local is not None:
-            torch.index_select(local, 0, rows, out=out)
-        elif rows.numel():
-            self._carry_rows("get_rows", rank, out, rows, start)
+        self._access("get_rows", rank, out, start, rows)
 
     def put_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
         """Write distinct rows of a matrix; they are visible when this returns."""
-        local = self._local_rows(rank, values, rows, start)
-        if local is not None:
-            local.index_copy_(0, rows, values)
-        elif rows.numel():
-            self._carry_rows("put_rows", rank, values, rows, start)
+        self._access("put_rows", rank, values, start, rows)
 
     def add_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
         """Add to distinct rows of a matrix, as ``add`` does; the result is visible when this returns."""
-        local = self._local_rows(rank, values, rows, start)
-        if local is not None:
-            local.index_add_(0, rows, values)
-        elif rows.numel():
-            self._carry_rows("add_rows", rank, values, rows, start)
+        self._access("add_rows", rank, values, start, rows)
 
     @abstractmethod
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
         """Atomically add to a counter of a rank, and return its previous value. An amount of 0 reads it."""
 
     @abstractmethod
-    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
-        """Get, put or add elements of a rank on another node; return when the operation has completed."""
-
-    @abstractmethod
-    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
-        """Get, put or add rows of a rank on another node; return when the operation has completed."""
+    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
+        """Do one of ``OPERATIONS`` on elements or rows of a rank on another node; return when it has completed."""
 
     def progress(self) -> None:
         """Serve pending requests of other ranks for this rank's memory."""
@@ -117,25 +95,28 @@ class RemoteMemory(Recordable, ABC):
     def free(self) -> None:
         """Free the memory; views must not be used afterwards. Collective."""
 
-    def _local_view(self, rank: int, values: Tensor, start: int) -> Tensor | None:
-        """Return the elements if their owner is on this node; raise ``UsageError`` for elements out of range."""
-        end = start + values.numel()
+    def _access(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None = None) -> None:
+        """Check the arguments; operate on the memory if its owner is on this node, or let the request be carried."""
+        height = 0 if rows is None else self._height(values, rows, rank)
+        end = start + (values.numel() if rows is None else height * values.shape[1])
         self._check(rank, values, start, end)
-        local = self.view(rank)
-        return None if local is None else local[start:end]
+        memory = self.view(rank)
+        if memory is None:
+            if rows is None or rows.numel():
+                self._carry(operation, rank, values, start, rows)
+        elif rows is None:
+            OPERATIONS[operation](memory[start:end], values.view(-1))
+        else:
+            OPERATIONS[operation](memory[start:end].view(height, values.shape[1]), values, rows)
 
-    def _local_rows(self, rank: int, values: Tensor, rows: Tensor, start: int) -> Tensor | None:
-        """Return the rows from ``start`` to the last requested one if their owner is on this node."""
+    def _height(self, values: Tensor, rows: Tensor, rank: int) -> int:
+        """Return the number of rows up to the last requested one."""
         if values.dim() != 2 or rows.dtype is not torch.int64 or rows.shape != values.shape[:1]:
             raise UsageError(f"values of shape {tuple(values.shape)} and rows of {tuple(rows.shape)}: one is for each")
         first, last = (int(rows.min()), int(rows.max()) + 1) if rows.numel() else (0, 0)
         if first < 0:
             raise UsageError(f"row {first} of rank {rank}: rows count from 0")
-        width = values.shape[1]
-        end = start + last * width
-        self._check(rank, values, start, end)
-        local = self.view(rank)
-        return None if local is None else local[start:end].view(last, width)
+        return last
 
     def _check(self, rank: int, values: Tensor, start: int, end: int) -> None:
         if not 0 <= rank < len(self.lengths) or not 0 <= start <= end <= self.lengths[rank]:
@@ -236,8 +217,5 @@ class LocalMemory(RemoteMemory):
         """Release the memory."""
         self._memory = torch.empty(0, dtype=self.dtype)
 
-    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
-        raise CommunicationError("a world of one rank has no other node")
-
-    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
         raise CommunicationError("a world of one rank has no other node")

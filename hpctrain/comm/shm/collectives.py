@@ -165,7 +165,7 @@ class _PieceExchange:
         self._op = op
         self._slices = torch.split(own, slices(own.numel(), across.size))
         own = self._slices[across.rank]
-        self._received = [own if rank == across.rank else torch.empty_like(own) for rank in self._ranks()]
+        self._received = [own if rank == across.rank else torch.empty_like(own) for rank in range(across.size)]
         self._works = self._exchange(self._received, self._slices)
 
     def reduced(self) -> Iterator[Work]:
@@ -179,11 +179,8 @@ class _PieceExchange:
         """Wait for the results of the other nodes."""
         yield from self._works
 
-    def _ranks(self) -> range:
-        return range(self._across.size)
-
     def _exchange(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> list[Work]:
-        others = [rank for rank in self._ranks() if rank != self._across.rank]
+        others = [rank for rank in range(self._across.size) if rank != self._across.rank]
         arriving = [self._across.irecv(incoming[rank], rank, TAG) for rank in others]
         return [*(self._across.isend(outgoing[rank], rank, TAG) for rank in others), *arriving]
 
@@ -241,11 +238,6 @@ class NodeCollectives:
         """Return whether a contiguous host tensor is stored in this memory."""
         return self.memory.find(tensor) is not None
 
-    def name_of(self, tensor: Tensor) -> str:
-        """Return the location of a tensor in this memory as text, the same on all ranks; empty for other tensors."""
-        found = self.memory.find(tensor)
-        return "" if found is None else f"node memory {self.memory.number_of(found[0])} at byte {found[1]}"
-
     def is_common(self, tensor: Tensor) -> bool:
         """Return whether all ranks of the node share a tensor of this memory."""
         found = self.memory.find(tensor)
@@ -271,8 +263,9 @@ class NodeCollectives:
         Other tensors are staged through this memory. The first such call is collective.
         """
         if self.holds(whole):
-            part: LocalPart | None = getattr(self, f"_{operation}")(*arguments)
-            return partial(self._queue.synchronize, operation) if part is None else self._run(operation, part)
+            if operation == "all_gather" and self._in_place(*arguments):
+                return partial(self._queue.synchronize, operation)
+            return partial(self._queue.run, operation, self._part(operation, whole, arguments))
         if self.nodes > 1:
             assert operation == "all_reduce", "over several nodes, the caller stages reductions only"
             return self._all_reduce_in_chunks(*arguments)
@@ -281,33 +274,12 @@ class NodeCollectives:
         call: PreparedCall = getattr(self._staged, operation)(*arguments)
         return call
 
-    def prepare_start(self, operation: str, arguments: Sequence[Any]) -> Callable[..., Work]:
+    def prepare_start(self, operation: str, whole: Tensor, arguments: Sequence[Any]) -> Callable[..., Work]:
         """Return a prepared call that starts a reduction of a tensor of ``empty``.
 
         The arguments of that call are tensors to keep until the reduction has completed.
         """
-        return partial(self._queue.start, operation, getattr(self, f"_{operation}")(*arguments))
-
-    # Part of this rank in a collective of tensors in this memory ------------------------------------------------------
-
-    def _all_reduce(self, tensor: Tensor, op: str) -> LocalPart:
-        return self._parts.all_reduce(self._views(tensor), op)
-
-    def _reduce(self, tensor: Tensor, op: str, root: int) -> LocalPart:
-        return self._inside.reduce(self._views(tensor), op, root)
-
-    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> LocalPart:
-        return self._parts.reduce_scatter(out, self._views(tensor), op)
-
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> LocalPart | None:
-        """Return this rank's part; None if all shares are in their places in a tensor of ``common``."""
-        if self.is_common(out) and self._across is None:
-            if tensor.data_ptr() - out.data_ptr() == self.memory.rank * tensor.nbytes:
-                return None
-        return self._parts.all_gather(self._views(out), tensor)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> LocalPart:
-        return self._parts.broadcast(self._views(tensor), root)
+        return partial(self._queue.start, operation, self._part(operation, whole, arguments))
 
     # Implementation ---------------------------------------------------------------------------------------------------
 
@@ -317,24 +289,28 @@ class NodeCollectives:
             self._chunk = self.empty(CHUNK, torch.uint8)
         buffer = self._chunk.view(tensor.dtype)
         pieces = torch.split(tensor, buffer.numel())
-        lengths = {pieces[0].numel(), pieces[-1].numel()}
-        calls = {numel: self._run("all_reduce", self._all_reduce(buffer[:numel], op)) for numel in lengths}
+        chunks = {piece.numel(): buffer[: piece.numel()] for piece in (pieces[0], pieces[-1])}
+        calls = {numel: self.prepare("all_reduce", chunk, (chunk, op)) for numel, chunk in chunks.items()}
 
         def reduce_in_chunks() -> None:
             for piece in pieces:
-                chunk = buffer[: piece.numel()]
+                chunk = chunks[piece.numel()]
                 chunk.copy_(piece)
                 calls[piece.numel()]()
                 piece.copy_(chunk)
 
         return reduce_in_chunks
 
-    def _run(self, operation: str, part: LocalPart) -> PreparedCall:
-        return partial(self._queue.run, operation, part)
-
-    def _views(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return views of the same segment in the memory of every local rank."""
-        found = self.memory.find(tensor)
+    def _part(self, operation: str, whole: Tensor, arguments: Sequence[Any]) -> LocalPart:
+        """Return this rank's part: ``whole`` is replaced by its views in the memory of every local rank."""
+        found = self.memory.find(whole)
         assert found is not None, "the caller has checked that the tensor is in node memory"
-        buffer, offset = found
-        return buffer.views(offset, tensor.numel(), tensor.dtype)
+        views = found[0].views(found[1], whole.numel(), whole.dtype)
+        parts = self._inside if operation == "reduce" else self._parts
+        part: LocalPart = getattr(parts, operation)(*(views if each is whole else each for each in arguments))
+        return part
+
+    def _in_place(self, out: Tensor, tensor: Tensor) -> bool:
+        """Return whether the shares of all ranks are in their places in a tensor of ``common``: no copy is needed."""
+        in_own_place = tensor.data_ptr() - out.data_ptr() == self.memory.rank * tensor.nbytes
+        return self._across is None and in_own_place and self.is_common(out)

@@ -20,7 +20,7 @@ from torch import Tensor
 from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_place
 from hpctrain.comm.transport.base import Chain, Recordable, Work
 from hpctrain.comm.transport.waiting import waiting
-from hpctrain.comm.transport.window import NodeMemory
+from hpctrain.comm.transport.window import ARRIVED, FINISHED, NodeMemory
 
 # Part of one rank, called once all ranks have arrived; yields each ``Work`` that it must wait for.
 LocalPart = Callable[[], Iterator[Work] | None]
@@ -48,13 +48,13 @@ class NodeQueue:
         number = memory.arrive()
         waiting.begin(operation)
         try:
-            memory.await_arrived(number, operation)
+            memory.await_all(ARRIVED, number, operation)
             works = part()
             if works is not None:
                 for work in works:
                     work.wait()
             memory.finish(number)
-            memory.await_finished(number, operation)
+            memory.await_all(FINISHED, number, operation)
         finally:
             waiting.end()
 
@@ -64,7 +64,7 @@ class NodeQueue:
         number = self.memory.arrive()
         self.memory.finish(number)
         with waiting(operation):
-            self.memory.await_arrived(number, operation)
+            self.memory.await_all(ARRIVED, number, operation)
 
     def drain(self) -> None:
         """Complete all pending operations."""
@@ -73,7 +73,7 @@ class NodeQueue:
 
     def progress(self) -> None:
         """Do this rank's part of every operation that all ranks have started; do not block."""
-        while self._pending and self.memory.all_arrived(self._pending[0].number):
+        while self._pending and self.memory.reached(ARRIVED, self._pending[0].number):
             first = self._pending[0]
             with waiting(first.operation):
                 if not first.advance():
@@ -106,7 +106,7 @@ class _PendingOperation:
     def done(self) -> bool:
         """Progress without blocking; return whether all ranks have done their parts."""
         self._queue.progress()
-        return self._queue.memory.all_finished(self.number)
+        return self._queue.memory.reached(FINISHED, self.number)
 
     def wait(self) -> None:
         """Return when all ranks have done their parts."""

@@ -143,7 +143,7 @@ class SharedMemory:
         """Return the location of a tensor in this memory as text, the same on all ranks; empty for other tensors."""
         if self._collectives is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return ""
-        return self._collectives.name_of(tensor)
+        return self._collectives.memory.name_of(tensor)
 
     def why_unavailable(self, algorithm: str, operation: str, location: str) -> str:
         """Return why an algorithm of node memory is not applicable; empty if it is."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,9 +97,7 @@ def make_slots(shared: SharedMemory, rank: int, wanted: Sequence[RingHandle]) ->
         return [None] * len(wanted)
     node_of = {member: number for number, members in enumerate(shared.topology.grid) for member in members}
     here = [each for each in wanted if node_of[each.source] == node_of[each.target] == node_of[rank]]
-    offsets = [0]
-    for each in here:
-        offsets.append(offsets[-1] + COUNTERS * 8 + each.count * each.slot_bytes)
+    offsets = list(accumulate((COUNTERS * 8 + each.count * each.slot_bytes for each in here), initial=0))
     try:
         flat = shared.node.common(max(offsets[-1], 1), torch.uint8)  # collective, also for nodes without rings
     except CommunicationError as error:

@@ -27,6 +27,7 @@ from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_pl
 from hpctrain.comm.shm.in_place import ALIGN, NodeQueue
 from hpctrain.comm.transport.base import PreparedCall
 from hpctrain.comm.transport.waiting import waiting
+from hpctrain.comm.transport.window import ARRIVED, FINISHED
 
 SLOT = 2**18  # bytes: two slots and the buffer for their reduction fit a core's second-level cache
 
@@ -73,7 +74,8 @@ class StagedCollectives:
                 if rank != own_rank:
                     _empty_slot(own_parts[number * size + rank], slots[rank][rank])
 
-        return self._prepared("all_reduce", len(own_parts) // size, self._slots(tensor.dtype, size), fill, work, empty)
+        slots = self._slots(tensor.dtype, size)
+        return partial(self._run, "all_reduce", len(own_parts) // size, slots, fill, work, empty)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
         """Return a prepared call that reduces over all ranks and stores this rank's share in ``out``."""
@@ -89,7 +91,7 @@ class StagedCollectives:
         def work(number: int, slots: Sequence[Parts]) -> None:
             self._reduce(results[number], slots, own_parts[own_rank][number], op)
 
-        return self._prepared("reduce_scatter", len(results), self._slots(tensor.dtype, self._size), fill, work)
+        return partial(self._run, "reduce_scatter", len(results), self._slots(tensor.dtype, self._size), fill, work)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
         """Return a prepared call that concatenates the tensors of all ranks in ``out``."""
@@ -106,7 +108,7 @@ class StagedCollectives:
                 elif parts[number].data_ptr() != own_parts[number].data_ptr():
                     parts[number].copy_(own_parts[number])
 
-        return self._prepared("all_gather", len(own_parts), self._slots(tensor.dtype, 1), fill, work)
+        return partial(self._run, "all_gather", len(own_parts), self._slots(tensor.dtype, 1), fill, work)
 
     def broadcast(self, tensor: Tensor, root: int) -> PreparedCall:
         """Return a prepared call that copies the root's tensor to all ranks."""
@@ -120,20 +122,9 @@ class StagedCollectives:
             if self._rank != root:
                 _empty_slot(own_parts[number], slots[root][0])
 
-        return self._prepared("broadcast", len(own_parts), self._slots(tensor.dtype, 1), fill, work)
+        return partial(self._run, "broadcast", len(own_parts), self._slots(tensor.dtype, 1), fill, work)
 
     # Implementation ---------------------------------------------------------------------------------------------------
-
-    def _prepared(
-        self,
-        operation: str,
-        pieces: int,
-        slots: Sequence[Sequence[Parts]],
-        fill: _PieceStep,
-        work: _PieceStep,
-        empty: _PieceStep | None = None,
-    ) -> PreparedCall:
-        return partial(self._run, operation, pieces, slots, fill, work, empty)
 
     def _run(
         self,
@@ -142,25 +133,25 @@ class StagedCollectives:
         slots: Sequence[Sequence[Parts]],
         fill: _PieceStep,
         work: _PieceStep,
-        empty: _PieceStep | None,
+        empty: _PieceStep | None = None,
     ) -> None:
         self._queue.drain()
         memory, number = self._memory, 0
         with waiting(operation):
             for piece in range(pieces):
                 half = piece % 2
-                memory.await_finished(self._last_use[half], operation)
+                memory.await_all(FINISHED, self._last_use[half], operation)
                 fill(piece, slots[half])
                 before, number = number, memory.arrive()
                 if empty is not None and piece:
-                    memory.await_finished(before, operation)
+                    memory.await_all(FINISHED, before, operation)
                     empty(piece - 1, slots[1 - half])
-                memory.await_arrived(number, operation)
+                memory.await_all(ARRIVED, number, operation)
                 work(piece, slots[half])
                 memory.finish(number)
                 self._last_use[half] = number
             if empty is not None:
-                memory.await_finished(number, operation)
+                memory.await_all(FINISHED, number, operation)
                 empty(pieces - 1, slots[(pieces - 1) % 2])
             last = memory.arrive()
             memory.finish(last)

@@ -102,7 +102,7 @@ class Chain:
             self._link = next(self._links, None)
 
 
-class Transport(Recordable, ABC):
+class TensorTransport(Recordable, ABC):
     """Carrier of contiguous tensors on ``device`` between ``size`` ranks; this rank is number ``rank``.
 
     Public methods check and count; those with an underscore communicate. Its collectives are those of
@@ -196,38 +196,10 @@ class Transport(Recordable, ABC):
         """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
         raise CommunicationError(f"transport {self.name} has no reduce")
 
-    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> PreparedCall:
-        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
-        raise CommunicationError(f"transport {self.name} has no reduce_scatter")
-
     def _prepared(self, operation: str, calls: Sequence[PreparedCall], tensor: Tensor) -> PreparedCall:
         """Return one call that makes them all, records the wait, and counts the bytes handed over."""
         call = calls[0] if len(calls) == 1 else lambda: [call() for call in calls]
         return waiting.around(operation, call, self, tensor.nbytes)
-
-    # Small Python objects, for agreement between ranks ----------------------------------------------------------------
-
-    @abstractmethod
-    def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order."""
-
-    @abstractmethod
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        """Return the root's object."""
-
-    # Lifecycle --------------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def split(self, color: int, key: int) -> Transport:
-        """Return a transport of the ranks with the same color, ordered by key."""
-
-    @abstractmethod
-    def split_node(self) -> Transport:
-        """Return a transport of the ranks that can share memory with this one."""
-
-    @abstractmethod
-    def abort(self, code: int) -> None:
-        """Abort the whole job immediately, from any rank and thread."""
 
     @abstractmethod
     def free(self) -> None:
@@ -273,6 +245,30 @@ class Transport(Recordable, ABC):
     def _count(self, operation: str, tensor: Tensor) -> None:
         if self.recorder is not None:
             self.recorder.count(operation, tensor.numel() * tensor.element_size())
+
+
+class Transport(TensorTransport):
+    """Transport that also carries small Python objects, for agreement between ranks, and can be split."""
+
+    @abstractmethod
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return the objects of all ranks, in rank order."""
+
+    @abstractmethod
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """Return the root's object."""
+
+    @abstractmethod
+    def split(self, color: int, key: int) -> Transport:
+        """Return a transport of the ranks with the same color, ordered by key."""
+
+    @abstractmethod
+    def split_node(self) -> Transport:
+        """Return a transport of the ranks that can share memory with this one."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """Abort the whole job immediately, from any rank and thread."""
 
 
 # Transport of a world of one rank, without MPI: every collective is the identity --------------------------------------

@@ -54,9 +54,7 @@ class Heartbeat:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
-        assert isinstance(node, MPI.Intracomm), "a part of a world is no intercommunicator"
-        self._node = node
+        self._node = node = window.node_of(comm)
         self._own_index = node.Get_rank()
         self._ranks: list[int] = node.allgather(comm.Get_rank())
         self._window = window.reserve_window(node, LINE, lambda here: node.allreduce(here, MPI.LAND))

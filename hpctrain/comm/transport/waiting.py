@@ -161,7 +161,7 @@ def until(
     spins: int = SPINS,
     period: int = POLLS_PER_CLOCK_READING,
 ) -> None:
-    """Poll until ``ready()``; at the deadline raise ``DeadlineError`` with the text of ``late()``.
+    """Poll until ``ready()``; at the deadline raise ``DeadlineError`` with the text of ``timeout_message()``.
 
     ``period`` is the number of polls per reading of the clock: 1 if a poll is a message to another
     node and back.

@@ -46,6 +46,13 @@ def missing_space(nbytes: int) -> NoSpaceError | None:
     return NoSpaceError(f"{left}; {ENLARGE}")
 
 
+def node_of(world: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of the ranks that share memory with this one."""
+    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+    assert isinstance(node, MPI.Intracomm), "ranks of one world make no intercommunicator"
+    return node
+
+
 def reserve_window(node: MPI.Intracomm, nbytes: int, agree: Callable[[bool], bool]) -> MPI.Win:
     """Return a window of ``nbytes`` for this rank, with all pages populated. Collective.
 
@@ -127,6 +134,7 @@ def _reserve(begin: int, length: int) -> bool:
 PAGE = 4096
 SLAB = 2**20  # requests below this share a window, because MPI libraries have few windows
 LINE = 16  # int64s: two cache lines per counter, because processors fetch lines in pairs
+ARRIVED, FINISHED = 0, LINE  # places of a rank's counters
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,7 @@ class NodeMemory(Recordable):
             self._fence = self._windows[0].Sync
         counters = [memoryview(part.numpy().data).cast("q") for part in control.ranks]
         for counter in counters:
-            counter[0] = counter[LINE] = 0
+            counter[ARRIVED] = counter[FINISHED] = 0
         transport.barrier()
         self._counters = counters
         self._started = 0
@@ -202,15 +210,7 @@ class NodeMemory(Recordable):
 
     def allocate_common(self, nbytes: int) -> NodeBuffer:
         """Return ``nbytes`` zeroed bytes that all ranks share; all ranks pass the same size. Collective."""
-        paged = -(-nbytes // PAGE) * PAGE
-        part = _tensor(self._window(paged if self.rank == 0 else 0).Shared_query(0)[0], paged)
-        # Each rank touches its share first, so that the pages are on its own NUMA node.
-        share = -(-paged // PAGE // self.size) * PAGE
-        part[self.rank * share : (self.rank + 1) * share].zero_()
-        buffer = NodeBuffer([part] * self.size, [part.data_ptr()] * self.size, common=True)
-        self._buffers.append(buffer)
-        self._transport.barrier()
-        return buffer
+        return self._map(nbytes, common=True)
 
     def find(self, tensor: Tensor) -> tuple[NodeBuffer, int] | None:
         """Return the buffer that contains a tensor and its offset in bytes; None for private memory."""
@@ -221,9 +221,13 @@ class NodeMemory(Recordable):
                 return buffer, offset
         return None
 
-    def number_of(self, buffer: NodeBuffer) -> int:
-        """Return the index of a buffer, the same on all ranks."""
-        return next(number for number, other in enumerate(self._buffers) if other is buffer)
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the location of a tensor in this memory as text, the same on all ranks; empty for other tensors."""
+        found = self.find(tensor)
+        if found is None:
+            return ""
+        number = next(number for number, other in enumerate(self._buffers) if other is found[0])
+        return f"node memory {number} at byte {found[1]}"
 
     def free(self) -> None:
         """Unmap all memory; its tensors must not be used afterwards. Collective."""
@@ -238,23 +242,22 @@ class NodeMemory(Recordable):
         self._windows.clear()
         self._transport.free()
 
-    def _map(self, nbytes: int) -> NodeBuffer:
+    def _map(self, nbytes: int, *, common: bool = False) -> NodeBuffer:
         # Whole pages, so that each page has one owner, which touches it first and gets it on its
-        # own NUMA node.
+        # own NUMA node. Pages of common memory are shared out.
         paged = -(-nbytes // PAGE) * PAGE
-        window = self._window(paged)
-        ranks = [_tensor(window.Shared_query(rank)[0], paged) for rank in range(self.size)]
-        ranks[self.rank].zero_()
-        buffer = NodeBuffer(ranks, [part.data_ptr() for part in ranks])
-        if len(self._windows) > 1:
+        agree: Callable[[bool], bool] = lambda here: self._everyone.allreduce(here, MPI.LAND)
+        window = reserve_window(self._transport.comm, 0 if common and self.rank else paged, agree)
+        self._windows.append(window)
+        places = [0 if common else rank for rank in range(self.size)]
+        ranks = [torch.frombuffer(window.Shared_query(place)[0], dtype=torch.uint8, count=paged) for place in places]
+        share, first = (-(-paged // PAGE // self.size) * PAGE, self.rank) if common else (paged, 0)
+        ranks[self.rank][first * share : (first + 1) * share].zero_()
+        buffer = NodeBuffer(ranks, [part.data_ptr() for part in ranks], common)
+        if len(self._windows) > 1:  # the first one holds the counters
             self._buffers.append(buffer)
         self._transport.barrier()
         return buffer
-
-    def _window(self, nbytes: int) -> MPI.Win:
-        window = reserve_window(self._transport.comm, nbytes, lambda here: self._everyone.allreduce(here, MPI.LAND))
-        self._windows.append(window)
-        return window
 
     # Synchronisation --------------------------------------------------------------------------------------------------
 
@@ -263,64 +266,46 @@ class NodeMemory(Recordable):
         self._started += 1
         if self._fence is not None:
             self._fence()
-        self._counters[self.rank][0] = self._started
+        self._counters[self.rank][ARRIVED] = self._started
         return self._started
 
     def finish(self, number: int) -> None:
         """Announce that this rank has done its part of an operation, and of all earlier ones."""
         if self._fence is not None:
             self._fence()
-        self._counters[self.rank][LINE] = number
+        self._counters[self.rank][FINISHED] = number
 
     def fence(self) -> None:
         """Order memory accesses: publish earlier writes of this rank, or make those of others visible."""
         if self._fence is not None:
             self._fence()
 
-    def all_arrived(self, number: int) -> bool:
-        """Return whether every rank's data of an operation are in memory."""
-        return self._reached(number, 0)
-
-    def all_finished(self, number: int) -> bool:
-        """Return whether every rank has done its part of an operation."""
-        return self._reached(number, LINE)
-
-    def await_arrived(self, number: int, operation: str) -> None:
-        """Wait until every rank's data of an operation are in memory; ``DeadlineError`` names late ranks."""
-        self._await(0, number, operation)
-
-    def await_finished(self, number: int, operation: str) -> None:
-        """Wait until every rank has done its part of an operation; ``DeadlineError`` names late ranks."""
-        self._await(LINE, number, operation)
-
-    def wait(self, ready: Callable[[], bool], operation: str, number: int) -> None:
-        """Poll until ``ready()``; at the deadline raise ``DeadlineError``, which names the late ranks."""
-        until(ready, operation, lambda: self._timeout_message(operation, number), self.spins)
-
-    def _await(self, counter_index: int, number: int, operation: str) -> None:
+    def reached(self, state: int, number: int) -> bool:
+        """Return whether every rank has ``ARRIVED`` at an operation, or has ``FINISHED`` its part of it."""
         for counter in self._counters:
-            if counter[counter_index] < number:
-                spin = SpinWait(self.spins)
-                while counter[counter_index] < number:
-                    if spin.ends():
-                        raise DeadlineError(self._timeout_message(operation, number))
-        if self._fence is not None:
-            self._fence()
-
-    def _reached(self, number: int, counter_index: int) -> bool:
-        for counter in self._counters:
-            if counter[counter_index] < number:
+            if counter[state] < number:
                 return False
         if self._fence is not None:
             self._fence()
         return True
 
+    def await_all(self, state: int, number: int, operation: str) -> None:
+        """Wait until every rank has ``ARRIVED`` or ``FINISHED``; ``DeadlineError`` names late ranks."""
+        for counter in self._counters:
+            if counter[state] < number:
+                spin = SpinWait(self.spins)
+                while counter[state] < number:
+                    if spin.ends():
+                        raise DeadlineError(self._timeout_message(operation, number))
+        if self._fence is not None:
+            self._fence()
+
+    def wait(self, ready: Callable[[], bool], operation: str, number: int) -> None:
+        """Poll until ``ready()``; at the deadline raise ``DeadlineError``, which names the late ranks."""
+        until(ready, operation, lambda: self._timeout_message(operation, number), self.spins)
+
     def _timeout_message(self, operation: str, number: int) -> str:
-        missing = [rank for rank, counter in enumerate(self._counters) if counter[0] < number]
-        unfinished = [rank for rank, counter in enumerate(self._counters) if counter[LINE] < number]
+        missing = [rank for rank, counter in enumerate(self._counters) if counter[ARRIVED] < number]
+        unfinished = [rank for rank, counter in enumerate(self._counters) if counter[FINISHED] < number]
         who = f"local ranks {missing} have not arrived" if missing else f"local ranks {unfinished} have not finished"
         return f"{operation} number {number}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
-
-
-def _tensor(memory: MPI.buffer, nbytes: int) -> Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)

@@ -13,7 +13,6 @@ from support.reductions import same_bits, values
 
 from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 from hpctrain.comm.transport.base import Transport
-from hpctrain.errors import CommunicationError
 
 pytestmark = pytest.mark.ranks
 
@@ -27,11 +26,7 @@ def transport(comm: Any, request: pytest.FixtureRequest) -> Iterator[Transport]:
 
 
 class TestCudaMpiTransport(TransportSuite):
-    def test_unsupported_tensors_are_refused(self, transport: Transport) -> None:
-        with pytest.raises(CommunicationError, match="mpi of this rank carries tensors on cpu, not one on meta"):
-            transport.broadcast(torch.empty(4, device="meta"))
-        with pytest.raises(CommunicationError, match=r"contiguous tensors, not strides \(1, 4\)"):
-            transport.all_reduce(torch.empty(2, 4).t(), "sum")
+    pass
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "all_reduce", "send", "all_gather", "all_to_all"])

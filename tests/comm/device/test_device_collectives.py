@@ -5,6 +5,7 @@ The device is a fake on the host, with a NCCL that is implemented by MPI.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +18,8 @@ from hpctrain.comm.device.collectives import DeviceCollectives
 from hpctrain.comm.device.cuda_mpi import CudaMpiTransport
 from hpctrain.comm.device.nccl import NcclTransport
 from hpctrain.comm.device.paths import Path, PathCapabilities
-from hpctrain.comm.device.streams import HostStreams
-from hpctrain.comm.dispatch import OperationQueue
+from hpctrain.comm.device.streams import Streams
+from hpctrain.comm.dispatch import HostCollectives, OperationQueue
 from hpctrain.comm.prepared import FlatHostCollectives
 from hpctrain.errors import CommunicationError
 
@@ -51,10 +52,12 @@ def device(comm: Any, host: FlatHostCollectives, path: Path, made: list[Path]) -
     def make(path: Path) -> Any:
         made.append(path)
         if path == "nccl":
-            return NcclTransport(comm.transport, HOST, streams=HostStreams(), library=FakeNccl())
+            return NcclTransport(comm.transport, HOST, streams=Streams(), library=FakeNccl())
         return CudaMpiTransport(comm.transport.comm, HOST)
 
-    collectives = DeviceCollectives(host, HOST, ABLE[path], make, queue=OperationQueue(), piece_bytes=64)
+    any_host = HostCollectives(host)
+    any_host.queue = OperationQueue()
+    collectives = DeviceCollectives(any_host, HOST, ABLE[path], make, piece_bytes=64)
     yield collectives
     collectives.free()
 
@@ -62,7 +65,7 @@ def device(comm: Any, host: FlatHostCollectives, path: Path, made: list[Path]) -
 @pytest.mark.parametrize("dtype, op", CASES, ids=str)
 def test_all_reduce(comm: Any, device: DeviceCollectives, dtype: torch.dtype, op: str) -> None:
     tensor = values(comm.rank, NUMEL, dtype)
-    device.all_reduce(tensor, op)
+    device.run("all_reduce", tensor, op=op)
     wanted = expected([list(range(comm.size))], NUMEL, dtype, op)
     if dtype in (torch.float32, torch.float64):
         torch.testing.assert_close(tensor, wanted)
@@ -76,25 +79,25 @@ def test_nan_of_one_rank_is_returned_on_all_ranks(comm: Any, device: DeviceColle
     tensor = torch.full((5,), float(comm.rank))
     if comm.rank == 1:
         tensor[3] = torch.nan
-    device.all_reduce(tensor, op)
+    device.run("all_reduce", tensor, op=op)
     assert tensor.isnan().tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_reduce_scatter_and_all_gather(comm: Any, device: DeviceCollectives, dtype: torch.dtype) -> None:
     whole, out = values(comm.rank, NUMEL * comm.size, dtype), torch.empty(NUMEL, dtype=dtype)
-    device.reduce_scatter(out, whole, "sum")
+    device.run("reduce_scatter", whole, out, op="sum")
     total = expected([list(range(comm.size))], NUMEL * comm.size, dtype, "sum")
     torch.testing.assert_close(out, total[comm.rank * NUMEL : (comm.rank + 1) * NUMEL])
     gathered = torch.empty_like(whole)
-    device.all_gather(gathered, out)
+    device.run("all_gather", out, gathered)
     torch.testing.assert_close(gathered, total)
 
 
 def test_broadcast_of_strided_memory(comm: Any, device: DeviceCollectives) -> None:
     for root in range(comm.size):
         tensor = values(comm.rank, 60, torch.float32).view(6, 10).t()
-        device.broadcast(tensor, root)
+        device.run("broadcast", tensor, root=root)
         assert same_bits(tensor, values(root, 60, torch.float32).view(6, 10).t())
 
 
@@ -120,19 +123,27 @@ def test_a_staged_message_may_be_received_on_the_host(
         assert same_bits(out, values(0, NUMEL, torch.float32))
 
 
-def test_paths_are_set_up_once_and_before_a_message_needs_them(
-    device: DeviceCollectives, path: Path, made: list[Path]
+def test_paths_are_logged_and_set_up_once_and_before_a_message_needs_them(
+    comm: Any,
+    device: DeviceCollectives,
+    path: Path,
+    made: list[Path],
+    messages: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "hpctrain")
     ready = [] if path == "staged" else [path]
     assert made == ready
     for _ in range(2):
-        device.all_reduce(torch.ones(3), "sum")
+        device.run("all_reduce", torch.ones(3), op="sum")
     assert made == ready
+    texts = {"nccl": "by NCCL", "mpi": "by MPI with device pointers", "staged": "through host memory"}
+    assert [text.split(":")[0] for text in messages] == [f"tensors on the GPU travel {texts[path]}"] * (comm.rank == 0)
 
 
 def test_another_device_and_an_unsupported_path_are_refused(device: DeviceCollectives, path: Path) -> None:
     with pytest.raises(CommunicationError, match="broadcast of a tensor on meta: this rank's tensors are on cpu"):
-        device.broadcast(torch.empty(1, device="meta"))
+        device.run("broadcast", torch.empty(1, device="meta"), root=0)
     other = "mpi" if path == "nccl" else "nccl"
     with pytest.raises(CommunicationError, match=f"algorithm {other} cannot do all_reduce on the GPU: no; able are"):
-        device.all_reduce(torch.ones(1), "sum", algorithm=other)
+        device.run("all_reduce", torch.ones(1), op="sum", algorithm=other)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from fakes.streams import LazyStreams
-from suites.transports import TransportSuite, everyone
+from suites.transports import TensorTransportSuite, everyone
 from support.nccl import FakeNccl
 from support.reductions import expected, same_bits, values
 
 from hpctrain.comm.device.nccl import NcclTransport, check_own_gpus
-from hpctrain.comm.device.streams import HostStreams
-from hpctrain.comm.transport.base import TAGS, Transport
+from hpctrain.comm.device.streams import Streams
 from hpctrain.errors import CommunicationError, DeviceError
 
 NATIVE = (torch.int64, torch.int32, torch.int8, torch.uint8)
@@ -29,32 +28,14 @@ def library() -> FakeNccl:
 @pytest.fixture(params=[2**30, 64], ids=["whole", "cut"])
 def transport(comm: Any, library: FakeNccl, request: pytest.FixtureRequest) -> Iterator[NcclTransport]:
     """Return a transport of all ranks that cuts calls above a given number of bytes."""
-    transport = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library, piece_bytes=request.param)
+    transport = NcclTransport(comm.transport, HOST, streams=Streams(), library=library, piece_bytes=request.param)
     yield transport
     transport.free()
 
 
 @pytest.mark.ranks
-class TestNcclTransport(TransportSuite):
-    def test_split_orders_by_key(self, transport: Transport) -> None:
-        part = transport.split(0, transport.rank)
-        assert (part.size, part.rank) == (transport.size, transport.rank)
-        part.free()
-
-    def test_unsupported_tensors_are_refused(self, transport: Transport) -> None:
-        with pytest.raises(CommunicationError, match="nccl of this rank carries tensors on cpu, not one on meta"):
-            transport.broadcast(torch.empty(4, device="meta"))
-        with pytest.raises(CommunicationError, match=r"contiguous tensors, not strides \(1, 4\)"):
-            transport.all_reduce(torch.empty(2, 4).t(), "sum")
-
-    def test_invalid_ranks_and_tags_are_refused(self, transport: Transport) -> None:
-        for rank in (-1, transport.size):
-            for call in (transport.send, transport.recv, transport.isend, transport.irecv, transport.broadcast):
-                with pytest.raises(CommunicationError, match=f"rank {rank} is not in 0..{transport.size - 1}$"):
-                    call(torch.empty(1), rank)
-        for tag in (-1, 1, TAGS):
-            with pytest.raises(CommunicationError, match=rf"tag {tag} is not in 0..0 \(transport nccl\)"):
-                transport.isend(torch.empty(1), 0, tag)
+class TestNcclTransport(TensorTransportSuite):
+    pass
 
 
 @pytest.mark.ranks
@@ -68,16 +49,13 @@ def test_whole_numbers_are_reduced_exactly(transport: NcclTransport, dtype: torc
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("numel", [0, 1, 16, 17, 100])
-def test_reduce_scatter_and_reduce(transport: NcclTransport, numel: int) -> None:
-    me, size = transport.rank, transport.size
-    whole, out = values(me, numel * size, torch.float64), torch.full((numel,), -1.0, dtype=torch.float64)
-    total = expected(everyone(transport), numel * size, torch.float64, "sum")
-    transport.ireduce_scatter(out, whole.clone(), "sum").wait()
-    assert same_bits(out, total[me * numel : (me + 1) * numel])
-    for root in range(size):
-        tensor = whole.clone()
-        transport.ireduce(tensor, "sum", root).wait()
-        assert same_bits(tensor, total if me == root else whole)
+def test_reduce(transport: NcclTransport, numel: int) -> None:
+    own = values(transport.rank, numel, torch.float64)
+    total = expected(everyone(transport), numel, torch.float64, "sum")
+    for root in range(transport.size):
+        tensor = own.clone()
+        transport.prepared_reduce(tensor, "sum", root)()
+        assert same_bits(tensor, total if transport.rank == root else own)
 
 
 @pytest.mark.ranks
@@ -86,7 +64,7 @@ def test_average_is_native_if_nccl_supports_it(comm: Any, transport: NcclTranspo
     transport.all_reduce(tensor, "average")
     torch.testing.assert_close(tensor, expected(everyone(transport), 10, torch.float32, "average"))
     library.version = 20900
-    old = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library)
+    old = NcclTransport(comm.transport, HOST, streams=Streams(), library=library)
     assert transport.reduces(torch.float32, "average") and not old.reduces(torch.float32, "average")
     old.free()
 
@@ -124,7 +102,7 @@ def test_deferred_messages_start_before_the_next_operation(transport: NcclTransp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int16])
 def test_refuses_reductions_that_nccl_computes_differently_from_torch(dtype: torch.dtype, comm: Any) -> None:
-    transport = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=FakeNccl())
+    transport = NcclTransport(comm.transport, HOST, streams=Streams(), library=FakeNccl())
     assert not transport.reduces(dtype, "sum") and not transport.reduces(torch.float32, "max")
     with pytest.raises(CommunicationError, match=f"NCCL does not reduce {dtype} by sum as torch does; use"):
         transport.all_reduce(torch.zeros(2, dtype=dtype), "sum")
@@ -132,7 +110,7 @@ def test_refuses_reductions_that_nccl_computes_differently_from_torch(dtype: tor
 
 def test_dtypes_and_operations_have_the_numbers_of_nccl_h(comm: Any) -> None:
     library = FakeNccl()
-    transport = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library)
+    transport = NcclTransport(comm.transport, HOST, streams=Streams(), library=library)
     transport.all_reduce(torch.zeros(3, dtype=torch.int8), "min")
     transport.all_reduce(torch.zeros(3, dtype=torch.uint8), "max")
     transport.all_reduce(torch.zeros(3, dtype=torch.int32), "sum")
@@ -176,7 +154,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 def test_a_failed_start_of_nccl_is_an_error_on_all_ranks(comm: Any, library: FakeNccl) -> None:
     library.failure = RuntimeError("no socket") if comm.rank == 0 else None
     with pytest.raises(CommunicationError, match="NCCL cannot start: no socket") as caught:
-        NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library)
+        NcclTransport(comm.transport, HOST, streams=Streams(), library=library)
     assert caught.value.everywhere
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,17 +11,14 @@ import torch
 from hpctrain.comm.device.paths import (
     CudaAwareness,
     PathCapabilities,
-    PathChoice,
-    PathLog,
     choose_path,
-    combine,
     decide_cuda_awareness,
     gather_capabilities,
 )
 from hpctrain.errors import CommunicationError, SettingsError
 
-ALL = PathCapabilities("", "", 1, "the canary exchange passed")
-NO_NCCL = PathCapabilities("CuPy is missing (rank 0)", "", 1, "the canary exchange passed")
+ALL = PathCapabilities("", "", "the canary exchange passed")
+NO_NCCL = PathCapabilities("CuPy is missing (rank 0)", "", "the canary exchange passed")
 NOTHING = PathCapabilities("CuPy is missing (rank 0)", "never proved (rank 0)")
 YES, NO = CudaAwareness(True, "the canary exchange passed"), CudaAwareness(False, "the canary exchange failed")
 
@@ -39,18 +36,18 @@ YES, NO = CudaAwareness(True, "the canary exchange passed"), CudaAwareness(False
     ],
 )
 def test_default_path_follows_size_and_abilities(abilities: PathCapabilities, path: Any, reason: str) -> None:
-    assert choose_path("all_reduce", 1000, abilities) == PathChoice(path, reason)
+    assert choose_path("all_reduce", 1000, abilities) == (path, reason)
 
 
 def test_a_reduction_that_mpi_computes_differently_from_torch_is_staged() -> None:
-    choice = choose_path("all_reduce", 1000, NO_NCCL, mpi_reduces=False)
-    assert choice.path == "staged" and "MPI does not do this all_reduce as torch does" in choice.reason
-    assert choose_path("all_reduce", 1000, ALL, mpi_reduces=False).path == "nccl"
+    path, reason = choose_path("all_reduce", 1000, NO_NCCL, mpi_reduces=False)
+    assert path == "staged" and "MPI does not do this all_reduce as torch does" in reason
+    assert choose_path("all_reduce", 1000, ALL, mpi_reduces=False)[0] == "nccl"
 
 
 @pytest.mark.parametrize("path", ["nccl", "mpi", "staged"])
 def test_a_requested_path_is_used(path: Any) -> None:
-    assert choose_path("broadcast", 8, ALL, algorithm=path) == PathChoice(path, "asked for")
+    assert choose_path("broadcast", 8, ALL, algorithm=path) == (path, "asked for")
 
 
 def test_an_unsupported_path_is_refused_with_the_reason_and_the_supported_ones() -> None:
@@ -68,20 +65,25 @@ def test_an_unsupported_path_is_refused_with_the_reason_and_the_supported_ones()
 def test_measurements_precede_the_default_but_only_for_supported_paths() -> None:
     measured: list[tuple[int, Any]] = [(100, "staged"), (1000, "mpi")]
     sizes = [(100, "staged"), (101, "mpi"), (1000, "mpi"), (1001, "nccl")]
-    assert [choose_path("all_reduce", nbytes, ALL, measured=measured).path for nbytes, _ in sizes] == [
+    assert [choose_path("all_reduce", nbytes, ALL, measured=measured)[0] for nbytes, _ in sizes] == [
         path for _, path in sizes
     ]
-    assert choose_path("all_reduce", 500, ALL, measured=measured, mpi_reduces=False).path == "nccl"
-    assert choose_path("all_reduce", 500, NOTHING, measured=measured).path == "staged"
+    assert choose_path("all_reduce", 500, ALL, measured=measured, mpi_reduces=False)[0] == "nccl"
+    assert choose_path("all_reduce", 500, NOTHING, measured=measured)[0] == "staged"
+
+
+def combine(ranks: list[tuple[str, CudaAwareness, str]]) -> PathCapabilities:
+    """Return the common abilities of ranks."""
+    transport: Any = SimpleNamespace(all_gather_object=lambda own: ranks)
+    return gather_capabilities(transport, torch.device("cpu"), YES, "")
 
 
 def test_an_ability_missing_on_one_rank_is_missing_on_all() -> None:
     ranks = [("", YES, "a 1"), ("", YES, "a 2"), ("", YES, "b 1")]
-    assert combine(ranks) == PathCapabilities("", "", 1, "the canary exchange passed")
+    assert combine(ranks) == PathCapabilities("", "", "the canary exchange passed")
     assert combine([*ranks, ("no GPU is visible", YES, "b 2")]).no_nccl == "no GPU is visible (rank 3)"
     assert combine([*ranks, ("", NO, "b 2")]).no_mpi == "the canary exchange failed (rank 3)"
-    crowded = combine([*ranks, ("", YES, "a 1")])
-    assert crowded.ranks_per_gpu == 2 and crowded.no_nccl == "2 ranks use one GPU, which NCCL refuses"
+    assert combine([*ranks, ("", YES, "a 1")]).no_nccl == "2 ranks use one GPU, which NCCL refuses"
 
 
 @pytest.mark.parametrize("verdict", [None, True, False])
@@ -95,26 +97,3 @@ def test_cuda_awareness_is_decided_by_the_canary_or_the_user(verdict: bool | Non
 def test_other_values_of_HPCTRAIN_CUDA_AWARE_are_refused() -> None:
     with pytest.raises(SettingsError, match="HPCTRAIN_CUDA_AWARE='yes': allowed are 1 .* and 0"):
         decide_cuda_awareness(True, {"HPCTRAIN_CUDA_AWARE": "yes"})
-
-
-@pytest.mark.ranks
-def test_all_ranks_choose_the_same_path_if_one_lacks_an_ability(comm: Any) -> None:
-    why = "no CuPy here" if comm.rank == 1 else ""
-    abilities = gather_capabilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO, why)
-    assert abilities.no_nccl == "no CuPy here (rank 1)" and "(rank 0)" in abilities.no_mpi
-    assert abilities.ranks_per_gpu == comm.local_size
-    choice = choose_path("all_reduce", 8, abilities)
-    assert choice.path == "staged" and comm.all_gather_object(choice) == [choice] * comm.size
-
-
-def test_a_path_is_logged_once_and_by_rank_0(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.Logger("of this test")
-    logger.addHandler(caplog.handler)
-    for rank in (0, 1):
-        log = PathLog(rank, logger)
-        for choice in (PathChoice("staged", "because"), PathChoice("staged", "again"), PathChoice("nccl", "now")):
-            log.log(choice)
-    assert [record.getMessage() for record in caplog.records] == [
-        "tensors on the GPU travel through host memory: because",
-        "tensors on the GPU travel by NCCL: now",
-    ]

@@ -166,3 +166,50 @@ def test_accesses_out_of_range_or_of_wrong_type_are_refused(comm: Any, make: Any
             with pytest.raises(UsageError, match="exposed memory|elements"):
                 call(rank, values, start)
     remote.barrier()
+
+
+# Rows of matrices ----------------------------------------------------------------------------------------------------
+
+
+START, HEIGHT, WIDTH = 5, 12, 3
+ROWS = torch.tensor([7, 0, 1, 2, 11])  # a single row, adjacent rows, and the last row
+
+
+def test_exactly_the_given_rows_are_put_added_and_read(comm: Any, make: Any) -> None:
+    """The memory holds some elements, a matrix, and one further element."""
+    remote = make(START + HEIGHT * WIDTH + 1)
+    target = (comm.rank + (comm.size + 1) // 2) % comm.size  # on another node, if there are two
+    values = torch.arange(15.0).view(5, WIDTH)
+    with remote.recording() as recorder:
+        remote.put_rows(target, values, ROWS, START)
+        remote.add_rows(target, values[:2] + 100, ROWS[:2], START)
+        remote.add_rows(target, torch.empty(0, WIDTH), ROWS[:0], START)
+        back = torch.empty(3, WIDTH)
+        remote.get_rows(target, back, ROWS[:3], START)
+    far = remote.view(target) is None
+    assert dict(recorder.bytes) == ({"put_rows": 60, "add_rows": 24, "get_rows": 36} if far else {})
+    assert recorder.calls["get_rows"] == far
+    remote.barrier()
+    matrix = np.zeros((HEIGHT, WIDTH), dtype=np.float32)
+    matrix[ROWS.numpy()] = values.numpy()
+    matrix[ROWS[:2].numpy()] += values[:2].numpy() + 100
+    assert np.array_equal(back.numpy(), matrix[ROWS[:3].numpy()])
+    whole = np.concatenate([np.zeros(START, np.float32), matrix.reshape(-1), np.zeros(1, np.float32)])
+    assert np.array_equal(remote.view(comm.rank).numpy(), whole)
+    remote.barrier()
+
+
+def test_rows_out_of_range_are_refused(comm: Any, make: Any) -> None:
+    remote = make(START + HEIGHT * WIDTH + 1)
+    for rows, values in (
+        (torch.tensor([HEIGHT]), torch.zeros(1, WIDTH)),
+        (torch.tensor([-1]), torch.zeros(1, WIDTH)),
+        (torch.tensor([0, 1]), torch.zeros(1, WIDTH)),
+        (torch.tensor([0], dtype=torch.int32), torch.zeros(1, WIDTH)),
+        (torch.tensor([0]), torch.zeros(WIDTH)),
+        (torch.tensor([0]), torch.zeros(1, WIDTH, dtype=torch.float64)),
+    ):
+        for call in (remote.get_rows, remote.put_rows, remote.add_rows):
+            with pytest.raises(UsageError, match="exposed memory|elements|rows"):
+                call(comm.size - 1, values, rows, START)
+    remote.barrier()

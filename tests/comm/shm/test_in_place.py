@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import product
 from typing import Any
 
@@ -70,55 +69,6 @@ def test_reduces_a_slice_and_leaves_the_rest(own: Any, room: torch.Tensor, offse
         mine = values(own.rank, 3000, dtype)
         mine[offset : offset + 1000] = expected([list(range(own.size))], 3000, dtype, "sum")[offset : offset + 1000]
         assert same_bits(whole, mine)
-
-
-@pytest.mark.ranks
-def test_a_matrix_is_reduced_in_place(own: Any, room: torch.Tensor) -> None:
-    matrix = put(room, values(own.rank, 60, torch.float32)).view(3, 20)
-    own.all_reduce(matrix[1], algorithm="window")
-    own.all_reduce(matrix[2:], algorithm="window")
-    wanted = values(own.rank, 60, torch.float32).view(3, 20)
-    wanted[1:] = expected([list(range(own.size))], 60, torch.float32, "sum").view(3, 20)[1:]
-    assert same_bits(matrix, wanted)
-
-
-@pytest.mark.ranks
-def test_rerun_gives_the_same_bits_on_all_ranks(own: Any, room: torch.Tensor) -> None:
-    results = []
-    for _ in range(3):
-        tensor = put(room, values(own.rank, 70000, torch.float32))
-        own.all_reduce(tensor, "average", algorithm="window")
-        results += own.all_gather_object(tensor.clone())
-    assert all(same_bits(results[0], other) for other in results[1:])
-
-
-@pytest.mark.ranks
-def test_operations_in_flight_are_waited_for_in_any_order(own: Any, room: torch.Tensor) -> None:
-    lengths, everyone = (100, 5000, 1, 777, 64, 3000), [list(range(own.size))]
-    starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    for seed in range(10):
-        tensors = [put(room, values(own.rank, n, torch.float32, seed), start) for n, start in zip(lengths, starts)]
-        works = [own.all_reduce(tensor, async_op=True) for tensor in tensors]
-        order = random.Random(seed + 100 * own.rank).sample(range(len(works)), len(works))
-        for number in order:
-            works[number].wait()
-            assert works[number].done()
-            assert same_bits(tensors[number], expected(everyone, lengths[number], torch.float32, "sum", seed))
-
-
-@pytest.mark.ranks
-def test_an_operation_is_not_done_before_the_last_rank_has_called_it(own: Any, room: torch.Tensor) -> None:
-    tensor = put(room, values(own.rank, 1000, torch.int64))
-    last = own.rank == own.size - 1
-    if last:
-        own.barrier()
-    work = own.all_reduce(tensor, async_op=True)
-    if not last:
-        assert not any(work.done() for _ in range(100))
-        own.barrier()
-    while not work.done():
-        pass
-    assert same_bits(tensor, expected([list(range(own.size))], 1000, torch.int64, "sum"))
 
 
 def mixed(comm: Any, room: torch.Tensor, ranks: list[list[int]], impatient: bool) -> None:

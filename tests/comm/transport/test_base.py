@@ -1,10 +1,12 @@
-"""Chains of operations in flight."""
+"""Chains of operations in flight; recorders, which restore the one attached before."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.comm.transport.base import Chain, Finished, Work
+import pytest
+
+from hpctrain.comm.transport.base import Chain, Finished, Recordable, Work
 
 
 class Slow:
@@ -51,3 +53,27 @@ def test_an_empty_chain_is_done() -> None:
     chain = Chain(iter(()))
     chain.wait()
     assert chain.done()
+
+
+def test_an_inner_recording_replaces_the_outer_one_meanwhile() -> None:
+    thing = Recordable()
+    with thing.recording() as outer:
+        assert thing.recorder is outer
+        outer.count("send", 3)
+        with thing.recording() as inner:
+            assert thing.recorder is inner
+            inner.count("send", 4)
+        assert thing.recorder is outer
+        outer.count("send", 5)
+        outer.count("recv", 0)
+    assert thing.recorder is None
+    assert outer.calls == {"send": 2, "recv": 1} and outer.bytes == {"send": 8, "recv": 0}
+    assert inner.calls == {"send": 1} and inner.bytes == {"send": 4}
+
+
+def test_a_recording_ends_with_an_error() -> None:
+    thing = Recordable()
+    with pytest.raises(KeyError):
+        with thing.recording():
+            raise KeyError
+    assert thing.recorder is None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpctrain.comm.transport.window import ARRIVED, FINISHED, NodeMemory
 from hpctrain.errors import CommunicationError, DeadlineError
 
 pytestmark = pytest.mark.ranks
@@ -16,8 +17,6 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(params=["ordered", "fenced"])
 def memory(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return node memory of all ranks, with the fences of strongly and of weakly ordered processors."""
-    from hpctrain.comm.transport.window import NodeMemory
-
     memory = NodeMemory(comm.transport.split_node(), ordered=request.param == "ordered")
     yield memory
     memory.free()
@@ -25,7 +24,7 @@ def memory(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def meet(memory: Any) -> None:
     number = memory.arrive()
-    memory.wait(lambda: memory.all_arrived(number), "meeting", number)
+    memory.wait(lambda: memory.reached(ARRIVED, number), "meeting", number)
 
 
 def test_every_rank_sees_the_writes_of_the_others(memory: Any) -> None:
@@ -71,11 +70,11 @@ def test_finds_only_its_own_allocations(memory: Any) -> None:
 def test_operations_are_identified_by_number(memory: Any) -> None:
     first, second = memory.arrive(), memory.arrive()
     assert (first, second) == (1, 2)
-    memory.wait(lambda: memory.all_arrived(second), "arrival", second)
-    assert memory.all_arrived(first) and not memory.all_arrived(second + 1)
+    memory.wait(lambda: memory.reached(ARRIVED, second), "arrival", second)
+    assert memory.reached(ARRIVED, first) and not memory.reached(ARRIVED, second + 1)
     memory.finish(second)
-    memory.wait(lambda: memory.all_finished(second), "end", second)
-    assert memory.all_finished(first) and not memory.all_finished(second + 1)
+    memory.wait(lambda: memory.reached(FINISHED, second), "end", second)
+    assert memory.reached(FINISHED, first) and not memory.reached(FINISHED, second + 1)
 
 
 @pytest.fixture
@@ -88,7 +87,7 @@ def test_a_rank_that_does_not_arrive_is_named_at_the_deadline(comm: Any, memory:
     if memory.rank != late:
         number = memory.arrive()
         with pytest.raises(DeadlineError) as caught:
-            memory.wait(lambda: memory.all_arrived(number), "all_reduce", number)
+            memory.wait(lambda: memory.reached(ARRIVED, number), "all_reduce", number)
         assert str(caught.value) == (
             f"all_reduce number 1: local ranks [{late}] have not arrived within 0.25 s (HPCTRAIN_TIMEOUT)"
         )
@@ -97,17 +96,15 @@ def test_a_rank_that_does_not_arrive_is_named_at_the_deadline(comm: Any, memory:
 
 def test_a_rank_that_does_not_finish_is_named(comm: Any, memory: Any, impatient: None) -> None:
     number = memory.arrive()
-    memory.wait(lambda: memory.all_arrived(number), "arrival", number)
+    memory.wait(lambda: memory.reached(ARRIVED, number), "arrival", number)
     if memory.rank:
         memory.finish(number)
         with pytest.raises(DeadlineError, match=r"all_reduce number 1: local ranks \[0\] have not finished within"):
-            memory.wait(lambda: memory.all_finished(number), "all_reduce", number)
+            memory.wait(lambda: memory.reached(FINISHED, number), "all_reduce", number)
     comm.barrier()
 
 
 def test_freed_memory_finds_no_tensor(comm: Any) -> None:
-    from hpctrain.comm.transport.window import NodeMemory
-
     memory = NodeMemory(comm.transport.split_node())
     plain = torch.zeros(4)
     memory.allocate(2**20)

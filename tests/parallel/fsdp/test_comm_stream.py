@@ -12,7 +12,7 @@ import torch
 from fakes.streams import LazyStreams
 from torch import Tensor
 
-from hpctrain.comm.device.streams import HostStreams
+from hpctrain.comm.device.streams import Streams
 from hpctrain.comm.transport.base import Work
 from hpctrain.parallel.fsdp.collectives import CommStream
 
@@ -56,7 +56,7 @@ def compute(streams: LazyStreams, action: Callable[[], object]) -> None:
 
 def test_collectives_overlap_on_a_device_and_not_on_the_host(stream: CommStream) -> None:
     assert stream.asynchronous
-    assert not CommStream(LazyStreams(torch.device("cpu"))).asynchronous and not CommStream(HostStreams()).asynchronous
+    assert not CommStream(LazyStreams(torch.device("cpu"))).asynchronous and not CommStream(Streams()).asynchronous
 
 
 def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LazyStreams, stream: CommStream) -> None:
@@ -127,7 +127,7 @@ def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LazyStre
     assert streams.current().name == "caller"
 
 
-@pytest.mark.parametrize("streams", [LazyStreams(), HostStreams()], ids=["late", "host"])
+@pytest.mark.parametrize("streams", [LazyStreams(), Streams()], ids=["late", "host"])
 def test_completed_work_is_not_polled_or_waited_for_again(streams: LazyStreams) -> None:
     work = Counting(2)
     handle = CommStream(streams).run(lambda: work)
@@ -139,7 +139,7 @@ def test_completed_work_is_not_polled_or_waited_for_again(streams: LazyStreams) 
 
 def test_on_the_host_a_collective_runs_immediately() -> None:
     done: list[int] = []
-    handle = CommStream(HostStreams()).run(lambda: done.append(1))
+    handle = CommStream(Streams()).run(lambda: done.append(1))
     assert done == [1] and handle.done()
     handle.wait()
     assert done == [1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.comm.device.streams import HostStreams
+from hpctrain.comm.device.streams import Streams
 from hpctrain.parallel.offload.autotune import ShareFinder, last_groups, limit_to_memory, move_states
 
 
@@ -37,7 +37,7 @@ def found(update: float, free_bytes: int) -> list[list[int]]:
     The first two steps take longer, which must not matter.
     """
     clock = [0.0]
-    finder = ShareFinder(HostStreams(), lambda: clock[0], lambda device: free_bytes)
+    finder = ShareFinder(Streams(), lambda: clock[0], lambda device: free_bytes)
     one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)
     moves = []
     for step in range(5):
@@ -65,7 +65,7 @@ def test_groups_move_only_while_there_is_memory() -> None:
 
 
 def test_without_measurements_no_group_moves() -> None:
-    finder = ShareFinder(HostStreams())
+    finder = ShareFinder(Streams())
     one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)
     assert [finder.groups_to_move(one_pass, NBYTES) for _ in range(3)] == [[], [], []] and finder.decided
 
