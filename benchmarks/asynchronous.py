@@ -27,38 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from asynchronous_members import (
-    DDP,
-    DIGITS,
-    EASGD,
-    FULL,
-    GPT,
-    HOGWILD,
-    MEMBERS,
-    ROUND_ROBIN,
-    SERVER,
-    SILENT,
-    SMALL,
-    TASKS,
-    WORDS,
-    Task,
-)
-from asynchronous_timing import (
-    PACED,
-    DdpTarget,
-    Record,
-    costs,
-    paces,
-    reached,
-    same_bits,
-    target_of,
-    time_steps,
-    train_all,
-)
+from asynchronous_members import DIGITS, FULL, GPT, SILENT, SMALL, TASKS, Name, Task
+from asynchronous_timing import PACED, Mark, Record, costs, paces, reached, same_bits, target_of, time_steps, train_all
 from harness.plot import GRID, save
-from harness.report import mpi_name, mpi_slug, table
-from harness.run import announce, check_names, check_rounds, finish, main, make_parser, split, start, stop
-from harness.targets import Target, target_table, targets_json
+from harness.ranks import start
+from harness.report import mpi_slug, table
+from harness.run import finish, main, make_parser, parse_names, words_of
+from harness.targets import Target, at_most, target_table
+from harness.turns import announce, stop
 
 from hpctrain.errors import UsageError
 from hpctrain.train.job import Job
@@ -75,29 +51,24 @@ LEAST = 1e-5  # seconds: shorter exchanges are below the resolution
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options; ``names`` are the members that take part."""
-    parser = make_parser("asynchronous", __doc__, rounds=ROUNDS)
+    words, parser = words_of(Name), make_parser("asynchronous", __doc__, rounds=ROUNDS, least=2)
     parser.add_argument("--task", default=",".join(TASKS), help="what to train (default: %(default)s)")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure (default: %(default)s)")
-    parser.add_argument("--only", default="", help=f"members that take part: {', '.join(WORDS)}; default: all")
+    parser.add_argument("--only", default="", help=f"members that take part: {', '.join(words)}; default: all")
     parser.add_argument("--without", default="", help="members to leave out")
     parser.add_argument("--seed", type=int, default=1, help="of weights and of the order of samples")
     parser.add_argument("--digits", type=Path, default=RUNS / FULL[DIGITS].file, help="file written by make digits")
     parser.add_argument("--corpus", type=Path, default=RUNS / FULL[GPT].file, help="file written by hpctrain data pack")
     args = parser.parse_args(argv)
-    args.task = check_names("task", split(args.task), TASKS)
-    args.parts = check_names("part", split(args.parts), PARTS)
-    only, without = (check_names("member", split(words), WORDS) for words in (args.only, args.without))
-    left = {WORDS[word] for word in only or WORDS} - {WORDS[word] for word in without}
-    args.names = [name for name in MEMBERS if name in left]
+    args.task, args.parts = parse_names("task", args.task, TASKS), parse_names("part", args.parts, PARTS)
+    only, without = parse_names("member", args.only, words) or list(Name), parse_names("member", args.without, words)
+    args.names = [name for name in Name if name in only and name not in without]
     if not (args.task and args.parts and args.names):
         raise UsageError("every task, part or member is left out")
-    check_rounds(args, 2)
     return args
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure all members on the ranks of the job."""
     job = start("asynchronous")
     torch.set_num_threads(1)
     gc.collect()
@@ -106,22 +77,13 @@ def run(args: argparse.Namespace) -> None:
     if job.rank:
         return
     found = list(targets(job.size, tasks))
-    content = {
-        "benchmark": "asynchronous",
-        "ranks": job.size,
-        "nodes": job.comm.nodes,
-        "mpi": mpi_name(),
-        "quick": args.quick,
-        "targets": targets_json(found),
-        "tasks": tasks,
-    }
     words = ["asynchronous", *(args.task if len(args.task) < len(TASKS) else [])]
     words += [f"nodes{job.comm.nodes}"] if job.comm.nodes > 1 else []
     lines = ["", target_table(found)]
     for task, one in tasks.items():
         lines += task_tables(task, one, job.size)
-    name = f"{'-'.join(words)}-np{job.size}-{mpi_slug()}"
-    finish(args, name, content, "\n".join(lines), ranks=job.size, launched=True, draw=draw)
+    file, content = f"{'-'.join(words)}-np{job.size}-{mpi_slug()}", {"nodes": job.comm.nodes, "tasks": tasks}
+    finish(args, "asynchronous", content, lines, job=job, file=file, found=found, draw=draw)
 
 
 def _task(name: str, args: argparse.Namespace) -> Task:
@@ -135,39 +97,30 @@ def measure(job: Job, task: Task, args: argparse.Namespace) -> dict[str, Any]:
     if "race" in args.parts:
         announce(f"training {len(args.names)} members on {task.name}", job.comm)
         records = train_all(job, task, args.names)
-        found |= members_of(task, records, job.size)
-        if EASGD in records and not stop.number:
-            alike, samples = same_bits(job, task, records[EASGD])
+        trained = {name: record for name, record in records.items() if record.segments}
+        target = target_of(trained[Name.DDP].points) if Name.DDP in trained else None
+        members = {name: _member(task, record, target, job.size) for name, record in trained.items()}
+        found |= {**({"mark": target} if target else {}), "members": members}
+        if Name.EASGD in records and not stop.number:
+            alike, samples = same_bits(job, task, records[Name.EASGD])
             found["same_bits"] = {"alike": alike, "samples": samples}
     if "exchange" in args.parts and not stop.number:
         announce(f"timing their exchanges on {task.name}", job.comm)
-        cost = costs(time_steps(job, task, args.names, args.rounds))
-        found["exchange"] = {name: asdict(one) for name, one in cost.items()}
+        found["exchange"] = costs(time_steps(job, task, args.names, args.rounds))
     if "pace" in args.parts and not stop.number:
         announce(f"comparing one worker with {job.size} on {task.name}", job.comm)
-        pace = paces(job, task, [name for name in args.names if name in PACED], args.rounds)
-        found["pace"] = {name: asdict(one) for name, one in pace.items()}
+        found["pace"] = paces(job, task, [name for name in args.names if name in PACED], args.rounds)
     return found
 
 
-def members_of(task: Task, records: Mapping[str, Record], workers: int) -> dict[str, Any]:
-    """Return the target, if ddp has set one, and every member's record."""
-    records = {name: record for name, record in records.items() if record.segments}
-    target = target_of(records[DDP].points) if DDP in records else None
-    found: dict[str, Any] = {
-        "members": {name: _member(task, record, target, workers) for name, record in records.items()}
-    }
-    return {**({"mark": asdict(target)} if target else {}), **found}
-
-
-def _member(task: Task, record: Record, target: DdpTarget | None, workers: int) -> dict[str, Any]:
+def _member(task: Task, record: Record, target: Mark | None, workers: int) -> dict[str, Any]:
     last = record.points[-1]
     point = reached(record.points, target) if target else None
     bars = [record.staleness[stale] for stale in range(max(record.staleness, default=-1) + 1)]
     return {
         "learning_rate": record.member.rate(task.name, workers),
         "best_accuracy": max(one.accuracy for one in record.points),
-        "samples_over_ddp": point.samples / target.samples if point and target else None,
+        "samples_over_ddp": point.samples / target["samples"] if point and target else None,
         "samples_to_mark": point.samples if point else None,
         "seconds_to_mark": point.seconds if point else None,
         "updates_a_second": record.updates / last.seconds,
@@ -181,67 +134,58 @@ def _member(task: Task, record: Record, target: DdpTarget | None, workers: int) 
 
 
 def targets(ranks: int, tasks: Mapping[str, Mapping[str, Any]]) -> Iterator[Target]:
-    """Yield the targets for which the run has figures, task by task."""
     for task, found in tasks.items():
         yield from _accuracy(task, found)
         yield from _exchange(task, ranks, found.get("exchange", {}))
         if ranks == PACE_RANKS:
-            for name in (SERVER, HOGWILD):
+            for name in (Name.SERVER, Name.HOGWILD):
                 if name in found.get("pace", {}):
                     times = found["pace"][name]["times"]
                     yield Target(f"{task}: updates/s of {name}, {ranks} workers / one", times, PACE_TARGET)
 
 
 def _accuracy(task: str, found: Mapping[str, Any]) -> Iterator[Target]:
-    others = {name: one for name, one in found.get("members", {}).items() if name != DDP}
+    others = {name: one for name, one in found.get("members", {}).items() if name != Name.DDP}
     if others and "mark" in found:
-        quick = [name for name, one in others.items() if _in_time(one["samples_over_ddp"])]
+        used = [one["samples_over_ddp"] for one in others.values()]
         what = f"{task}: members within one point of ddp in {SAMPLES_TARGET:g} times its samples"
-        yield Target(what, len(quick), len(others))
+        yield Target(what, sum(times is not None and times <= SAMPLES_TARGET for times in used), len(others))
     if "same_bits" in found:
-        other = int(not found["same_bits"]["alike"])
-        yield Target(f"{task}: reruns of {EASGD} with different bits", other, 0, at_least=False)
-
-
-def _in_time(times: float | None) -> bool:
-    return times is not None and times <= SAMPLES_TARGET
+        what = f"{task}: reruns of {Name.EASGD} with different bits"
+        yield from at_most(what, int(not found["same_bits"]["alike"]), 0)
 
 
 def _exchange(task: str, ranks: int, found: Mapping[str, Any]) -> Iterator[Target]:
-    if EASGD not in found:
+    if Name.EASGD not in found:
         return
-    own = found[EASGD]
-    yield Target(f"{task}: share of exchanges in a step of {EASGD}", own["share"], SHARE_TARGET, at_least=False)
-    yield Target(f"{task}: the same, aim", own["share"], SHARE_AIM, at_least=False)
-    if ROUND_ROBIN in found and ranks >= ROUND_ROBIN_RANKS:
-        times = found[ROUND_ROBIN]["exchange"] / max(own["exchange"], LEAST)
-        yield Target(f"{task}: exchange of {ROUND_ROBIN} / {EASGD}", times, ROUND_ROBIN_TARGET)
+    own = found[Name.EASGD]
+    yield from at_most(f"{task}: share of exchanges in a step of {Name.EASGD}", own["share"], SHARE_TARGET)
+    yield from at_most(f"{task}: the same, aim", own["share"], SHARE_AIM)
+    if Name.EASGD_TURNS in found and ranks >= ROUND_ROBIN_RANKS:
+        times = found[Name.EASGD_TURNS]["exchange"] / max(own["exchange"], LEAST)
+        yield Target(f"{task}: exchange of {Name.EASGD_TURNS} / {Name.EASGD}", times, ROUND_ROBIN_TARGET)
 
 
 # Output ---------------------------------------------------------------------------------------------------------------
 
 
 def task_tables(name: str, found: Mapping[str, Any], ranks: int) -> list[str]:
-    """Return the tables of a task."""
     lines = []
     if "members" in found:
-        lines.append(f"{name}: {_title_of(found)}\n")
-        lines.append(table(_members(found)) + "\n")
+        mark = found.get("mark")
+        reached = mark and f"ddp reached {mark['accuracy']:.2%} after {mark['samples']:,} samples"
+        lines += [f"{name}: {reached or 'ddp did not take part'}\n", table(_members(found)) + "\n"]
     if "same_bits" in found:
         alike = "the same bits" if found["same_bits"]["alike"] else "DIFFERENT BITS"
         lines.append(f"easgd, trained once more on {found['same_bits']['samples']:,} samples: {alike}\n")
     if "exchange" in found:
         lines.append(table(_exchange_rows(name, found["exchange"])) + "\n")
     if "pace" in found:
-        lines.append(table(_pace_rows(name, found["pace"], ranks)) + "\n")
+        rows = [[f"{name}: updates/s", "one worker", f"{ranks} workers", "times"]]
+        for member, one in found["pace"].items():
+            rows.append([member, f"{one['alone']:.1f}", f"{one['together']:.1f}", f"{one['times']:.2f}"])
+        lines.append(table(rows) + "\n")
     return lines
-
-
-def _title_of(found: Mapping[str, Any]) -> str:
-    mark = found.get("mark")
-    if not mark:
-        return "ddp did not take part"
-    return f"ddp reached {mark['accuracy']:.2%} after {mark['samples']:,} samples"
 
 
 def _members(found: Mapping[str, Any]) -> list[list[str]]:
@@ -278,21 +222,9 @@ def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
-def _pace_rows(task: str, found: Mapping[str, Any], ranks: int) -> list[list[str]]:
-    rows = [[f"{task}: updates/s", "one worker", f"{ranks} workers", "times"]]
-    for name, one in found.items():
-        rows.append([name, f"{one['alone']:.1f}", f"{one['together']:.1f}", f"{one['times']:.2f}"])
-    return rows
-
-
 # Black for ddp, the reference; similar hues for variants of the same strategy.
-COLOURS = dict(
-    zip(
-        MEMBERS,
-        ("black", "#1f5fbf", "#74a9e8", "#12897b", "#7a4fb5", "#8ac926", "#d9631e", "#f2a65a", "#c2185b"),
-        strict=True,
-    )
-)
+_COLOURS = ("black", "#1f5fbf", "#74a9e8", "#12897b", "#7a4fb5", "#8ac926", "#d9631e", "#f2a65a", "#c2185b")
+COLOURS: dict[str, str] = dict(zip(Name, _COLOURS, strict=True))
 THICK, THIN = 3.0, 1.3
 SHOWN = 8  # points of accuracy below the best
 
@@ -314,7 +246,7 @@ def _curves(name: str, found: Mapping[str, Any], ranks: int, figure: Any) -> Non
     """Plot loss against seconds, and accuracy against samples with a band of one point below the mark."""
     left, right = figure.subplots(1, 2)
     for member, one in found["members"].items():
-        look = {"color": COLOURS[member], "linewidth": THICK if member == DDP else THIN, "label": member}
+        look = {"color": COLOURS[member], "linewidth": THICK if member == Name.DDP else THIN, "label": member}
         points = one["points"]
         left.plot([point["seconds"] for point in points], [point["loss"] for point in points], **look)
         right.plot([point["samples"] for point in points], [point["accuracy"] * 100 for point in points], **look)
@@ -366,7 +298,6 @@ def _last_of_interest(members: Mapping[str, list[float]], least: float = 0.005) 
 
 
 def title(task: str, ranks: int) -> str:
-    """Return a title that states the task."""
     what = "convnet on digits" if task == DIGITS else "GPT on bytes"
     return f"{what}, {ranks} workers"
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
-from harness.run import no_garbage_collection, refuse
-from torch import Tensor, nn
+from harness.ranks import refuse
+from harness.turns import no_garbage_collection
+from torch import nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import ArrayDataset, FileDataset, TokenDataset
@@ -22,45 +24,45 @@ from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, cross_entropy
-from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
+from hpctrain.parallel.strategy import Strategy, consensus_view
 from hpctrain.parallel.wrap import attach
 from hpctrain.train.job import Job
 
 DIGITS, GPT = "digits", "gpt"
 TASKS = (DIGITS, GPT)
 
-DDP = "ddp"
-EASGD, EASGD_PERIOD = "easgd", "easgd period 4"
-EASGD_ASYNC, ROUND_ROBIN = "easgd asynchronous", "easgd round-robin"
-LOCAL_SGD = "local sgd"
-SERVER, LOCKED, HOGWILD = "server", "server with lock", "hogwild"
 
-MEMBERS = (DDP, EASGD, EASGD_PERIOD, EASGD_ASYNC, ROUND_ROBIN, LOCAL_SGD, SERVER, LOCKED, HOGWILD)
-# Their names on the command line.
-WORDS = {
-    "ddp": DDP,
-    "easgd": EASGD,
-    "easgd-4": EASGD_PERIOD,
-    "easgd-async": EASGD_ASYNC,
-    "easgd-turns": ROUND_ROBIN,
-    "local-sgd": LOCAL_SGD,
-    "server": SERVER,
-    "server-lock": LOCKED,
-    "hogwild": HOGWILD,
-}
+class Name(StrEnum):
+    """Members; their words on the command line are the names here."""
+
+    DDP = "ddp"
+    EASGD = "easgd"
+    EASGD_4 = "easgd period 4"
+    EASGD_ASYNC = "easgd asynchronous"
+    EASGD_TURNS = "easgd round-robin"
+    LOCAL_SGD = "local sgd"
+    SERVER = "server"
+    SERVER_LOCK = "server with lock"
+    HOGWILD = "hogwild"
+
+
 SILENT = "no exchange"  # the reference: workers that do not communicate
 
 PERIOD = 4
 NEVER = 10**9  # a period longer than any run
 
+# Choice of the rates: ddp's was halved and doubled on two ranks to find the best accuracy. The
+# others reach the target with the same rate, on two and four ranks and with three seeds; strategies
+# that update the same parameters divide it.
+RATES = {DIGITS: 0.05, GPT: 1e-3}
+
 
 @dataclass(frozen=True)
 class Member:
-    """Settings of a strategy, and a learning rate for each task."""
+    """Strategy and its settings."""
 
     name: str
-    rates: Mapping[str, float]
-    parallel: ParallelSettings
+    data: Literal["ddp", "easgd", "server", "hogwild"]
     asynchronous: AsynchronousSettings = field(default_factory=AsynchronousSettings)
 
     @property
@@ -68,45 +70,34 @@ class Member:
         """Return the steps between exchanges."""
         return self.asynchronous.period
 
-    @property
-    def shares_copy(self) -> bool:
-        """Return whether the updates of all workers go to the same parameters."""
-        return self.parallel.data in ("server", "hogwild")
-
     def rate(self, task: str, workers: int) -> float:
         """Return the learning rate, divided by the number of workers if they update the same parameters.
 
         Together they make one update per worker, where ddp makes one with the mean of all
         gradients.
         """
-        return self.rates[task] / (workers if self.shares_copy else 1)
+        return RATES[task] / (workers if self.data in ("server", "hogwild") else 1)
 
-    @property
-    def makes_own_updates(self) -> bool:
-        """Return whether every worker makes its own update in each step, instead of one update together."""
-        return self.parallel.data != "ddp"
-
-
-def _easgd(name: str, digits: float, gpt: float, server: AsynchronousSettings) -> Member:
-    return Member(name, {DIGITS: digits, GPT: gpt}, ParallelSettings(data="easgd"), server)
+    def updates(self, workers: int) -> int:
+        """Return the updates of a step: one of every worker, or one together."""
+        return 1 if self.data == "ddp" else workers
 
 
-# Choice of the rates: ddp's was halved and doubled on two ranks to find the best accuracy. The
-# others reach the target with the same rate, on two and four ranks and with three seeds; strategies
-# that update the same parameters divide it.
-_ALL = (
-    Member(DDP, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="ddp")),
-    _easgd(EASGD, 0.05, 1e-3, AsynchronousSettings(mode="synchronous")),
-    _easgd(EASGD_PERIOD, 0.05, 1e-3, AsynchronousSettings(mode="synchronous", period=PERIOD)),
-    _easgd(EASGD_ASYNC, 0.05, 1e-3, AsynchronousSettings(mode="asynchronous")),
-    _easgd(ROUND_ROBIN, 0.05, 1e-3, AsynchronousSettings(mode="round-robin")),
-    _easgd(LOCAL_SGD, 0.05, 1e-3, AsynchronousSettings(average=True, period=PERIOD)),
-    Member(SERVER, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="server")),
-    Member(LOCKED, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="server"), AsynchronousSettings(lock=True)),
-    Member(HOGWILD, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="hogwild")),
-    _easgd(SILENT, 0.05, 1e-3, AsynchronousSettings(mode="synchronous", period=NEVER)),
-)
-BY_NAME = {one.name: one for one in _ALL}
+BY_NAME: dict[str, Member] = {
+    one.name: one
+    for one in (
+        Member(Name.DDP, "ddp"),
+        Member(Name.EASGD, "easgd", AsynchronousSettings(mode="synchronous")),
+        Member(Name.EASGD_4, "easgd", AsynchronousSettings(mode="synchronous", period=PERIOD)),
+        Member(Name.EASGD_ASYNC, "easgd", AsynchronousSettings(mode="asynchronous")),
+        Member(Name.EASGD_TURNS, "easgd", AsynchronousSettings(mode="round-robin")),
+        Member(Name.LOCAL_SGD, "easgd", AsynchronousSettings(average=True, period=PERIOD)),
+        Member(Name.SERVER, "server"),
+        Member(Name.SERVER_LOCK, "server", AsynchronousSettings(lock=True)),
+        Member(Name.HOGWILD, "hogwild"),
+        Member(SILENT, "easgd", AsynchronousSettings(mode="synchronous", period=NEVER)),
+    )
+}
 
 
 # Tasks ----------------------------------------------------------------------------------------------------------------
@@ -162,11 +153,6 @@ class Task:
         return max(round(self.samples / WARMUP / (self.batch * workers)), 1)
 
 
-def correct(outputs: Tensor, targets: Tensor) -> int:
-    """Return the number of correct classes, or next bytes."""
-    return int((outputs.argmax(dim=-1) == targets).sum())
-
-
 # Twice the default width, and weight decay: with both, ddp reaches the same accuracy with every
 # seed.
 CONVNET = ModelSettings(name="convnet", options={"channels": [32, 64]})
@@ -191,15 +177,6 @@ SMALL = {
 
 
 EVALUATED = 64  # samples per pass
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Evaluation of the workers' common parameters on the validation split."""
-
-    accuracy: float
-    loss: float
-    digest: str  # of the parameters, bit for bit
 
 
 class Worker:
@@ -238,37 +215,26 @@ class Worker:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def evaluate(self, dataset: FileDataset) -> Evaluation:
-        """Evaluate the centre, or the served parameters. Collective."""
+    def evaluate(self, dataset: FileDataset) -> tuple[float, float, str]:
+        """Return accuracy and loss of the centre, or of the served parameters, and their digest. Collective."""
         with consensus_view(self.strategy):
             found = evaluate(self.model, self.strategy.comm, dataset, self.task.validation)
-            return Evaluation(*found, digest(self.model))
-
-    def metrics(self) -> Mapping[str, Any]:
-        """Return the strategy's metrics since the last call. Collective."""
-        return metrics_of(self.strategy)
-
-    def close(self) -> None:
-        """Release the strategy's resources. Collective."""
-        self.strategy.detach()
+            return *found, digest(self.model)
 
 
-def join(member: Member, task: Task, job: Job, data: FileDataset) -> Worker:
-    """Return a worker on all ranks of a job, created like in any program."""
-    model = job.wrap(task.network(data), member.parallel, asynchronous=member.asynchronous)
+def join(member: Member, task: Task, job: Job, data: FileDataset, comm: Communicator | None = None) -> Worker:
+    """Return a worker on all ranks of a job, created like in any program; with ``comm``, on the ranks of that."""
+    model, settings = task.network(data), ParallelSettings(data=member.data)
+    if comm is not None:
+        return Worker(member, task, model, attach(model, comm, settings, asynchronous=member.asynchronous), data)
+    model = job.wrap(model, settings, asynchronous=member.asynchronous)
     return Worker(member, task, model, job.strategy(model), data)
 
 
-def join_alone(member: Member, task: Task, comm: Communicator, data: FileDataset) -> Worker:
-    """Return a worker on the ranks of another communicator."""
-    model = task.network(data)
-    return Worker(member, task, model, attach(model, comm, member.parallel, asynchronous=member.asynchronous), data)
-
-
 def leave(job: Job, workers: Iterable[Worker]) -> None:
-    """Close workers that ``join`` has created. Collective."""
+    """Close workers that ``join`` has created on all ranks. Collective."""
     for worker in workers:
-        worker.close()
+        worker.strategy.detach()
     job.strategies.clear()
 
 
@@ -277,13 +243,13 @@ def evaluate(model: nn.Module, comm: Communicator, dataset: FileDataset, limit: 
     """Return accuracy and mean loss over at most ``limit`` samples, 0 for all. Collective."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
-    for part in evaluation_batches(
-        dataset, batch=EVALUATED * comm.size, rank=comm.rank, size=comm.size, limit=limit or None
-    ):
+    batch = EVALUATED * comm.size
+    for part in evaluation_batches(dataset, batch=batch, rank=comm.rank, size=comm.size, limit=limit or None):
         if part.samples:
             outputs = model(part.inputs)
             loss = float(cross_entropy(outputs, part.targets)) * part.targets.numel()
-            sums += torch.tensor([correct(outputs, part.targets), loss, part.targets.numel()], dtype=torch.float64)
+            correct = int((outputs.argmax(dim=-1) == part.targets).sum())  # classes, or next bytes
+            sums += torch.tensor([correct, loss, part.targets.numel()], dtype=torch.float64)
     model.train()
     comm.all_reduce(sums)
     return float(sums[0] / sums[2]), float(sums[1] / sums[2])

@@ -18,27 +18,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from asynchronous_members import (
-    BY_NAME,
-    DDP,
-    EASGD,
-    HOGWILD,
-    LOCKED,
-    SERVER,
-    SILENT,
-    Member,
-    Task,
-    Worker,
-    join,
-    join_alone,
-    leave,
-)
-from harness.run import Progress, interleave, stop, until_stopped, wait_asleep
+from asynchronous_members import BY_NAME, SILENT, Member, Name, Task, Worker, join, leave
+from harness.ranks import wait_asleep
 from harness.stats import summary
+from harness.turns import Progress, interleave, stop, until_stopped
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
+from hpctrain.parallel.strategy import metrics_of
 from hpctrain.train.job import Job
 
 WITHIN = 0.01  # one point
@@ -54,22 +43,16 @@ class Point:
     loss: float
 
 
-@dataclass(frozen=True)
-class DdpTarget:
-    """Best accuracy of ddp, and its total number of samples."""
-
-    accuracy: float
-    samples: int
+Mark = dict[str, Any]  # best "accuracy" of ddp, and its total number of "samples"
 
 
-def target_of(ddp: Sequence[Point]) -> DdpTarget:
-    """Return the target that the others must reach."""
-    return DdpTarget(max(point.accuracy for point in ddp), ddp[-1].samples)
+def target_of(ddp: Sequence[Point]) -> Mark:
+    return {"accuracy": max(point.accuracy for point in ddp), "samples": ddp[-1].samples}
 
 
-def reached(points: Sequence[Point], target: DdpTarget) -> Point | None:
+def reached(points: Sequence[Point], target: Mark) -> Point | None:
     """Return the first point within one point of the target; None if there is none."""
-    return next((point for point in points if point.accuracy >= target.accuracy - WITHIN), None)
+    return next((point for point in points if point.accuracy >= target["accuracy"] - WITHIN), None)
 
 
 # Training to an accuracy --------------------------------------------------------------------------------------------
@@ -89,11 +72,6 @@ class Record:
     updates: int = 0
 
     @property
-    def seconds(self) -> float:
-        """Return the seconds of training so far."""
-        return self.points[-1].seconds
-
-    @property
     def segments(self) -> int:
         """Return the number of trained segments; the first point precedes them."""
         return len(self.points) - 1
@@ -108,7 +86,7 @@ def train_all(job: Job, task: Task, names: Iterable[str]) -> dict[str, Record]:
         _evaluate(workers[name], record, held_out, 0, 0.0)
     draw, progress = random.Random(task.seed), Progress("segments", 2 * task.segments, job.comm)
     with until_stopped:
-        while running := [name for name, one in records.items() if goes_on(one, records.get(DDP), task.segments)]:
+        while running := [name for name, one in records.items() if goes_on(one, records.get(Name.DDP), task.segments)]:
             for name in draw.sample(running, len(running)):
                 stop.check(job.comm)
                 train(job.comm, workers[name], records[name], held_out)
@@ -121,7 +99,7 @@ def goes_on(record: Record, ddp: Record | None, segments: int) -> bool:
     """Return whether a member trains another segment: as many as ddp, and up to twice as many until the target."""
     if record.segments < segments:
         return True
-    if ddp is None or record.member.name == DDP:
+    if ddp is None or record.member.name == Name.DDP:
         return False
     target = target_of(ddp.points)
     return record.segments < 2 * segments and reached(record.points, target) is None
@@ -132,30 +110,24 @@ def train(comm: Communicator, worker: Worker, record: Record, held_out: FileData
     steps = worker.task.steps(comm.size)
     own = worker.train(steps)
     samples = steps * worker.task.batch * comm.size
-    record.updates += steps * (comm.size if record.member.makes_own_updates else 1)
+    record.updates += steps * record.member.updates(comm.size)
     _evaluate(worker, record, held_out, samples, own)
 
 
 def _evaluate(worker: Worker, record: Record, held_out: FileDataset, samples: int, own: float) -> None:
-    found = worker.evaluate(held_out)
+    accuracy, loss, digest = worker.evaluate(held_out)
     seconds = max(worker.strategy.comm.all_gather_object(own))
     before = record.points[-1] if record.points else Point(0, 0.0, 0.0, 0.0)
-    record.points.append(Point(before.samples + samples, before.seconds + seconds, found.accuracy, found.loss))
-    record.digests.append(found.digest)
-    record.staleness.update(_staleness(worker.metrics()))
-
-
-def _staleness(figures: Mapping[str, object]) -> dict[int, int]:
-    """Return the number of updates by staleness."""
-    bars = figures.get("staleness_histogram", [])
-    assert isinstance(bars, list), "one number for each staleness from 0 on"
-    return {stale: count for stale, count in enumerate(bars) if count}
+    record.points.append(Point(before.samples + samples, before.seconds + seconds, accuracy, loss))
+    record.digests.append(digest)
+    bars: Any = metrics_of(worker.strategy).get("staleness_histogram", [])  # a number for each staleness from 0 on
+    record.staleness.update({stale: count for stale, count in enumerate(bars) if count})
 
 
 def same_bits(job: Job, task: Task, first: Record) -> tuple[bool, int]:
     """Repeat synchronous EASGD; return whether its centre has the same bits, and after how many samples."""
     data, held_out = task.dataset("train"), task.dataset("validation")
-    again = Record(BY_NAME[EASGD])
+    again = Record(BY_NAME[Name.EASGD])
     worker = join(again.member, task, job, data)
     _evaluate(worker, again, held_out, 0, 0.0)
     with until_stopped:
@@ -175,26 +147,7 @@ def alike(gathered: Sequence[tuple[Sequence[str], Sequence[str]]]) -> bool:
 # Cost of exchanges ----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Turns:
-    """Seconds per step of the slowest rank, and shares that the strategy itself counts, per round."""
-
-    seconds: list[float] = field(default_factory=list)
-    counted: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds per step, and the cost of exchanging: its share of a step, and the seconds of one exchange.
-
-    ``inside`` is the time that a worker spends in an exchange, including waits, as counted by the
-    strategy.
-    """
-
-    step: dict[str, float]
-    share: float
-    exchange: float | None  # None without an exchange
-    inside: float | None  # None if the strategy does not count
+Turns = Sequence[tuple[float, object]]  # seconds per step of the slowest rank, and share that the strategy counts
 
 
 def time_steps(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[str, Turns]:
@@ -203,68 +156,60 @@ def time_steps(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[
     workers = {name: join(BY_NAME[name], task, job, data) for name in (SILENT, *names)}
     for worker in workers.values():
         worker.train(task.turn)  # includes the exchange of the very first step, whatever the period
-        worker.metrics()
+        metrics_of(worker.strategy)
     turns = {name: partial(_turn, job.comm, task, worker) for name, worker in workers.items()}
     found = interleave(turns, rounds, warmup=0, comm=job.comm, what="rounds")
     leave(job, workers.values())
-    return {
-        name: Turns([seconds for seconds, _ in each], [counted for _, counted in each if isinstance(counted, float)])
-        for name, each in found.items()
-        if each
-    }
+    return {name: each for name, each in found.items() if each}
 
 
 def _turn(comm: Communicator, task: Task, worker: Worker, _: int) -> tuple[float, object]:
     own = worker.train(task.turn) / task.turn
-    counted = worker.metrics().get("communication")
+    counted = metrics_of(worker.strategy).get("communication")
     return max(comm.all_gather_object(own)), counted
 
 
-def costs(found: Mapping[str, Turns]) -> dict[str, Cost]:
+def costs(found: Mapping[str, Turns]) -> dict[str, dict[str, Any]]:
     """Return the cost of exchanging for each member: medians over the rounds, in which all members are timed."""
-    return {name: _cost(name, turns, found[SILENT].seconds) for name, turns in found.items() if SILENT in found}
+    return {name: _cost(name, turns, found[SILENT]) for name, turns in found.items() if SILENT in found}
 
 
-def _cost(name: str, turns: Turns, without: Sequence[float]) -> Cost:
-    rounds = list(zip(turns.seconds, without))  # a signal may end a round early
-    share = statistics.median((step - other) / step for step, other in rounds)
-    if name == SILENT:
-        return Cost(summary(turns.seconds), share, None, None)
-    period = BY_NAME[name].period
-    longer = statistics.median(step - other for step, other in rounds)
-    spent = [counted * step * period for counted, step in zip(turns.counted, turns.seconds)]
-    return Cost(summary(turns.seconds), share, longer * period, statistics.median(spent) if spent else None)
+def _cost(name: str, turns: Turns, silent: Turns) -> dict[str, Any]:
+    """Return seconds per step, the ``share`` of a step that is an exchange, and the seconds of one ``exchange``.
+
+    ``inside`` is the time that a worker spends in an exchange, including waits, as counted by the
+    strategy; None if it does not count.
+    """
+    pairs = [(step, other) for (step, _), (other, _) in zip(turns, silent)]  # a signal may end a round early
+    share = statistics.median((step - other) / step for step, other in pairs)
+    cost = {"step": summary([step for step, _ in turns]), "share": share, "exchange": None, "inside": None}
+    if name != SILENT:
+        period = BY_NAME[name].period
+        spent = [counted * step * period for step, counted in turns if isinstance(counted, float)]
+        cost["exchange"] = statistics.median(step - other for step, other in pairs) * period
+        cost["inside"] = statistics.median(spent) if spent else None
+    return cost
 
 
 # Rate of updates ------------------------------------------------------------------------------------------------------
 
 
-PACED = (SERVER, LOCKED, HOGWILD)
+PACED = (Name.SERVER, Name.SERVER_LOCK, Name.HOGWILD)
 
 
-@dataclass(frozen=True)
-class Pace:
-    """Median updates per second of one worker and of all of them, and the median of their ratio."""
-
-    alone: float
-    together: float
-    times: float
-    spread: dict[str, dict[str, float]] = field(default_factory=dict)  # of all three
-
-
-def paces(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[str, Pace]:
+def paces(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[str, dict[str, Any]]:
     """Compare one worker with all of them, also without communication. Collective."""
     each = job.comm.split(job.rank)
     try:
-        found = {name: None if stop.number else _compare(job, each, task, name, rounds) for name in (SILENT, *names)}
+        found = {name: {} if stop.number else _compare(job, each, task, name, rounds) for name in (SILENT, *names)}
     finally:
         each.free()
     return {name: one for name, one in found.items() if one}
 
 
-def _compare(job: Job, each: Communicator, task: Task, name: str, rounds: int) -> Pace | None:
+def _compare(job: Job, each: Communicator, task: Task, name: str, rounds: int) -> dict[str, Any]:
     data, member = task.dataset("train"), BY_NAME[name]
-    single, together = join_alone(member, task, each, data), join(member, task, job, data)
+    single, together = join(member, task, job, data, each), join(member, task, job, data)
 
     def turn(_: int) -> tuple[float, float]:
         own = single.train(task.turn) if job.rank == 0 else 0.0
@@ -272,20 +217,21 @@ def _compare(job: Job, each: Communicator, task: Task, name: str, rounds: int) -
         return own, together.train(task.turn)
 
     own = interleave({name: turn}, rounds, comm=job.comm)[name]
-    single.close()
+    single.strategy.detach()
     leave(job, [together])
     gathered = job.comm.all_gather_object(own)
-    return (
-        pace(task.turn, [alone for alone, _ in gathered[0]], [[both for _, both in rank] for rank in gathered])
-        if own
-        else None
-    )
+    alone = [one for one, _ in gathered[0]]
+    return pace(task.turn, alone, [[both for _, both in rank] for rank in gathered]) if own else {}
 
 
-def pace(steps: int, alone: Sequence[float], together: Sequence[Sequence[float]]) -> Pace:
-    """Return updates per second, from the seconds of ``steps`` steps of one worker, and of each rank of all."""
+def pace(steps: int, alone: Sequence[float], together: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return medians and spread of updates per second, from the seconds of ``steps`` steps.
+
+    They are those of one worker, of each rank of all of them together, and the ratios of both.
+    """
     one = [steps / seconds for seconds in alone]
     many = [steps * len(together) / max(ranks) for ranks in zip(*together)]
     ratios = [both / single for single, both in zip(one, many, strict=True)]
-    spread = {name: summary(values) for name, values in (("alone", one), ("together", many), ("times", ratios))}
-    return Pace(statistics.median(one), statistics.median(many), statistics.median(ratios), spread)
+    values = {"alone": one, "together": many, "times": ratios}
+    spread = {name: summary(each) for name, each in values.items()}
+    return {**{name: each["median"] for name, each in spread.items()}, "spread": spread}

@@ -17,54 +17,27 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import checkpoint_background as background
-from checkpoint_candidates import (
-    ASYNC,
-    BACKGROUND,
-    FOREGROUND,
-    READERS,
-    WRITERS,
-    Candidate,
-    own_readers,
-    own_writers,
-    raw_readers,
-    raw_writers,
-    save,
-    torch_readers,
-    torch_writers,
-)
+from checkpoint_candidates import Name, readers, save, writers
 from checkpoint_figures import Row, by_name, draw, earlier_targets, measure, ratio_tables, row_table, targets
 from checkpoint_state import LEAST, Setting, Work, delete, filesystem_of
-from harness.report import left_out_lines, mpi_name, mpi_slug
-from harness.run import (
-    announce,
-    check_names,
-    check_rounds,
-    finish,
-    main,
-    make_parser,
-    parse_sizes,
-    process_group,
-    split,
-    start,
-    stop,
-)
-from harness.targets import target_table, targets_json
+from harness.ranks import process_group, start
+from harness.report import left_out_lines, mpi_name
+from harness.run import finish, main, make_parser, parse_names, parse_sizes
+from harness.targets import target_table
+from harness.turns import announce, stop
 
 from hpctrain.errors import UsageError
+from hpctrain.train.job import Job
 from hpctrain.util.text import format_bytes
 
 PARTS = ("write", "read", "background")
 SIZE, ROUNDS = "512MiB", 7
-LOOPS = (FOREGROUND, BACKGROUND, ASYNC)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
     parser = make_parser("checkpoint", __doc__, rounds=ROUNDS, quick=False)
     parser.add_argument("--size", default=SIZE, help="bytes of parameters and moments (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the files go, and stay; default: a temporary one")
@@ -76,16 +49,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if len(sizes) != 1 or sizes[0] < LEAST:
         raise UsageError(f"--size {args.size}: give one size, at least {format_bytes(LEAST)}")
     args.size = sizes[0]
-    check_rounds(args, 1)
     if args.only_write and not args.folder:
         raise UsageError("--only-write needs --folder: a temporary folder is deleted at the end")
-    args.parts = check_names("part", split(args.parts), PARTS)
-    args.without = check_names("candidate", split(args.without), (*WRITERS, *READERS, *LOOPS))
+    args.parts, args.without = parse_names("part", args.parts, PARTS), parse_names(
+        "candidate", args.without, list(Name)
+    )
     return args
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join the job, measure the parts, report."""
     job = start("checkpoint", least=1)
     with folder_of(job, args.folder) as folder:
         work = Work.of(Setting(job.comm, folder), args.size)
@@ -94,17 +66,17 @@ def run(args: argparse.Namespace) -> None:
             return
         with process_group(job.comm):
             rows, left_out = measure_parts(work, args)
-            loops = []
+            loops: list[Row] = []
             if "background" in args.parts and not stop.number:  # it changes the values, so it comes last
                 announce(f"training with saves of {format_bytes(work.nbytes)}", job.comm)
                 savers = [one for one in background.savers(work) if one.name not in args.without]
                 loops = background.measure(work, job, savers, args.rounds)
         if job.rank == 0:
-            report(work, args, rows, loops, left_out)
+            report(work, args, job, rows, loops, left_out)
 
 
 @contextmanager
-def folder_of(job: Any, asked: Path | None) -> Iterator[Path]:
+def folder_of(job: Job, asked: Path | None) -> Iterator[Path]:
     """Provide the folder that all ranks write into: the requested one, or a temporary one next to the results."""
     made = None
     if job.rank == 0 and asked is None:
@@ -132,58 +104,26 @@ def measure_parts(work: Work, args: argparse.Namespace) -> tuple[list[Row], dict
     return rows, left_out
 
 
-def writers(work: Work) -> Iterator[Candidate]:
-    """Yield all candidates that save."""
-    yield from raw_writers(work)
-    yield from own_writers(work)
-    yield from torch_writers(work)
-
-
-def readers(work: Work) -> Iterator[Candidate]:
-    """Yield all candidates that load; a missing file is written first."""
-    own = work.from_ranks(work.setting.size)
-    if not own.exists():
-        save(work, own)
-    yield from raw_readers(work, own)
-    yield from own_readers(work, written_by(work.setting.folder))
-    yield from torch_readers(work)
-
-
-def written_by(folder: Path) -> list[int]:
-    """Return the numbers of ranks that wrote the files in the folder."""
-    return sorted(int(path.stem.removeprefix("from-")) for path in folder.glob("from-*.h5"))
-
-
 def report(
-    work: Work,
-    args: argparse.Namespace,
-    rows: list[Row],
-    loops: list[background.BackgroundRow],
-    left_out: dict[str, str],
+    work: Work, args: argparse.Namespace, job: Job, rows: list[Row], loops: list[Row], left_out: dict[str, str]
 ) -> None:
-    """Print, write and draw a result."""
-    figures, filesystem, ranks = by_name(rows), filesystem_of(work.setting.folder), work.setting.size
+    figures, filesystem = by_name(rows), filesystem_of(work.setting.folder)
     found = [*targets(figures), *background.background_targets(loops), *earlier_targets(args.out)]
-    lines = [f"\ncheckpoint of {format_bytes(work.nbytes)}, {ranks} ranks, {filesystem}, {mpi_name()}\n"]
+    lines = [f"\ncheckpoint of {format_bytes(work.nbytes)}, {job.size} ranks, {filesystem}, {mpi_name()}\n"]
     if filesystem in ("tmpfs", "ramfs"):
         lines.append(f"the folder is in memory ({filesystem}), so these figures say nothing about a disk; set FOLDER\n")
     lines += [target_table(found), *ratio_tables(figures), *row_table(figures), background.background_table(loops)]
-    content: dict[str, Any] = {
-        "benchmark": "checkpoint",
-        "ranks": ranks,
-        "nodes": work.setting.comm.nodes,
+    content = {
+        "nodes": job.comm.nodes,
         "dtype": "float32",
         "device": "cpu",
-        "mpi": mpi_name(),
         "size": work.nbytes,
         "filesystem": filesystem,
-        "targets": targets_json(found),
-        "rows": [asdict(row) for row in rows],
-        "background": [asdict(row) for row in loops],
+        "rows": rows,
+        "background": loops,
         "left_out": left_out,
     }
-    text = "\n".join([*lines, *left_out_lines(left_out)])
-    finish(args, f"checkpoint-np{ranks}-{mpi_slug()}", content, text, ranks=ranks, launched=True, draw=draw)
+    finish(args, "checkpoint", content, [*lines, *left_out_lines(left_out)], job=job, found=found, draw=draw)
 
 
 if __name__ == "__main__":

@@ -7,34 +7,19 @@ import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from checkpoint_candidates import (
-    CRC,
-    DCP,
-    DCP_LOAD,
-    LOAD,
-    OURS,
-    RAW,
-    RAW_ONE,
-    RAW_READ,
-    READERS,
-    TORCH,
-    TORCH_LOAD,
-    VERIFY,
-    WRITERS,
-    Candidate,
-    WrongResult,
-)
+from checkpoint_candidates import READERS, WRITERS, Candidate, Name, WrongResult
 from checkpoint_state import Setting
+from harness.memory import STATUS, memory_fields
 from harness.plot import GREEN, RED, Bar, bars, colour_of, save
+from harness.ranks import wait_asleep
 from harness.report import table
-from harness.run import interleave, no_garbage_collection, wait_asleep
 from harness.stats import slowest
-from harness.targets import Target, at_least
+from harness.targets import Target, at_least, at_most
+from harness.turns import interleave, no_garbage_collection
 
 from hpctrain.util.text import format_bytes
 
@@ -54,7 +39,7 @@ TITLES = {
 # Turns ----------------------------------------------------------------------------------------------------------------
 
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CLEAR = Path("/proc/self/clear_refs")
 
 
 class Growth:
@@ -63,24 +48,16 @@ class Growth:
     def __init__(self) -> None:
         try:
             _CLEAR.write_text("5")  # proc(5): reset the peak resident set size
-            self._start: int | None = _field("VmRSS")
+            self._start: int | None = memory_fields(STATUS)["VmRSS"]
         except OSError:
             self._start = None
 
     def bytes(self) -> int | None:
         """Return the growth up to the peak; ``None`` if unknown."""
-        return None if self._start is None else max(_field("VmHWM") - self._start, 0)
+        return None if self._start is None else max(memory_fields(STATUS)["VmHWM"] - self._start, 0)
 
 
-def _field(name: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {name}")
-
-
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """Timing of one turn on this rank, and the reason of a failure, which is the same on all ranks."""
 
     seconds: float
@@ -100,7 +77,7 @@ def measure(
     gathered = setting.comm.all_gather_object(own)
     rows = []
     for candidate in (each for each in able if own[each.name]):
-        several = [rank[candidate.name] for rank in gathered]
+        several: list[list[Turn]] = [rank[candidate.name] for rank in gathered]
         growth = [turn.growth for rank in several for turn in rank if turn.growth is not None]
         seconds = slowest([[turn.seconds for turn in rank] for rank in several])
         rows.append(row_of(kind, candidate.name, candidate.nbytes, seconds, max(growth, default=None)))
@@ -126,9 +103,8 @@ def one_turn(setting: Setting, candidate: Candidate) -> Turn:
     with no_garbage_collection():
         turn = _timed(setting, candidate)
     wait_asleep(setting.comm)
-    problem = _first(setting, turn.problem)
-    if problem:
-        return Turn(turn.seconds, turn.growth, problem)
+    if problem := _first(setting, turn.problem):
+        return turn._replace(problem=problem)
     if wrong := _first(setting, candidate.check()):
         raise WrongResult(f"{candidate.name}: {wrong}", everywhere=True)
     return turn
@@ -156,70 +132,56 @@ def _first(setting: Setting, own: str) -> str:
 # Figures and targets --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """Row of the table: seconds on the slowest rank, 10^9 bytes per second from the median."""
-
-    kind: str  # write or read
-    candidate: str
-    size: int  # bytes
-    min: float
-    median: float
-    max: float
-    rate: float
-    growth: int | None  # bytes: largest growth of a rank's memory in any turn
-    repeats: int
-
-
+Row = dict[str, Any]  # of the table: seconds on the slowest rank, 10^9 bytes per second from the median
 Figures = dict[str, Row]
 
 
 def row_of(kind: str, name: str, nbytes: int, seconds: Sequence[float], growth: int | None) -> Row:
-    """Return the row of a candidate's turns."""
+    """Return the row of a candidate's turns; ``kind`` is write or read.
+
+    ``growth`` is the largest growth of a rank's memory in any turn, in bytes.
+    """
     median = statistics.median(seconds)
-    return Row(kind, name, nbytes, min(seconds), median, max(seconds), nbytes / median / 1e9, growth, len(seconds))
+    return {
+        "kind": kind,
+        "candidate": name,
+        "size": nbytes,
+        "min": min(seconds),
+        "median": median,
+        "max": max(seconds),
+        "rate": nbytes / median / 1e9,
+        "growth": growth,
+        "repeats": len(seconds),
+    }
 
 
 def by_name(rows: Iterable[Row]) -> Figures:
-    """Return rows by candidate."""
-    return {row.candidate: row for row in rows}
+    return {row["candidate"]: row for row in rows}
 
 
 def speedup(figures: Figures, name: str, against: str) -> float | None:
     """Return how many times faster a candidate is than another, by medians; None if one of them is missing."""
     own, other = figures.get(name), figures.get(against)
-    return other.median / own.median if own and other else None
+    return float(other["median"] / own["median"]) if own and other else None
 
 
 def targets(figures: Figures) -> Iterator[Target]:
-    """Yield the targets of saving and loading for which the run has figures."""
-    for name, times in ((RAW, RAW_TARGET), (TORCH, TORCH_TARGET), (DCP, DCP_TARGET)):
-        yield from at_least(f"write: speed / {name}", speedup(figures, OURS, name), times)
-    yield from _reading(figures)
-    yield from _other_ranks(figures)
+    """Yield the targets of saving and loading for which the run has figures.
 
-
-def _reading(figures: Figures) -> Iterator[Target]:
-    """Compare with the read bandwidth or the rate of verification on a core, whichever is less."""
-    raw = figures.get(RAW_READ)
-    for what, name in (("load", LOAD), ("verify", VERIFY)):
-        row = figures.get(name)
-        if row and raw:
-            limit = min(raw.rate, CORE)
-            yield Target(f"{what}: speed / min({RAW_READ}, {CORE:g} GB/s per core)", row.rate / limit, READ_TARGET)
-
-
-def _other_ranks(figures: Figures) -> Iterator[Target]:
-    """Compare loading of files from other numbers of ranks with that of a file from the same number."""
-    found = [
-        (row.median / figures[LOAD].median, name)
-        for name, row in figures.items()
-        if name.startswith(f"{LOAD},") and LOAD in figures
-    ]
-    if found:
-        value, name = max(found)
-        who = name.removeprefix(f"{LOAD}, ")
-        yield Target(f"load: time / same rank count, most ({who})", value, RANKS_TARGET, at_least=False)
+    Reading is compared with the read bandwidth or the rate of verification on a core, whichever is
+    less; loading of files from other numbers of ranks with that of a file from the same number.
+    """
+    for name, times in ((Name.RAW, RAW_TARGET), (Name.TORCH, TORCH_TARGET), (Name.DCP, DCP_TARGET)):
+        yield from at_least(f"write: speed / {name}", speedup(figures, Name.OURS, name), times)
+    for what, name in (("load", Name.LOAD), ("verify", Name.VERIFY)):
+        if name in figures and Name.RAW_READ in figures:
+            rate = figures[name]["rate"] / min(figures[Name.RAW_READ]["rate"], CORE)
+            yield Target(f"{what}: speed / min({Name.RAW_READ}, {CORE:g} GB/s per core)", rate, READ_TARGET)
+    others = [other for other in figures if other.startswith(f"{Name.LOAD},") and Name.LOAD in figures]
+    if others:
+        value, other = max((figures[other]["median"] / figures[Name.LOAD]["median"], other) for other in others)
+        what = f"load: time / same rank count, most ({other.removeprefix(f'{Name.LOAD}, ')})"
+        yield from at_most(what, value, RANKS_TARGET)
 
 
 def earlier_targets(folder: Path) -> Iterator[Target]:
@@ -228,7 +190,7 @@ def earlier_targets(folder: Path) -> Iterator[Target]:
     if damage:
         tried = sum(count["times"] for count in damage["counts"])
         yield Target("corruption: damaged files tried (corruption.json)", tried, MUTATIONS)
-        yield Target("corruption: of them not refused, or misnamed", len(damage["wrong"]), 0, at_least=False)
+        yield from at_most("corruption: of them not refused, or misnamed", len(damage["wrong"]), 0)
     kill = _read(folder / "kill.json")
     if kill:
         # The file exists only if every resume found its file and the weights equal those of the
@@ -251,9 +213,9 @@ def _read(path: Path) -> dict[str, Any]:
 def ratio_tables(figures: Figures) -> Iterator[str]:
     """Yield how many times faster hpctrain is than each of the others, by medians."""
     rows = [["times as fast as", "saving", "loading"]]
-    for name in (*WRITERS, TORCH_LOAD, DCP_LOAD):
-        value = speedup(figures, LOAD if name in READERS else OURS, name)
-        if value is not None and name != OURS:
+    for name in (*WRITERS, Name.TORCH_LOAD, Name.DCP_LOAD):
+        value = speedup(figures, Name.LOAD if name in READERS else Name.OURS, name)
+        if value is not None and name != Name.OURS:
             rows.append([name, *(["", f"{value:.2f}"] if name in READERS else [f"{value:.2f}", ""])])
     if len(rows) > 1:
         yield table(rows) + "\n"
@@ -263,9 +225,9 @@ def row_table(figures: Figures) -> Iterator[str]:
     """Yield the table: seconds of the slowest rank, 10^9 bytes per second, and the largest growth of memory."""
     rows = [["", "median s", "min", "max", "GB/s", "memory +MiB", "rounds"]]
     for row in figures.values():
-        times = [f"{seconds:.3f}" for seconds in (row.median, row.min, row.max)]
-        growth = "" if row.growth is None or row.candidate == CRC else f"{row.growth / MIB:.0f}"
-        rows.append([row.candidate, *times, f"{row.rate:.2f}", growth, str(row.repeats)])
+        times = [f"{row[key]:.3f}" for key in ("median", "min", "max")]
+        growth = "" if row["growth"] is None or row["candidate"] == Name.CRC else f"{row['growth'] / MIB:.0f}"
+        rows.append([row["candidate"], *times, f"{row['rate']:.2f}", growth, str(row["repeats"])])
     if figures:
         yield table(rows)
 
@@ -293,7 +255,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 def _bar(row: Mapping[str, Any]) -> Bar:
     slow, fast = (row["size"] / row[end] / 1e9 for end in ("max", "min"))
-    colour = colour_of(row["candidate"], own=[RAW, RAW_ONE, RAW_READ, CRC])
+    colour = colour_of(row["candidate"], own=[Name.RAW, Name.RAW_ONE, Name.RAW_READ, Name.CRC])
     return Bar(row["candidate"], row["rate"], f"{row['rate']:.2f}", colour, (slow, fast))
 
 

@@ -10,15 +10,16 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
 import torch
-from harness.run import OnRanks, refuse, wait_asleep
+from harness.ranks import OnRanks, refuse, wait_asleep
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
@@ -32,11 +33,7 @@ LEAST = 2**20  # bytes: minimum for a block and its embeddings
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Values(Protocol):
-    """Object whose values can be compared."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors, always in the same order."""
+Values = list[tuple[str, Tensor]]  # tensors by their names, always in the same order
 
 
 @dataclass
@@ -51,14 +48,15 @@ class State:
         """Return the bytes of parameters and moments."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and moments under their paths in a checkpoint."""
+    def tensors(self) -> Values:
+        """Return parameters and moments under their paths in a checkpoint."""
         parameters = dict(self.model.named_parameters())
-        for name, parameter in parameters.items():
-            yield f"model/{name}", parameter.detach()
-        for name, parameter in parameters.items():
-            for moment in MOMENTS:
-                yield f"optimizer/{name}/{moment}", self.optimizer.state[parameter][moment]
+        weights = [(f"model/{name}", parameter.detach()) for name, parameter in parameters.items()]
+        return weights + [
+            (f"optimizer/{name}/{moment}", self.optimizer.state[parameter][moment])
+            for name, parameter in parameters.items()
+            for moment in MOMENTS
+        ]
 
     def spoil(self) -> None:
         """Overwrite all values, so that only a load can restore them."""
@@ -70,7 +68,6 @@ class State:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def take(self, dicts: dict[str, Any]) -> None:
-        """Load state dicts."""
         self.model.load_state_dict(dicts["model"])
         self.optimizer.load_state_dict(dicts["optimizer"])
 
@@ -94,8 +91,8 @@ def shape_of(nbytes: int) -> GPTConfig:
 
 def _core(width: int) -> int:
     """Return the number of parameters of such a model without its vocabulary."""
-    layers = width // HEAD_WIDTH
-    return GPTConfig(layers, layers, width, CONTEXT, 1, tied=False).parameters - 2 * width
+    heads = width // HEAD_WIDTH
+    return GPTConfig(heads, heads, width, CONTEXT, 1, tied=False).parameters - 2 * width
 
 
 def make_state(nbytes: int, seed: int = 0) -> State:
@@ -112,7 +109,7 @@ def make_state(nbytes: int, seed: int = 0) -> State:
 
 def difference(found: Values, expected: Values) -> str:
     """Return which value differs from the expected one, empty if all are equal bit for bit."""
-    for (name, tensor), (_, wanted) in zip(found.tensors(), expected.tensors(), strict=True):
+    for (name, tensor), (_, wanted) in zip(found, expected, strict=True):
         if not torch.equal(tensor, wanted):
             return f"{name} is not what was saved"
     return ""
@@ -166,30 +163,22 @@ class Work:
         return torch.zeros(self.nbytes // 4)
 
     def file(self, name: str) -> Path:
-        """Return a path in the folder of the benchmark."""
         return self.setting.folder / name
 
     def from_ranks(self, ranks: int) -> Path:
-        """Return the checkpoint that ``ranks`` ranks wrote."""
         return self.file(f"from-{ranks}.h5")
 
 
-class Snapshot:
-    """Copy of a state's values in existing memory, and the seconds of the copy."""
-
-    def __init__(self, state: State, memory: Tensor) -> None:
-        self._tensors: list[tuple[str, Tensor]] = []
-        started, done = time.perf_counter(), 0
-        for name, tensor in state.tensors():
-            copy = memory[done : done + tensor.numel()].view(tensor.shape)
-            copy.copy_(tensor)
-            self._tensors.append((name, copy))
-            done += tensor.numel()
-        self.seconds = time.perf_counter() - started
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the values by their names."""
-        yield from self._tensors
+def snapshot(state: State, memory: Tensor) -> tuple[Values, float]:
+    """Return a copy of a state's values in existing memory, and the seconds of the copy."""
+    found: Values = []
+    started, done = time.perf_counter(), 0
+    for name, tensor in state.tensors():
+        copy = memory[done : done + tensor.numel()].view(tensor.shape)
+        copy.copy_(tensor)
+        found.append((name, copy))
+        done += tensor.numel()
+    return found, time.perf_counter() - started
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -200,7 +189,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def compare_file(path: Path, expected: Values) -> str:
     """Return which value of a checkpoint is wrong, by h5py alone; empty if all are equal bit for bit."""
     with h5py.File(path, "r") as file:
-        for name, tensor in expected.tensors():
+        for name, tensor in expected:
             found = file[name][()]
             if found.dtype != np.dtype("<f4") or not torch.equal(torch.from_numpy(found), tensor):
                 return f"{name} is not what was saved"
@@ -213,39 +202,38 @@ def compare_file(path: Path, expected: Values) -> str:
 PIECE = 16 * 2**20  # bytes per call
 
 
-def write_at(path: Path, data: memoryview, offset: int = 0) -> None:
-    """Write bytes at an offset of a file, which is created if missing, and flush them to the disk."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    handle = os.open(path, flags, 0o666)
     try:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(handle, data[done : done + PIECE], offset + done)
-        os.fsync(handle)
+        yield handle
     finally:
         os.close(handle)
 
 
+def write_at(path: Path, data: memoryview, offset: int = 0) -> None:
+    """Write bytes at an offset of a file, which is created if missing, and flush them to the disk."""
+    done = 0
+    with _opened(path, os.O_WRONLY | os.O_CREAT) as handle:
+        while done < len(data):
+            done += os.pwrite(handle, data[done : done + PIECE], offset + done)
+        os.fsync(handle)
+
+
 def read_at(path: Path, data: memoryview, offset: int = 0) -> None:
     """Fill memory from an offset of a file; raises ``EOFError`` if the file is too short."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        done = 0
+    done = 0
+    with _opened(path, os.O_RDONLY) as handle:
         while done < len(data):
             count = os.preadv(handle, [data[done : done + PIECE]], offset + done)
             if not count:
                 raise EOFError(f"{path} ends {len(data) - done} bytes too early")
             done += count
-    finally:
-        os.close(handle)
 
 
 def flush(path: Path) -> None:
-    """Flush a file to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path, os.O_RDONLY) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def delete(path: Path) -> None:
@@ -254,13 +242,6 @@ def delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder."""
-    if path.is_dir():
-        return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
-    return path.stat().st_size
 
 
 def filesystem_of(folder: Path) -> str:

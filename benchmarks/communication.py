@@ -13,52 +13,36 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from communication_candidates import (
-    COPY,
-    LIBRARY,
     OPERATIONS,
-    OURS,
-    OUTSIDE,
     PEERS,
     STREAM_SIZE,
     Candidate,
+    Name,
     Operation,
     Setting,
     calls_of,
     check,
     elements,
     own_candidates,
-    synchronize,
+    time_calls,
     torch_candidates,
     twin_name,
 )
 from communication_figures import Row, by_size_and_name, draw, ratio_tables, ratios_json, row_of, row_table, targets
 from communication_library import lack_of_library, library_candidates
+from harness.ranks import process_group, refuse, start
 from harness.report import left_out_lines, mpi_name, mpi_slug
-from harness.run import (
-    announce,
-    check_rounds,
-    finish,
-    interleave,
-    main,
-    make_parser,
-    no_garbage_collection,
-    parse_sizes,
-    process_group,
-    refuse,
-    split,
-    start,
-    stop,
-)
+from harness.run import finish, main, make_parser, parse_sizes, split
 from harness.stats import slowest
-from harness.targets import target_table, targets_json
+from harness.targets import Target, target_table
+from harness.turns import announce, interleave, no_garbage_collection, stop
 
 from hpctrain.errors import UsageError
 from hpctrain.util.text import counted, format_bytes
@@ -67,11 +51,10 @@ DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 SIZES = "4,64K,1M,4M,25M,64M"
 OVERLAP_SIZES = "64K,1M,4M,25M"  # shorter messages cannot overlap with one unit of compute
 ROUNDS = 40
-KNOWN = (OURS, f"{OURS} and an algorithm", OUTSIDE, *PEERS)
+KNOWN = (Name.OURS, f"{Name.OURS} and an algorithm", Name.OUTSIDE, *PEERS)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
     parser = make_parser("communication", __doc__, rounds=ROUNDS, quick=False)
     parser.add_argument("operation", choices=[*OPERATIONS, "overlap"])
     usual = f"{SIZES} (overlap: {OVERLAP_SIZES})"
@@ -83,16 +66,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--oversubscribe", action="store_true", help="let ranks share a GPU")
     args = parser.parse_args(argv)
     args.sizes = parse_sizes(args.sizes or (OVERLAP_SIZES if args.operation == "overlap" else SIZES))
-    check_rounds(args, 1)
     args.without, args.algorithms = split(args.without), split(args.algorithms)
     for name in args.without:
-        if name not in PEERS and not name.startswith(OURS):
+        if name not in PEERS and not name.startswith(Name.OURS):
             raise UsageError(f"no candidate is called {name!r}: known are {', '.join(KNOWN)}")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join the job, measure every size, report."""
     job = start(args.operation, device=args.device, oversubscribe=args.oversubscribe)
     if args.operation == "pingpong" and job.size != 2:
         refuse(f"pingpong is between 2 ranks, not {job.size}: set NP=2")
@@ -108,35 +89,22 @@ def run(args: argparse.Namespace) -> None:
         rows, unable = measure_sizes(setting, args, measure)
     if job.rank:
         return
-    where = f"{counted(setting.size, 'rank')} on {counted(setting.comm.nodes, 'node')}"
-    content: dict[str, Any] = {
-        "benchmark": args.operation,
-        "ranks": setting.size,
-        "nodes": setting.comm.nodes,
-        "dtype": args.dtype,
-        "device": args.device,
-        "mpi": mpi_name(),
-    }
+    content: dict[str, Any] = {"nodes": setting.comm.nodes, "dtype": args.dtype, "device": args.device}
+    found: list[Target] | None = None
     if args.operation == "overlap":
-        text = communication_overlap.overlap_table(rows)
+        text = [communication_overlap.overlap_table(rows)]
     else:
         figures = by_size_and_name(rows)
         found = list(targets(args.operation, setting.size, figures, twin_name(setting.dtype)))
-        content |= {"ratios": ratios_json(figures), "targets": targets_json(found)}
-        text = "\n".join([*ratio_tables(figures), target_table(found), row_table(figures)])
-    content |= {"rows": [asdict(row) for row in rows], "left_out": unable}
-    meaning = f"{OURS}: tensors of comm.empty; {OUTSIDE}: any other tensors; "
-    meaning += f"{LIBRARY}: {mpi_name()} by mpi4py, in place, one call"
-    lines = [f"\n{args.operation}, {where}, {args.dtype}, {args.device}, {mpi_name()}\n", text, f"\n{meaning}"]
-    finish(
-        args,
-        _file(args, setting),
-        content,
-        "\n".join([*lines, *left_out_lines(unable)]),
-        ranks=setting.size,
-        launched=True,
-        draw=draw,
-    )
+        content["ratios"] = ratios_json(figures)
+        text = [*ratio_tables(figures), target_table(found), row_table(figures)]
+    content |= {"rows": rows, "left_out": unable}
+    where = f"{counted(setting.size, 'rank')} on {counted(setting.comm.nodes, 'node')}"
+    meaning = f"{Name.OURS}: tensors of comm.empty; {Name.OUTSIDE}: any other tensors; "
+    meaning += f"{Name.LIBRARY}: {mpi_name()} by mpi4py, in place, one call"
+    lines = [f"\n{args.operation}, {where}, {args.dtype}, {args.device}, {mpi_name()}\n", *text, f"\n{meaning}"]
+    lines += left_out_lines(unable)
+    finish(args, args.operation, content, lines, job=job, file=_file(args, setting), found=found, draw=draw)
 
 
 def _file(args: argparse.Namespace, setting: Setting) -> str:
@@ -170,7 +138,7 @@ def copies(setting: Setting, operation: Operation, numel: int) -> Iterator[Candi
         and numel * setting.dtype.itemsize == STREAM_SIZE
     ):
         source, target = setting.plain(numel), setting.plain(numel)
-        yield Candidate(COPY, partial(target.copy_, source), [target, source], target)
+        yield Candidate(Name.COPY, partial(target.copy_, source), [target, source], target)
 
 
 def able_candidates(
@@ -178,8 +146,11 @@ def able_candidates(
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return the candidates that can take part, and the reasons of the others."""
     able = []
-    unable = {LIBRARY: why} if (why := lack_of_library(setting, operation)) and LIBRARY not in without else {}
-    for candidate in _candidates(setting, operation, numel):
+    why = lack_of_library(setting, operation)
+    unable: dict[str, str] = {Name.LIBRARY: why} if why and Name.LIBRARY not in without else {}
+    library = library_candidates(setting, operation, numel) if setting.device.type == "cpu" else ()
+    ours, theirs = own_candidates(setting, operation, numel), torch_candidates(setting, operation, numel)
+    for candidate in chain(ours, library, theirs):
         if candidate.name in without:
             continue
         if problem := check(setting, operation, candidate):
@@ -191,13 +162,6 @@ def able_candidates(
     return able, unable
 
 
-def _candidates(setting: Setting, operation: Operation, numel: int) -> Iterator[Candidate]:
-    yield from own_candidates(setting, operation, numel)
-    if setting.device.type == "cpu":
-        yield from library_candidates(setting, operation, numel)
-    yield from torch_candidates(setting, operation, numel)
-
-
 def measure_size(
     setting: Setting, operation: Operation, nbytes: int, rounds: int, without: Sequence[str]
 ) -> tuple[list[Row], dict[str, str]]:
@@ -206,7 +170,7 @@ def measure_size(
     able, unable = able_candidates(setting, operation, numel, without)
     calls = calls_of(nbytes)
     taking_part = [*able, *copies(setting, operation, numel)]
-    turns = {one.name: partial(repeat, setting, one, calls) for one in taking_part}
+    turns = {one.name: partial(lambda call, _: time_calls(setting, call, calls), one.call) for one in taking_part}
     with no_garbage_collection():
         own = interleave(
             turns, rounds, comm=setting.comm, rotate=True, every={one.name: one.every for one in taking_part}
@@ -220,17 +184,6 @@ def measure_size(
             figures = {"ranks": setting.size, "size": numel * setting.dtype.itemsize, "calls": calls}
             rows.append(row_of(operation.name, candidate.name, candidate.nbytes, seconds, **figures))
     return rows, unable
-
-
-def repeat(setting: Setting, candidate: Candidate, calls: int, _: int) -> float:
-    """Return the seconds per call on this rank, over ``calls`` calls after a barrier. Collective."""
-    call, numbers = candidate.call, range(calls)
-    setting.world.Barrier()
-    started = time.perf_counter()
-    for _ in numbers:
-        call()
-    synchronize(setting)
-    return (time.perf_counter() - started) / calls
 
 
 if __name__ == "__main__":

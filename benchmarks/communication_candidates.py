@@ -3,36 +3,42 @@
 The reference of a result is computed by NumPy without messages. Values are small integers, so that
 every dtype represents their sum exactly, and results can be compared bit by bit. Each rank's values
 repeat with a prime period, so that a block in the wrong place is detected.
-
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness.run import OnRanks
+from harness.ranks import OnRanks
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import CommunicationError
 
-OURS = "hpctrain"
-OUTSIDE = "hpctrain outside"  # tensors that are not allocated by comm.empty
-COMMON = "hpctrain common"  # shares within one tensor of comm.common
-LIBRARY = "mpi"
-MESSAGES = "mpi 16 MiB"
-GLOO = "gloo"
-NCCL = "torch nccl"
-COPY = "copy"  # of a tensor of the same size, on every rank: the streaming rate
 
-PEERS = (LIBRARY, MESSAGES, GLOO, NCCL)
-ORDER = (*PEERS, COPY)
+class Name(StrEnum):
+    """Candidates; those of hpctrain with an algorithm or another dtype have names of their own."""
+
+    OURS = "hpctrain"
+    OUTSIDE = "hpctrain outside"  # tensors that are not allocated by comm.empty
+    COMMON = "hpctrain common"  # shares within one tensor of comm.common
+    LIBRARY = "mpi"
+    MESSAGES = "mpi 16 MiB"
+    GLOO = "gloo"
+    NCCL = "torch nccl"
+    COPY = "copy"  # of a tensor of the same size, on every rank: the streaming rate
+
+
+PEERS = (Name.LIBRARY, Name.MESSAGES, Name.GLOO, Name.NCCL)
+ORDER = (*PEERS, Name.COPY)
 GLOO_EVERY = 4  # one of so many rounds: it takes ten times as long as the others together
 LOOP_BYTES = 8 * 2**20  # target of bytes per repeat; the number of calls is at least 1 and at most LOOP_CALLS
 LOOP_CALLS = 200
@@ -50,16 +56,13 @@ class Setting(OnRanks):
     chosen: bool = False  # the user named the algorithms, so one that cannot take part is an error
     _shared: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def plain(self, numel: int, dtype: torch.dtype | None = None) -> Tensor:
+    def plain(self, numel: int) -> Tensor:
         """Return a private tensor of zeros on the device."""
-        return torch.zeros(numel, dtype=dtype or self.dtype, device=self.device)
+        return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def common(self, numel: int) -> Tensor:
         """Return a tensor that all ranks of a node share; larger sizes must come first. Collective."""
-        key = "common", self.dtype
-        if key not in self._shared or self._shared[key].numel() < numel:
-            self._shared[key] = self.comm.common(numel, self.dtype)
-        return self._shared[key][:numel]
+        return self._begin_of("common", numel, self.dtype, self.comm.common)
 
     def shared(self, owner: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of zeros from ``comm.empty``. Collective.
@@ -67,10 +70,13 @@ class Setting(OnRanks):
         That memory lives as long as the communicator. Therefore an owner gets the beginning of its
         earlier tensor, and larger sizes must come first.
         """
-        key = owner, dtype or self.dtype
+        return self._begin_of(owner, numel, dtype or self.dtype, self.comm.empty).zero_()
+
+    def _begin_of(self, owner: str, numel: int, dtype: torch.dtype, make: Callable[..., Tensor]) -> Tensor:
+        key = owner, dtype
         if key not in self._shared or self._shared[key].numel() < numel:
-            self._shared[key] = self.comm.empty(numel, key[1])
-        return self._shared[key][:numel].zero_()
+            self._shared[key] = make(numel, dtype)
+        return self._shared[key][:numel]
 
 
 # Operations -----------------------------------------------------------------------------------------------------------
@@ -84,15 +90,15 @@ ROOT = 0
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation: size of the second tensor, initial values of the first one, and the expected result.
+    """Operation: initial values of the first tensor and the expected result, by (rank, ranks, elements of the first).
 
-    Functions take (rank, ranks, elements of the first tensor).
+    ``second`` is the size of the second tensor, by (elements of the first, ranks).
     """
 
     name: str
-    second: Callable[[int, int], int]  # of (elements of the first, ranks)
     start: Callable[[int, int, int], Tensor]
     end: Callable[[int, int, int], Tensor]
+    second: Callable[[int, int], int] = lambda numel, ranks: 0
     shared: bool = False  # the ranks have equal shares of the first tensor
 
 
@@ -135,34 +141,28 @@ def _gathered(rank: int, ranks: int, numel: int) -> Tensor:
 
 
 def _only_root(rank: int, ranks: int, numel: int) -> Tensor:
-    return values(ROOT, ranks, numel) if rank == ROOT else _nothing(numel)
-
-
-def _summed(rank: int, ranks: int, numel: int) -> Tensor:
-    return total(ranks, numel)
-
-
-def _summed_share(rank: int, ranks: int, numel: int) -> Tensor:
-    return share(total(ranks, numel), rank, ranks)
+    return _of_root(rank, ranks, numel) if rank == ROOT else _nothing(numel)
 
 
 def _of_root(rank: int, ranks: int, numel: int) -> Tensor:
     return values(ROOT, ranks, numel)
 
 
-def _none(numel: int, ranks: int) -> int:
-    return 0
-
-
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("all_reduce", _none, values, _summed),
-        Operation("reduce_scatter", lambda numel, ranks: numel // ranks, values, _summed_share, shared=True),
-        Operation("all_gather", _none, _own_share, _gathered, shared=True),
-        Operation("broadcast", _none, _only_root, _of_root),
+        Operation("all_reduce", values, lambda rank, ranks, numel: total(ranks, numel)),
+        Operation(
+            "reduce_scatter",
+            values,
+            lambda rank, ranks, numel: share(total(ranks, numel), rank, ranks),
+            second=lambda numel, ranks: numel // ranks,
+            shared=True,
+        ),
+        Operation("all_gather", _own_share, _gathered, shared=True),
+        Operation("broadcast", _only_root, _of_root),
         # Rank 1 returns the message, and rank 0 receives it in its second tensor.
-        Operation("pingpong", lambda numel, ranks: numel, _only_root, _of_root),
+        Operation("pingpong", _only_root, _of_root, second=lambda numel, ranks: numel),
     )
 }
 
@@ -242,9 +242,27 @@ def check(setting: Setting, operation: Operation, candidate: Candidate) -> str:
     return problems[0] if problems else ""
 
 
+def result_of(setting: Setting, operation: Operation, tensors: Sequence[Tensor], scattered: Tensor) -> Tensor:
+    """Return the tensor of the result; that of a reduce_scatter is ``scattered``."""
+    if operation.name == "reduce_scatter":
+        return scattered
+    return tensors[operation.name == "pingpong" and setting.rank == ROOT]
+
+
 def synchronize(setting: Setting) -> None:
     if setting.device.type == "cuda":
         torch.cuda.synchronize(setting.device)
+
+
+def time_calls(setting: Setting, call: Call, calls: int) -> float:
+    """Return the seconds per call on this rank, over ``calls`` calls after a barrier. Collective."""
+    numbers = range(calls)
+    setting.world.Barrier()
+    started = time.perf_counter()
+    for _ in numbers:
+        call()
+    synchronize(setting)
+    return (time.perf_counter() - started) / calls
 
 
 # hpctrain -------------------------------------------------------------------------------------------------------------
@@ -252,29 +270,33 @@ def synchronize(setting: Setting) -> None:
 
 def own_candidates(setting: Setting, operation: Operation, numel: int) -> Iterator[Candidate]:
     """Yield hpctrain's candidates. Collective."""
-    if setting.device.type == "cuda":
-        yield from _on_device(setting, operation, numel)
-        return
     second = operation.second(numel, setting.size)
+    if setting.device.type == "cuda":
+        paths = setting.algorithms if setting.chosen else ["auto", "nccl", "mpi", "staged"]
+        for path in ["auto"] if operation.name == "pingpong" else paths:
+            tensors = [setting.plain(numel), setting.plain(second)]
+            yield _candidate(setting, operation, _named(path), tensors, path, needed=setting.chosen or path == "auto")
+        return
     for algorithm in setting.algorithms:
-        name = OURS if algorithm == "auto" else f"{OURS} {algorithm}"
+        name, needed = _named(algorithm), setting.chosen or algorithm == "auto"
         tensors = [setting.shared(f"{name} {which}", count) for which, count in enumerate((numel, second))]
-        yield _candidate(setting, operation, name, tensors, algorithm, needed=setting.chosen or algorithm == "auto")
+        yield _candidate(setting, operation, name, tensors, algorithm, needed=needed)
     if operation.name == "all_gather":
-        yield _common(setting, numel)
-    yield _candidate(setting, operation, OUTSIDE, [setting.plain(numel), setting.plain(second)], "auto", needed=True)
+        whole, each = setting.common(numel), numel // setting.size
+        call = _own_call("all_gather", setting.comm, whole, whole, "auto")
+        own = slice(setting.rank * each, (setting.rank + 1) * each)
+        yield Candidate(Name.COMMON, call, [whole], whole, needed=True, own=own)
+    yield _candidate(
+        setting, operation, Name.OUTSIDE, [setting.plain(numel), setting.plain(second)], "auto", needed=True
+    )
     if operation.name == "all_reduce" and setting.dtype in (torch.float32, torch.bfloat16):
         twin = twin_of(setting.dtype)
         tensors = [setting.shared("twin", numel, twin), setting.shared("twin 1", second, twin)]
         yield _candidate(setting, operation, twin_name(setting.dtype), tensors, "auto")
 
 
-def _common(setting: Setting, numel: int) -> Candidate:
-    """Return the gather of shares that are already in setting in one tensor."""
-    whole, each = setting.common(numel), numel // setting.size
-    call = _own_call("all_gather", setting.comm, whole, whole, "auto")
-    own = slice(setting.rank * each, (setting.rank + 1) * each)
-    return Candidate(COMMON, call, [whole], whole, needed=True, own=own)
+def _named(algorithm: str) -> str:
+    return Name.OURS if algorithm == "auto" else f"{Name.OURS} {algorithm}"
 
 
 def twin_of(dtype: torch.dtype) -> torch.dtype:
@@ -283,17 +305,7 @@ def twin_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def twin_name(dtype: torch.dtype) -> str:
-    """Return the name of the candidate of that dtype."""
-    return f"{OURS} {str(twin_of(dtype)).removeprefix('torch.')}"
-
-
-def _on_device(setting: Setting, operation: Operation, numel: int) -> Iterator[Candidate]:
-    second = operation.second(numel, setting.size)
-    paths = setting.algorithms if setting.chosen else ["auto", "nccl", "mpi", "staged"]
-    for path in ["auto"] if operation.name == "pingpong" else paths:
-        name = OURS if path == "auto" else f"{OURS} {path}"
-        tensors = [setting.plain(numel), setting.plain(second)]
-        yield _candidate(setting, operation, name, tensors, path, needed=setting.chosen or path == "auto")
+    return f"{Name.OURS} {str(twin_of(dtype)).removeprefix('torch.')}"
 
 
 def _candidate(
@@ -301,21 +313,13 @@ def _candidate(
 ) -> Candidate:
     first, second = tensors
     call = _own_call(operation.name, setting.comm, first, second, algorithm)
-    result = share(first, setting.rank, setting.size) if operation.name == "reduce_scatter" else first
-    if operation.name == "pingpong" and setting.rank == ROOT:
-        result = tensors[1]
+    result = result_of(setting, operation, tensors, share(first, setting.rank, setting.size))
     return Candidate(name, call, tensors, result, needed=needed)
 
 
 def _own_call(name: str, comm: Communicator, first: Tensor, second: Tensor, algorithm: str) -> Call:
     if name == "pingpong":
-        return _pingpong(
-            comm.rank,
-            lambda tensor: comm.send(tensor, 1 - comm.rank),
-            lambda tensor: comm.recv(tensor, 1 - comm.rank),
-            first,
-            second,
-        )
+        return _pingpong(comm.rank, comm.send, comm.recv, first, second)
     own = share(first, comm.rank, comm.size)
     arguments: dict[str, tuple[Any, ...]] = {
         "all_reduce": (first, "sum"),
@@ -327,17 +331,18 @@ def _own_call(name: str, comm: Communicator, first: Tensor, second: Tensor, algo
 
 
 def _pingpong(
-    rank: int, send: Callable[[Tensor], object], recv: Callable[[Tensor], object], first: Tensor, second: Tensor
+    rank: int, send: Callable[..., object], recv: Callable[..., object], first: Tensor, second: Tensor
 ) -> Call:
     """Return a message to the other rank and back; rank 0 receives it in its second tensor."""
+    other = 1 - rank
 
     def ping() -> None:
-        send(first)
-        recv(second)
+        send(first, other)
+        recv(second, other)
 
     def pong() -> None:
-        recv(first)
-        send(first)
+        recv(first, other)
+        send(first, other)
 
     return ping if rank == ROOT else pong
 
@@ -346,25 +351,15 @@ def _pingpong(
 
 
 def torch_candidates(setting: Setting, operation: Operation, numel: int) -> Iterator[Candidate]:
-    """Yield torch.distributed's candidate."""
-    first, second = setting.plain(numel), setting.plain(operation.second(numel, setting.size))
-    result = second if operation.name == "reduce_scatter" else first
-    if operation.name == "pingpong" and setting.rank == ROOT:
-        result = second
-    name, every = (NCCL, 1) if setting.device.type == "cuda" else (GLOO, GLOO_EVERY)
-    yield Candidate(name, _torch_call(operation.name, setting, first, second), [first, second], result, every)
+    tensors = [setting.plain(numel), setting.plain(operation.second(numel, setting.size))]
+    name, every = (Name.NCCL, 1) if setting.device.type == "cuda" else (Name.GLOO, GLOO_EVERY)
+    result = result_of(setting, operation, tensors, tensors[1])
+    yield Candidate(name, _torch_call(operation.name, setting, *tensors), tensors, result, every)
 
 
 def _torch_call(name: str, setting: Setting, first: Tensor, second: Tensor) -> Call:
     if name == "pingpong":
-        other = 1 - setting.rank
-        return _pingpong(
-            setting.rank,
-            lambda tensor: dist.send(tensor, other),
-            lambda tensor: dist.recv(tensor, other),
-            first,
-            second,
-        )
+        return _pingpong(setting.rank, dist.send, dist.recv, first, second)
     if name == "reduce_scatter":  # PyTorch 2.13 renamed this and the next one
         return partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, second, first)
     if name == "all_gather":

@@ -11,26 +11,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from communication_candidates import (
-    COMMON,
-    COPY,
-    GLOO,
-    LIBRARY,
-    MESSAGES,
-    NCCL,
-    ORDER,
-    OURS,
-    OUTSIDE,
-    PEERS,
-    STREAM_SIZE,
-)
+import numpy as np
+from communication_candidates import ORDER, PEERS, STREAM_SIZE, Name
 from harness.plot import GRID, save
 from harness.report import table
-from harness.stats import percentile
 from harness.targets import Target, at_least
 
 from hpctrain.util.plotting import add_grid
@@ -45,62 +32,40 @@ FACTORS: dict[str, Callable[[int], float]] = {
 }
 
 
-def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
-    """Return the bytes of the whole tensor divided by the time, in GB/s."""
-    return nbytes / seconds / 1e9
-
-
-def bus_bandwidth(operation: str, nbytes: int, seconds: float, ranks: int) -> float:
-    """Return the algorithm bandwidth times the operation's factor, in GB/s."""
-    return algorithm_bandwidth(nbytes, seconds) * FACTORS[operation](ranks)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Row of the table: seconds per call on the slowest rank, and bandwidths in GB/s from the median."""
-
-    candidate: str
-    size: int  # bytes of the whole tensor in the requested dtype
-    bytes: int  # bytes of this candidate's tensor, which may have another dtype
-    min: float
-    median: float
-    p95: float
-    algbw: float
-    busbw: float
-    repeats: int
-    calls: int  # in each repeat
-
-
+Row = dict[str, Any]  # of the table: seconds per call on the slowest rank, and bandwidths in GB/s from the median
 Figures = dict[tuple[int, str], Row]
 
 
 def row_of(
     operation: str, name: str, nbytes: int, seconds: Sequence[float], *, ranks: int, size: int, calls: int
 ) -> Row:
-    """Return the row of a candidate's repeats. The time of a ping-pong is half of its round trip."""
+    """Return the row of a candidate's repeats of several calls. The time of a ping-pong is half of its round trip.
+
+    ``size`` is that of the whole tensor in the requested dtype, ``nbytes`` that of this candidate's
+    tensor, which may have another dtype.
+    """
     times = [value / 2 for value in seconds] if operation == "pingpong" else list(seconds)
     median = statistics.median(times)
-    return Row(
-        name,
-        size,
-        nbytes,
-        min(times),
-        median,
-        percentile(times, 95),
-        algorithm_bandwidth(nbytes, median),
-        bus_bandwidth(operation, nbytes, median, ranks),
-        len(times),
-        calls,
-    )
+    algbw = nbytes / median / 1e9
+    return {
+        "candidate": name,
+        "size": size,
+        "bytes": nbytes,
+        "min": min(times),
+        "median": median,
+        "p95": float(np.percentile(times, 95)),
+        "algbw": algbw,
+        "busbw": algbw * FACTORS[operation](ranks),
+        "repeats": len(times),
+        "calls": calls,
+    }
 
 
 def by_size_and_name(rows: Iterable[Row]) -> Figures:
-    """Return rows by (size, candidate)."""
-    return {(row.size, row.candidate): row for row in rows}
+    return {(row["size"], row["candidate"]): row for row in rows}
 
 
 def sizes_of(figures: Figures) -> list[int]:
-    """Return the sizes, ascending."""
     return sorted({size for size, _ in figures})
 
 
@@ -113,7 +78,7 @@ def names_of(figures: Figures) -> list[str]:
 def speedup(figures: Figures, size: int, name: str, against: str) -> float | None:
     """Return how many times faster a candidate is than another, by medians; None if one of them is missing."""
     own, other = figures.get((size, name)), figures.get((size, against))
-    return other.median / own.median if own and other else None
+    return float(other["median"] / own["median"]) if own and other else None
 
 
 # Targets --------------------------------------------------------------------------------------------------------------
@@ -130,27 +95,30 @@ def targets(operation: str, ranks: int, figures: Figures, twin: str) -> Iterator
     """Yield the targets for which the run has figures; ``twin`` is hpctrain with the other of two dtypes."""
     if operation == "all_reduce" and ranks == 2:
         yield from _mean(figures)
-        yield from at_least("times gloo at 25 MiB", speedup(figures, GLOO_SIZE, OURS, GLOO), GLOO_TARGET)
+        yield from at_least("times gloo at 25 MiB", speedup(figures, GLOO_SIZE, Name.OURS, Name.GLOO), GLOO_TARGET)
     if operation == "all_reduce" and ranks > 2 or operation in ("reduce_scatter", "all_gather", "broadcast"):
-        yield from _large(figures, OURS)
+        yield from _large(figures, Name.OURS)
     if operation == "all_gather":
-        yield from _large(figures, COMMON)
+        yield from _large(figures, Name.COMMON)
     if operation != "pingpong":
-        yield from _never_slower(figures, OURS, PYTHON)
-        yield from _never_slower(figures, OUTSIDE, PYTHON)
+        yield from _never_slower(figures, Name.OURS)
+        yield from _never_slower(figures, Name.OUTSIDE)
     if operation == "all_reduce":
         # A copy has the same memory traffic: 2 S / time over 2 S / time of the copy.
-        rate = speedup(figures, STREAM_SIZE, OURS, COPY)
+        rate = speedup(figures, STREAM_SIZE, Name.OURS, Name.COPY)
         yield from at_least("2 S / (time x streaming rate) at 64 MiB", rate, STREAM_TARGET)
         yield from _twin(figures, twin)
 
 
 def _mean(figures: Figures) -> Iterator[Target]:
     """Compare with the library's one call, and with the better of that and messages of 16 MiB."""
-    for what, others in (("one call", (LIBRARY,)), ("the better of one call and 16 MiB messages", (LIBRARY, MESSAGES))):
+    for what, others in (
+        ("one call", (Name.LIBRARY,)),
+        ("the better of one call and 16 MiB messages", (Name.LIBRARY, Name.MESSAGES)),
+    ):
         ratios = []
         for size in MEAN_SIZES:
-            found = [value for name in others if (value := speedup(figures, size, OURS, name)) is not None]
+            found = [value for name in others if (value := speedup(figures, size, Name.OURS, name)) is not None]
             if not found:
                 return
             ratios.append(min(found))
@@ -158,40 +126,37 @@ def _mean(figures: Figures) -> Iterator[Target]:
         yield Target(f"times the library ({what}), mean of 64K,1M,4M,25M,64M", mean, MEAN_TARGET)
 
 
+def _least(
+    figures: Figures, what: str, target: float, figure: Callable[[int], float | None], from_size: int = 0
+) -> Iterator[Target]:
+    """Yield the least figure of all sizes, if there are any."""
+    sizes = [size for size in sizes_of(figures) if size >= from_size]
+    found = [(value, size) for size in sizes if (value := figure(size)) is not None]
+    if found:
+        value, size = min(found)
+        yield Target(f"{what}, least (at {format_bytes(size)})", value, target)
+
+
 def _large(figures: Figures, name: str) -> Iterator[Target]:
-    found = [
-        (value, size)
-        for size in sizes_of(figures)
-        if size >= LARGE and (value := speedup(figures, size, name, LIBRARY)) is not None
-    ]
-    if found:
-        value, size = min(found)
-        yield Target(f"{name}: times the library from 1 MiB up, least (at {format_bytes(size)})", value, LARGE_TARGET)
+    what = f"{name}: times the library from 1 MiB up"
+    yield from _least(figures, what, LARGE_TARGET, lambda size: speedup(figures, size, name, Name.LIBRARY), LARGE)
 
 
-def _never_slower(figures: Figures, name: str, slack: float) -> Iterator[Target]:
+def _never_slower(figures: Figures, name: str) -> Iterator[Target]:
     """Compare with the allowed time: that of the library's own call and the slack."""
-    found = []
-    for size in sizes_of(figures):
-        own, other = figures.get((size, name)), figures.get((size, LIBRARY))
-        if own and other:
-            found.append(((other.median * (1 + SLACK) + slack) / own.median, size))
-    if found:
-        value, size = min(found)
-        yield Target(f"(library + 5 % + 3 us) / {name}, least (at {format_bytes(size)})", value, 1.0)
+
+    def relative(size: int) -> float | None:
+        own, other = figures.get((size, name)), figures.get((size, Name.LIBRARY))
+        return float((other["median"] * (1 + SLACK) + PYTHON) / own["median"]) if own and other else None
+
+    yield from _least(figures, f"(library + 5 % + 3 us) / {name}", 1.0, relative)
 
 
 def _twin(figures: Figures, twin: str) -> Iterator[Target]:
     """Compare bfloat16 with float32 of equally many elements, whichever of them the run measured."""
-    halves = (OURS, twin) if twin.endswith("bfloat16") else (twin, OURS)
-    found = []
-    for size in sizes_of(figures):
-        value = speedup(figures, size, halves[1], halves[0])
-        if value is not None:
-            found.append((value, size))
-    if found:
-        value, size = min(found)
-        yield Target(f"float32 / bfloat16 of as many elements, least (at {format_bytes(size)})", value, 1.0)
+    halves = (twin, Name.OURS) if twin.endswith("bfloat16") else (Name.OURS, twin)
+    what = "float32 / bfloat16 of as many elements"
+    yield from _least(figures, what, 1.0, lambda size: speedup(figures, size, *halves))
 
 
 # Output ---------------------------------------------------------------------------------------------------------------
@@ -200,7 +165,7 @@ def _twin(figures: Figures, twin: str) -> Iterator[Target]:
 def ratio_tables(figures: Figures) -> Iterator[str]:
     """Yield how many times faster hpctrain is than each of the others, by medians."""
     peers = [name for name in names_of(figures) if name in PEERS]
-    own = [name for name in (OURS, OUTSIDE) if name in names_of(figures)]
+    own = [name for name in (Name.OURS, Name.OUTSIDE) if name in names_of(figures)]
     rows = [["size", *(f"{name} vs {peer}" for name in own for peer in peers)]]
     for size in sizes_of(figures):
         values = [speedup(figures, size, name, peer) for name in own for peer in peers]
@@ -214,9 +179,9 @@ def row_table(figures: Figures) -> str:
     rows = [["size", "candidate", "min us", "median us", "p95 us", "algbw GB/s", "busbw GB/s", "repeats", "calls"]]
     for size in sizes_of(figures):
         for row in (figures[size, name] for name in names_of(figures) if (size, name) in figures):
-            times = [f"{seconds * 1e6:.2f}" for seconds in (row.min, row.median, row.p95)]
-            speeds = [f"{speed:.3f}" for speed in (row.algbw, row.busbw)]
-            rows.append([format_bytes(size), row.candidate, *times, *speeds, str(row.repeats), str(row.calls)])
+            times = [f"{row[key] * 1e6:.2f}" for key in ("min", "median", "p95")]
+            speeds = [f"{row[key]:.3f}" for key in ("algbw", "busbw")]
+            rows.append([format_bytes(size), row["candidate"], *times, *speeds, str(row["repeats"]), str(row["calls"])])
     return table(rows, left=2)
 
 
@@ -225,7 +190,7 @@ def ratios_json(figures: Figures) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for peer in names_of(figures):
         if peer in PEERS:
-            values = {str(size): speedup(figures, size, OURS, peer) for size in sizes_of(figures)}
+            values = {str(size): speedup(figures, size, Name.OURS, peer) for size in sizes_of(figures)}
             found[peer] = {size: value for size, value in values.items() if value is not None}
     return found
 
@@ -233,59 +198,48 @@ def ratios_json(figures: Figures) -> dict[str, dict[str, float]]:
 # hpctrain in blue and thick, the library in orange, torch.distributed in green; named algorithms
 # get the other colours.
 STYLES: dict[str, dict[str, Any]] = {
-    OURS: {"color": "#1f5fbf", "linewidth": 2.6, "marker": "o", "zorder": 5},
-    OUTSIDE: {"color": "#6ba3e8", "linewidth": 1.8, "marker": "o", "markerfacecolor": "white", "zorder": 4},
-    LIBRARY: {"color": "#d9631e", "linewidth": 1.8, "marker": "s"},
-    MESSAGES: {"color": "#d9631e", "linewidth": 1.4, "marker": "s", "linestyle": "--", "markerfacecolor": "white"},
-    GLOO: {"color": "#3b8f54", "linewidth": 1.8, "marker": "^"},
-    NCCL: {"color": "#3b8f54", "linewidth": 1.8, "marker": "^"},
+    Name.OURS: {"color": "#1f5fbf", "linewidth": 2.6, "marker": "o", "zorder": 5},
+    Name.OUTSIDE: {"color": "#6ba3e8", "linewidth": 1.8, "marker": "o", "markerfacecolor": "white", "zorder": 4},
+    Name.LIBRARY: {"color": "#d9631e", "linewidth": 1.8, "marker": "s"},
+    Name.MESSAGES: {"color": "#d9631e", "linewidth": 1.4, "marker": "s", "linestyle": "--", "markerfacecolor": "white"},
+    Name.GLOO: {"color": "#3b8f54", "linewidth": 1.8, "marker": "^"},
+    Name.NCCL: {"color": "#3b8f54", "linewidth": 1.8, "marker": "^"},
 }
 OTHERS = ("#7b4fa6", "#b0508c", "#8a6d3b", "#4f8f9b", "#555555")
-TITLES = {
-    "all_reduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "broadcast": "broadcast",
-    "pingpong": "send and receive",
-    "overlap": "all_reduce behind compute",
-}
+Value = Callable[[dict[str, Any]], float]
+Panel = tuple[str, str, Value, bool]  # title, unit, plotted value, logarithmic axis
+OVERLAP_PANELS: Sequence[Panel] = (
+    ("Reduction and compute together", "microseconds", lambda row: row["median"] * 1e6, True),
+    ("Reduction hidden behind compute", "percent", lambda row: row["overlap"], False),
+)
+TITLES = {"pingpong": "send and receive", "overlap": "all_reduce behind compute"}  # others: the name
 
 
 def draw(result: dict[str, Any], path: Path) -> list[Path]:
     """Draw one line per candidate over the size, on logarithmic axes."""
 
+    operation = result["benchmark"]
+    half = "half round trip, " if operation == "pingpong" else ""
+    panels: Sequence[Panel] = (
+        (f"Latency ({half}median of the slowest rank)", "microseconds", lambda row: row["median"] * 1e6, True),
+        ("Bus bandwidth", "GB/s", lambda row: row["busbw"], True),
+    )
+    nodes = f" on {result['nodes']} nodes" if result["nodes"] > 1 else ""
+    setting = f"{result['ranks']} ranks{nodes}, {result['dtype']}, {result['mpi']}"
+
     def fill(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        panels = OVERLAP_PANELS if result["benchmark"] == "overlap" else _panels(result["benchmark"])
-        for axes, panel in zip((left, right), panels):
-            _panel(axes, result["rows"], *panel)
-        handles, labels = left.get_legend_handles_labels()
+        axes = figure.subplots(1, 2)
+        for each, panel in zip(axes, OVERLAP_PANELS if operation == "overlap" else panels):
+            _panel(each, result["rows"], *panel)
+        handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
-        figure.suptitle(_title(result), fontsize=13, fontweight="bold")
+        figure.suptitle(f"{TITLES.get(operation, operation)}, {setting}", fontsize=13, fontweight="bold")
 
     return save(path, (11.5, 4.8), fill)
 
 
-Value = Callable[[dict[str, Any]], float]
-Panel = tuple[str, str, Value, bool]  # title, unit, plotted value, logarithmic axis
-
-
-def _panels(operation: str) -> Sequence[Panel]:
-    half = "half round trip, " if operation == "pingpong" else ""
-    return (
-        (f"Latency ({half}median of the slowest rank)", "microseconds", lambda row: row["median"] * 1e6, True),
-        ("Bus bandwidth", "GB/s", lambda row: row["busbw"], True),
-    )
-
-
-OVERLAP_PANELS: Sequence[Panel] = (
-    ("Reduction and compute together", "microseconds", lambda row: row["median"] * 1e6, True),
-    ("Reduction hidden behind compute", "percent", lambda row: row["overlap"], False),
-)
-
-
 def _panel(axes: Any, rows: Sequence[dict[str, Any]], title: str, label: str, value: Value, log: bool) -> None:
-    rows = [row for row in rows if row["candidate"] != COPY]
+    rows = [row for row in rows if row["candidate"] != Name.COPY]
     found = dict.fromkeys(row["candidate"] for row in rows)
     names = sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else -1)
     spare = [name for name in names if name not in STYLES]
@@ -313,8 +267,3 @@ def _ticks(axes: Any, sizes: Sequence[int]) -> None:
     axes.set_xticks(sizes[::-1][::step], [format_bytes(size) for size in sizes[::-1][::step]], rotation=35, ha="right")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9f}".rstrip("0").rstrip(".")))
-
-
-def _title(result: dict[str, Any]) -> str:
-    nodes = f" on {result['nodes']} nodes" if result["nodes"] > 1 else ""
-    return f"{TITLES[result['benchmark']]}, {result['ranks']} ranks{nodes}, {result['dtype']}, {result['mpi']}"

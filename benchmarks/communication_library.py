@@ -8,44 +8,45 @@ every call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-from communication_candidates import LIBRARY, MESSAGES, ROOT, Call, Candidate, Operation, Setting, share
+from communication_candidates import ROOT, Call, Candidate, Name, Operation, Setting, result_of, share
 from torch import Tensor
 
 MESSAGE_BYTES = 16 * 2**20
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
+@cache
+def mpi() -> Any:
+    """Return mpi4py's module, which is imported by a job that has started."""
+    from mpi4py import MPI
+
+    return MPI
+
+
 def library_candidates(setting: Setting, operation: Operation, numel: int) -> Iterator[Candidate]:
     """Yield the library's own call, and the same in messages if the buffer is larger than one."""
     if lack_of_library(setting, operation):
         return
-    first = setting.plain(numel)
-    kind = datatype(setting.dtype, reduces=operation.name in REDUCTIONS)
-    second = setting.plain(operation.second(numel, setting.size))
-    whole = first.numel()
-    result = _result(setting, operation, first, second)
-    yield Candidate(LIBRARY, _LIBRARY[operation.name](setting, kind, first, second, whole), [first, second], result)
+    kind, call = datatype(setting.dtype, reduces=operation.name in REDUCTIONS), _LIBRARY[operation.name]
+    first, second = tensors = [setting.plain(numel), setting.plain(operation.second(numel, setting.size))]
+    result = result_of(setting, operation, tensors, first[: numel // setting.size])  # MPI's place of each rank's share
+    yield Candidate(Name.LIBRARY, call(setting, kind, first, second, numel), tensors, result)
     message = MESSAGE_BYTES // first.element_size()
-    if whole > message:
-        call = (_reduce_by_messages if operation.name == "reduce_scatter" else _LIBRARY[operation.name])(
-            setting, kind, first, second, message
-        )
-        if operation.name == "reduce_scatter":
-            result = share(first, setting.rank, setting.size)
-        yield Candidate(MESSAGES, call, [first, second], result)
+    if numel > message:
+        call = _reduce_by_messages if operation.name == "reduce_scatter" else call
+        result = result_of(setting, operation, tensors, share(first, setting.rank, setting.size))
+        yield Candidate(Name.MESSAGES, call(setting, kind, first, second, message), tensors, result)
 
 
 def lack_of_library(setting: Setting, operation: Operation) -> str:
     """Return why the library cannot do an operation; empty if it can."""
-    from mpi4py import MPI
-
     if setting.device.type != "cpu" or operation.name not in REDUCTIONS:
         return ""
-    return "" if datatype(setting.dtype, reduces=True) != MPI.DATATYPE_NULL else f"this MPI knows no {setting.dtype}"
+    return "" if datatype(setting.dtype, reduces=True) != mpi().DATATYPE_NULL else f"this MPI knows no {setting.dtype}"
 
 
 def datatype(dtype: torch.dtype, *, reduces: bool) -> Any:
@@ -53,31 +54,20 @@ def datatype(dtype: torch.dtype, *, reduces: bool) -> Any:
 
     For operations without a reduction, a type of the same width suffices.
     """
-    from mpi4py import MPI
-
     names = {
-        torch.float64: MPI.DOUBLE,
-        torch.float32: MPI.FLOAT,
-        torch.int64: MPI.INT64_T,
-        torch.int32: MPI.INT32_T,
-        torch.float16: MPI.FLOAT16_T if reduces else MPI.UINT16_T,
-        torch.bfloat16: MPI.BFLOAT16_T if reduces else MPI.UINT16_T,
+        torch.float64: mpi().DOUBLE,
+        torch.float32: mpi().FLOAT,
+        torch.int64: mpi().INT64_T,
+        torch.int32: mpi().INT32_T,
+        torch.float16: mpi().FLOAT16_T if reduces else mpi().UINT16_T,
+        torch.bfloat16: mpi().BFLOAT16_T if reduces else mpi().UINT16_T,
     }
     return names[dtype]
 
 
-def _result(setting: Setting, operation: Operation, first: Tensor, second: Tensor) -> Tensor:
-    if operation.name == "reduce_scatter":  # in setting, MPI stores each rank's share at the beginning
-        return first[: first.numel() // setting.size]
-    return second if operation.name == "pingpong" and setting.rank == ROOT else first
-
-
 def spec(tensor: Tensor, kind: Any) -> list[Any]:
-    """Return a buffer specification for mpi4py."""
-    from mpi4py import MPI
-
     nbytes = tensor.numel() * tensor.element_size()
-    return [MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), tensor.numel(), kind]
+    return [mpi().buffer.fromaddress(tensor.data_ptr(), nbytes), tensor.numel(), kind]
 
 
 def _specs(tensor: Tensor, kind: Any, message: int) -> list[list[Any]]:
@@ -97,47 +87,38 @@ def _each(calls: list[Call]) -> Call:
 
 
 def _mpi_all_reduce(setting: Setting, kind: Any, first: Tensor, _: Tensor, message: int) -> Call:
-    from mpi4py import MPI
-
-    return _each(
-        [partial(setting.world.Allreduce, MPI.IN_PLACE, part, MPI.SUM) for part in _specs(first, kind, message)]
-    )
+    parts = _specs(first, kind, message)
+    return _each([partial(setting.world.Allreduce, mpi().IN_PLACE, part, mpi().SUM) for part in parts])
 
 
 def _mpi_reduce_scatter(setting: Setting, kind: Any, first: Tensor, _: Tensor, message: int) -> Call:
-    from mpi4py import MPI
-
-    # In setting, mpi4py interprets the count of a share as that of the whole buffer.
+    # In place, mpi4py interprets the count of a share as that of the whole buffer.
     buffer = [*spec(first, kind)[:1], first.numel() // setting.size, kind]
-    return partial(setting.world.Reduce_scatter_block, MPI.IN_PLACE, buffer, MPI.SUM)
+    return partial(setting.world.Reduce_scatter_block, mpi().IN_PLACE, buffer, mpi().SUM)
 
 
 def _reduce_by_messages(setting: Setting, kind: Any, first: Tensor, _: Tensor, message: int) -> Call:
     # The shares of a message are not contiguous, and MPI reduces no strided types: reduce to one root
     # after another.
-    from mpi4py import MPI
-
     calls: list[Call] = []
     for root in range(setting.size):
         for part in _specs(share(first, root, setting.size), kind, message):
-            buffers = (MPI.IN_PLACE, part) if root == setting.rank else (part, None)
-            calls.append(partial(setting.world.Reduce, *buffers, MPI.SUM, root))
+            buffers = (mpi().IN_PLACE, part) if root == setting.rank else (part, None)
+            calls.append(partial(setting.world.Reduce, *buffers, mpi().SUM, root))
     return _each(calls)
 
 
 def _mpi_all_gather(setting: Setting, kind: Any, first: Tensor, _: Tensor, message: int) -> Call:
-    from mpi4py import MPI
-
     each = first.numel() // setting.size
     if message >= each:
-        return partial(setting.world.Allgather, MPI.IN_PLACE, [*spec(first, kind)[:1], each, kind])
+        return partial(setting.world.Allgather, mpi().IN_PLACE, [*spec(first, kind)[:1], each, kind])
     calls: list[Call] = []
     for start in range(0, each, message):
         # The extent of this type is a whole share, so that the messages of all ranks are placed
         # correctly.
         block = kind.Create_contiguous(min(message, each - start))
         strided = block.Create_resized(0, each * first.element_size()).Commit()
-        calls.append(partial(setting.world.Allgather, MPI.IN_PLACE, [*spec(first[start:], kind)[:1], 1, strided]))
+        calls.append(partial(setting.world.Allgather, mpi().IN_PLACE, [*spec(first[start:], kind)[:1], 1, strided]))
     return _each(calls)
 
 

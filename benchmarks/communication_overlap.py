@@ -13,7 +13,6 @@ same cores reduce and compute, only waiting can overlap, not the reduction itsel
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,24 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from communication_candidates import (
-    GLOO,
-    LIBRARY,
-    NCCL,
-    OPERATIONS,
-    OURS,
-    OUTSIDE,
-    Candidate,
-    Setting,
-    calls_of,
-    check,
-    elements,
-    synchronize,
-)
-from communication_library import datatype, lack_of_library, spec
+from communication_candidates import OPERATIONS, Candidate, Name, Setting, calls_of, check, elements, time_calls
+from communication_figures import Row
+from communication_library import datatype, lack_of_library, mpi, spec
 from harness.report import table
-from harness.run import interleave
 from harness.stats import slowest
+from harness.turns import interleave
 from torch import Tensor
 
 from hpctrain.util.text import format_bytes
@@ -66,41 +53,25 @@ class NonblockingReduction:
         self.wait(self.start())
 
 
-@dataclass(frozen=True)
-class OverlapRow:
-    """Row of the table: medians in seconds of the slowest rank; ``median`` is the overall time."""
-
-    candidate: str
-    size: int
-    communication: float
-    compute: float
-    median: float
-    min: float
-    max: float
-    repeats: int
-    overlap: float  # percent
-    products: int
-
-
 def overlap_percent(communication: float, compute: float, overall: float) -> float:
     """Return the share of the communication that overlaps with compute, in percent."""
     return 100 * max(0.0, 1 - (overall - compute) / communication)
 
 
-def measure(
-    setting: Setting, nbytes: int, rounds: int, without: Sequence[str]
-) -> tuple[list[OverlapRow], dict[str, str]]:
+def measure(setting: Setting, nbytes: int, rounds: int, without: Sequence[str]) -> tuple[list[Row], dict[str, str]]:
     """Return a row per candidate at one size, and why others could not take part. Collective."""
     numel = elements(nbytes, setting.dtype.itemsize, 1)
     able, unable = [], {}
     for one in _reductions(setting, numel):
-        candidate = Candidate(one.name, one.blocking, [one.tensor], one.tensor, needed=one.name == OURS)
+        candidate = Candidate(one.name, one.blocking, [one.tensor], one.tensor, needed=one.name == Name.OURS)
         problem = "" if one.name in without else check(setting, OPERATIONS["all_reduce"], candidate)
         if problem:
             unable[one.name] = problem
         elif one.name not in without:
             able.append(one)
-    product, calls = _product(setting), min(calls_of(nbytes), CALLS)
+    calls = min(calls_of(nbytes), CALLS)
+    left, right, out = (torch.full((EDGE, EDGE), 1.0 / EDGE, device=setting.device) for _ in range(3))
+    product = partial(torch.mm, left, right, out=out)  # one unit of the compute
     counts = {one.name: _products(setting, one, product, calls) for one in able}
     turns = {one.name: partial(_turn, setting, one, product, counts[one.name], calls) for one in able}
     own = interleave(turns, rounds, comm=setting.comm, rotate=True)
@@ -110,42 +81,28 @@ def measure(
 
 
 def _reductions(setting: Setting, numel: int) -> Iterator[NonblockingReduction]:
-    for name, tensor in ((OURS, setting.shared("overlap", numel)), (OUTSIDE, setting.plain(numel))):
-        if setting.device.type == "cuda" and name == OURS:
+    for name, tensor in ((Name.OURS, setting.shared("overlap", numel)), (Name.OUTSIDE, setting.plain(numel))):
+        if setting.device.type == "cuda" and name == Name.OURS:
             tensor = setting.plain(numel)
         elif setting.device.type == "cuda":
             continue
         start = partial(setting.comm.all_reduce, tensor, "sum", async_op=True)
         yield NonblockingReduction(name, tensor, start, lambda work: work.done(), lambda work: work.wait())
-    if setting.device.type == "cpu":
-        yield from _library(setting, numel)
+    if setting.device.type == "cpu" and not lack_of_library(setting, OPERATIONS["all_reduce"]):
+        tensor = setting.plain(numel)
+        buffer = spec(tensor, datatype(setting.dtype, reduces=True))
+        start = partial(setting.world.Iallreduce, mpi().IN_PLACE, buffer, mpi().SUM)
+        yield NonblockingReduction(Name.LIBRARY, tensor, start, lambda work: work.Test(), lambda work: work.Wait())
     tensor = setting.plain(numel)
-    name = NCCL if setting.device.type == "cuda" else GLOO
+    name = Name.NCCL if setting.device.type == "cuda" else Name.GLOO
     start = partial(dist.all_reduce, tensor, async_op=True)
     yield NonblockingReduction(name, tensor, start, lambda work: work.is_completed(), lambda work: work.wait())
 
 
-def _library(setting: Setting, numel: int) -> Iterator[NonblockingReduction]:
-    from mpi4py import MPI
-
-    if lack_of_library(setting, OPERATIONS["all_reduce"]):
-        return
-    kind = datatype(setting.dtype, reduces=True)
-    tensor = setting.plain(numel)
-    start = partial(setting.world.Iallreduce, MPI.IN_PLACE, spec(tensor, kind), MPI.SUM)
-    yield NonblockingReduction(LIBRARY, tensor, start, lambda request: request.Test(), lambda request: request.Wait())
-
-
-def _product(setting: Setting) -> Callable[[], object]:
-    """Return one unit of the compute."""
-    left, right, out = (torch.full((EDGE, EDGE), 1.0 / EDGE, device=setting.device) for _ in range(3))
-    return partial(torch.mm, left, right, out=out)
-
-
 def _products(setting: Setting, one: NonblockingReduction, product: Callable[[], object], calls: int) -> int:
     """Return how many products take about as long as the reduction; the same number on all ranks."""
-    reduction = [_timed(setting, one.blocking, calls) for _ in range(5)]
-    alone = [_timed(setting, product, 100) for _ in range(5)]
+    reduction = [time_calls(setting, one.blocking, calls) for _ in range(5)]
+    alone = [time_calls(setting, product, 100) for _ in range(5)]
     times = setting.comm.all_gather_object((statistics.median(reduction), statistics.median(alone)))
     reducing, multiplying = (max(column) for column in zip(*times))
     return int(max(1, round(reducing / multiplying)))
@@ -169,33 +126,32 @@ def _turn(
                 one.ask(work)
         one.wait(work)
 
-    return {kind: _timed(setting, act, calls) for kind, act in zip(KINDS, (one.blocking, compute, overall))}
+    return {kind: time_calls(setting, act, calls) for kind, act in zip(KINDS, (one.blocking, compute, overall))}
 
 
-def _timed(setting: Setting, action: Callable[[], object], calls: int) -> float:
-    """Return the seconds of an action, as the mean of several calls."""
-    setting.world.Barrier()
-    started = time.perf_counter()
-    for _ in range(calls):
-        action()
-    synchronize(setting)
-    return (time.perf_counter() - started) / calls
-
-
-def _row(name: str, size: int, per_rank: Sequence[Sequence[dict[str, float]]], products: int) -> OverlapRow:
+def _row(name: str, size: int, per_rank: Sequence[Sequence[dict[str, float]]], products: int) -> Row:
+    """Return the row of a candidate: medians in seconds of the slowest rank; ``median`` is the overall time."""
     times = {kind: slowest([[turn[kind] for turn in rank] for rank in per_rank]) for kind in KINDS}
-    middle = {kind: statistics.median(each) for kind, each in times.items()}
-    hidden = overlap_percent(middle["communication"], middle["compute"], middle["overall"])
-    spread = min(times["overall"]), max(times["overall"]), len(times["overall"])
-    return OverlapRow(
-        name, size, middle["communication"], middle["compute"], middle["overall"], *spread, hidden, products
-    )
+    communication, compute, overall = (statistics.median(times[kind]) for kind in KINDS)
+    return {
+        "candidate": name,
+        "size": size,
+        "communication": communication,
+        "compute": compute,
+        "median": overall,
+        "min": min(times["overall"]),
+        "max": max(times["overall"]),
+        "repeats": len(times["overall"]),
+        "overlap": overlap_percent(communication, compute, overall),
+        "products": products,
+    }
 
 
-def overlap_table(rows: Sequence[OverlapRow]) -> str:
+def overlap_table(rows: Sequence[Row]) -> str:
     """Return the overlap first, then the times behind it, in microseconds."""
     lines = [["size", "candidate", "overlap %", "overall us", "compute us", "communication us", "products"]]
-    for row in sorted(rows, key=lambda row: row.size):
-        times = [f"{seconds * 1e6:.1f}" for seconds in (row.median, row.compute, row.communication)]
-        lines.append([format_bytes(row.size), row.candidate, f"{row.overlap:.0f}", *times, str(row.products)])
+    for row in sorted(rows, key=lambda row: row["size"]):
+        times = [f"{row[key] * 1e6:.1f}" for key in ("median", "compute", "communication")]
+        cells = [row["candidate"], f"{row['overlap']:.0f}", *times, str(row["products"])]
+        lines.append([format_bytes(row["size"]), *cells])
     return table(lines, left=2)

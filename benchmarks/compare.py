@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from communication_candidates import LIBRARY, MESSAGES, OURS
+from communication_candidates import Name
 from communication_figures import MEAN_SIZES
 from harness.report import RESULTS, table
 from harness.run import main
@@ -42,14 +42,12 @@ class Result:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare two files, print the ratios, return the exit code."""
     old, new = load(args.old), load(args.new)
     check_same(old, new)
     return compare(old, new, args.tolerance)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the checked options."""
     parser = Parser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
@@ -92,7 +90,7 @@ def compare(old: Result, new: Result, tolerance: float) -> int:
     print(f"old: {old.path} ({old.mpi})\nnew: {new.path} ({new.mpi})\n")
     judged = old.mpi.split()[0] == new.mpi.split()[0]
     keys = sorted((key for key in old.medians if key in new.medians), key=lambda key: key[0])
-    worse = [key for key in keys if judged and key[1].startswith(OURS) and grown(old, new, key) > 1 + tolerance]
+    worse = [key for key in keys if judged and key[1].startswith(Name.OURS) and grown(old, new, key) > 1 + tolerance]
     print(table(rows(old, new, keys, worse), left=2))
     if not judged:
         print_better_library(old, new)
@@ -105,7 +103,6 @@ def compare(old: Result, new: Result, tolerance: float) -> int:
 
 
 def grown(old: Result, new: Result, key: tuple[int, str]) -> float:
-    """Return the new median relative to the old one."""
     return new.medians[key] / old.medians[key]
 
 
@@ -126,13 +123,15 @@ def print_better_library(old: Result, new: Result) -> None:
     print(f"\nhpctrain against the faster of {old.mpi} and {new.mpi}, one call (in brackets: or messages of 16 MiB)")
     lines = [["size", f"with {old.mpi}", f"with {new.mpi}"]]
     ratios: dict[str, list[float]] = {"old": [], "new": []}
-    for size in sorted({size for size, name in old.medians if name == OURS and (size, name) in new.medians}):
-        one, any_form = fastest((old, new), size, (LIBRARY,)), fastest((old, new), size, (LIBRARY, MESSAGES))
+    for size in sorted({size for size, name in old.medians if name == Name.OURS and (size, name) in new.medians}):
+        one, any_form = fastest((old, new), size, (Name.LIBRARY,)), fastest(
+            (old, new), size, (Name.LIBRARY, Name.MESSAGES)
+        )
         if one is None or any_form is None:
             continue
         cells = []
         for which, result in (("old", old), ("new", new)):
-            own = result.medians[size, OURS]
+            own = result.medians[size, Name.OURS]
             if size in MEAN_SIZES:
                 ratios[which].append(one / own)
             cells.append(f"{one / own:.2f} ({any_form / own:.2f})")

@@ -33,7 +33,8 @@ from typing import Any
 import h5py
 import numpy as np
 from harness.report import table
-from harness.run import Progress, finish, main, make_parser, stop, until_stopped
+from harness.run import finish, main, make_parser
+from harness.turns import Progress, stop, until_stopped
 
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.reader import Reader, verify_file
@@ -56,10 +57,10 @@ class Mutation:
     length: int | None = None
 
 
-def every_bit(data: bytes) -> Iterator[Mutation]:
-    """Yield a flip of each bit of a file."""
-    for number in range(8 * len(data)):
-        yield _flip(data, number)
+def flip(data: bytes, number: int) -> Mutation:
+    """Return the flip of a bit of a file."""
+    at, bit = divmod(number, 8)
+    return Mutation("flipped bit", ((at, bytes([data[at] ^ 1 << bit])),))
 
 
 def at_random(data: bytes, count: int, seed: int) -> Iterator[Mutation]:
@@ -74,15 +75,6 @@ def at_random(data: bytes, count: int, seed: int) -> Iterator[Mutation]:
             yield mutation
 
 
-def _flip(data: bytes, number: int) -> Mutation:
-    at, bit = divmod(number, 8)
-    return Mutation("flipped bit", ((at, bytes([data[at] ^ 1 << bit])),))
-
-
-def _random_flip(data: bytes, draw: random.Random) -> Mutation:
-    return _flip(data, draw.randrange(8 * len(data)))
-
-
 def _zeroed(data: bytes, draw: random.Random) -> Mutation:
     at = _page(data, draw)
     return Mutation("zeroed page", ((at, bytes(len(data[at : at + PAGE]))),))
@@ -94,34 +86,23 @@ def _swapped(data: bytes, draw: random.Random) -> Mutation:
     return Mutation("swapped pages", ((first, data[second : second + length]), (second, data[first : first + length])))
 
 
-def _truncated(data: bytes, draw: random.Random) -> Mutation:
-    return Mutation("truncation", length=draw.randrange(len(data)))
-
-
-def _extended(data: bytes, draw: random.Random) -> Mutation:
-    return Mutation("extension", length=len(data) + draw.randint(1, 2 * PAGE))
+def _page(data: bytes, draw: random.Random) -> int:
+    return PAGE * draw.randrange((len(data) + PAGE - 1) // PAGE)
 
 
 def _inverted(data: bytes, draw: random.Random) -> Mutation:
     """Replace zeros by ones or ones by zeros: checksums modulo 0xFFFF, such as fletcher32, do not distinguish them."""
     old, new = draw.choice(((b"\0\0", b"\xff\xff"), (b"\xff\xff", b"\0\0")))
-    start = draw.randrange(len(data))
-    at = data.find(old, start)
-    if at < 0:
-        return Mutation("0x0000 to 0xFFFF")  # not found from there on: drawn again
-    return Mutation("0x0000 to 0xFFFF", ((at, new),))
-
-
-def _page(data: bytes, draw: random.Random) -> int:
-    return PAGE * draw.randrange((len(data) + PAGE - 1) // PAGE)
+    at = data.find(old, draw.randrange(len(data)))
+    return Mutation("0x0000 to 0xFFFF", ((at, new),) if at >= 0 else ())  # not found from there on: drawn again
 
 
 _KINDS: tuple[Callable[[bytes, random.Random], Mutation], ...] = (
-    _random_flip,
+    lambda data, draw: flip(data, draw.randrange(8 * len(data))),
     _zeroed,
     _swapped,
-    _truncated,
-    _extended,
+    lambda data, draw: Mutation("truncation", length=draw.randrange(len(data))),
+    lambda data, draw: Mutation("extension", length=len(data) + draw.randint(1, 2 * PAGE)),
     _inverted,
 )
 
@@ -234,10 +215,10 @@ def large(path: Path, nbytes: int, seed: int = 0) -> Path:
 class Task:
     """Work of one process: a file, and a range of its mutations."""
 
-    nbytes: int  # 0: the small file
+    nbytes: int  # 0: the small file, whose bits are flipped
     start: int
     stop: int
-    seed: int | None = None  # of the mutations; None: every bit
+    seed: int = 0  # of the other mutations
 
 
 def play(task: Task) -> tuple[Counter[tuple[str, str]], list[str]]:
@@ -247,10 +228,11 @@ def play(task: Task) -> tuple[Counter[tuple[str, str]], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step_00000003.h5"
         file = DamagedFile(large(path, task.nbytes) if task.nbytes else small(path))
-        if task.seed is None:
-            mutations: Iterator[Mutation] = itertools.islice(every_bit(file.data), task.start, task.stop)
-        else:
+        mutations: Iterator[Mutation]
+        if task.nbytes:
             mutations = at_random(file.data, task.stop - task.start, task.seed + task.start)
+        else:
+            mutations = (flip(file.data, number) for number in range(task.start, min(task.stop, 8 * len(file.data))))
         for mutation in mutations:
             named, problem = file.complaint(mutation)
             counts[mutation.kind, "a dataset" if named in file.extents else named] += 1
@@ -270,13 +252,11 @@ def tasks(mutations: int, seed: int, bits: int) -> list[Task]:
 
 
 def small_bits() -> int:
-    """Return the number of bits of the small file."""
     with tempfile.TemporaryDirectory() as folder:
         return 8 * small(Path(folder) / "small.h5").stat().st_size
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
     parser = make_parser("corruption", __doc__, quick=False)
     parser.add_argument("--mutations", type=int, default=10_000, help="of larger files (default: %(default)s)")
     parser.add_argument("--bits", type=int, default=None, help="bits of the small file to flip (default: all)")
@@ -311,13 +291,12 @@ def run(args: argparse.Namespace, pool_of: Callable[..., Any] = ProcessPoolExecu
     lines = [table([["mutation", "named", "times"], *rows])]
     lines += [f"{sum(counts.values()):,} damaged files in {seconds:.0f} s, {len(wrong)} not refused correctly"]
     content = {
-        "benchmark": "corruption",
         "seconds": round(seconds, 1),
         "counts": [{"mutation": kind, "named": named, "times": times} for (kind, named), times in counts.items()],
         "wrong": wrong,
     }
     spread = [("damaged files", f"{kind}, {named}", "", *[times] * 3, 1) for (kind, named), times in counts.items()]
-    finish(args, "corruption", content, "\n".join([*lines, *wrong[:20]]), rows=spread)
+    finish(args, "corruption", content, [*lines, *wrong[:20]], rows=spread)
     return 1 if wrong else 0
 
 

@@ -16,15 +16,17 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from fsdp_step_memory import MB, Task
 from fsdp_step_samples import resident
+from harness.memory import STATUS, memory_fields
+from harness.ranks import mpiexec, run_child, start
 from harness.report import table
-from harness.run import announce, finish, main, make_parser, mpiexec, run_child, start, until_stopped
-from torch.nn.functional import cross_entropy
+from harness.run import finish, main, make_parser
+from harness.training import token_loss
+from harness.turns import announce, until_stopped
 
 from hpctrain.errors import UsageError
 from hpctrain.models.settings import ModelSettings
@@ -34,7 +36,6 @@ from hpctrain.util.text import parse_bytes
 STEPS = 5
 BUDGET = 5.0  # multiple of the parameters; on four ranks FSDP needed 2.7 to 3.7 times, DDP 8.3 to 8.7 times
 WORDS = 400  # maximum characters of an error that are shown
-LEARNING_RATE = 1e-4
 # 51 million parameters, and 19 million for tests.
 LARGE = ModelSettings(name="gpt-mini", context=64, layers=16, width=512, heads=8)
 MEDIUM = ModelSettings(name="gpt-mini", context=64, layers=6, width=512, heads=8)
@@ -51,20 +52,7 @@ class Outcome:
     error: str
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Mean loss of each step, and the peak memory: address space of a rank, resident memory of all ranks together.
-
-    Both are in bytes, beyond the memory of the ranks after they had joined the job.
-    """
-
-    losses: list[float]
-    address_space: int
-    resident: int
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
     parser = make_parser("fits", __doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--budget", help=f"bytes that a rank may add; default: {BUDGET:g} times the parameters")
@@ -80,49 +68,39 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Make the three runs, or run one rank of one of them; return 1 if a run did not end as expected."""
-    if args.train:
-        train(args)
-        return 0
-    return compare(args, play)
+    return train(args) if args.train else compare(args, play)
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train on one batch per rank, within the budget if there is one; rank 0 prints the result."""
+def train(args: argparse.Namespace) -> int:
+    """Train on one batch per rank, within the budget if there is one; rank 0 prints the result.
+
+    That is the mean loss of each step, and the peak memory in bytes, beyond that of the ranks after
+    they had joined the job: address space of a rank, resident memory of all ranks together.
+    """
     job = start("fits")
-    start_size, before = _status("VmSize"), resident().total
+    start_size, before = memory_fields(STATUS)["VmSize"], resident().total
     if args.budget is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start_size + args.budget, start_size + args.budget))
     with torch.device("meta"):
         model = args.task.model()
     model = job.wrap(model, ParallelSettings(data=args.train))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs, targets = next(args.task.batches(job.rank))
     losses, most = [], 0
     for _ in range(args.steps):
-        loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss = token_loss(model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         most = max(most, resident().total - before)
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    found = together(job.comm.all_gather_object((losses, _status("VmPeak") - start_size, most)))
+    ranks = job.comm.all_gather_object((losses, memory_fields(STATUS)["VmPeak"] - start_size, most))
     if job.rank == 0:
-        print(f"{RESULT}{json.dumps(asdict(found))}", flush=True)
-
-
-def together(ranks: Sequence[tuple[list[float], int, int]]) -> Trained:
-    """Return the result of all ranks."""
-    losses, peaks, pages = zip(*ranks)
-    means = [sum(step) / len(step) for step in zip(*losses)]
-    return Trained(means, max(peaks), sum(pages))
-
-
-def _status(name: str) -> int:
-    """Return a field of proc(5)'s status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")
+        all_losses, peaks, pages = zip(*ranks)
+        means = [sum(step) / len(step) for step in zip(*all_losses)]
+        found = {"losses": means, "address_space": max(peaks), "resident": sum(pages)}
+        print(f"{RESULT}{json.dumps(found)}", flush=True)
+    return 0
 
 
 def compare(args: argparse.Namespace, play: Callable[[argparse.Namespace, str, int | None], Outcome]) -> int:
@@ -162,7 +140,6 @@ def reason_of(error: str) -> str:
 
 
 def report(args: argparse.Namespace, budget: int, runs: dict[str, Outcome], shown: bool) -> None:
-    """Print and write the results of the runs."""
     millions = args.task.parameter_bytes / 4e6
     lines = [f"{millions:.1f} million parameters, {args.ranks} ranks, {args.task.context} tokens each"]
     lines += [f"limit: {budget / MB:.0f} MB of address space per rank, beyond its size after joining the job\n"]
@@ -174,17 +151,15 @@ def report(args: argparse.Namespace, budget: int, runs: dict[str, Outcome], show
     verdict = "yes" if shown else "no"
     lines.append(f"\nDDP does not fit, FSDP trains and its loss falls in every step: {verdict}")
     content = {
-        "benchmark": "fits",
         "ranks": args.ranks,
         "parameters": args.task.parameter_bytes // 4,
-        "quick": args.quick,
         "budget_bytes": budget,
         "shown": shown,
         "runs": {name: asdict(one) for name, one in runs.items()},
     }
     peaks = {name: one.trained["address_space"] for name, one in runs.items() if one.trained}
     spread = [("address space, bytes", name, "", peak, peak, peak, 1) for name, peak in peaks.items()]
-    finish(args, f"fits-np{args.ranks}", content, "\n".join(lines), ranks=args.ranks, rows=spread)
+    finish(args, "fits", content, lines, file=f"fits-np{args.ranks}", ranks=args.ranks, rows=spread)
 
 
 def _cells(trained: dict[str, Any] | None, budget: int) -> list[str]:

@@ -23,23 +23,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forecast_models import CLASSES, CONTEXT, VARIABLE, memory_fields
+from forecast_models import CLASSES, CONTEXT, VARIABLE
+from harness.memory import memory_fields
+from harness.ranks import end_child, mpiexec
 from harness.report import provenance, table, write_result
-from harness.run import announce, check_names, end_child, finish, main, make_parser, mpiexec, split, stop, until_stopped
+from harness.run import finish, main, make_parser, parse_candidates, parse_names
+from harness.turns import announce, stop, until_stopped
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.data.dataset import write_arrays
 from hpctrain.data.pack import pack
 from hpctrain.errors import UsageError
-from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.memory import HEAP_SHARE, PROGRAM, PROGRAM_WITH_MPI, Memory, memory_of
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import PlannedRun, facts_of
+from hpctrain.settings import to_toml
 from hpctrain.train.config import load
 
 LONGEST = 300.0  # seconds that a run may take
@@ -104,38 +107,26 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name of the case in lists."""
         return f"{self.model.name} {self.strategy} on {self.ranks}"
 
     def config(self, folder: Path) -> Path:
         """Write its settings and its data into a folder; return the file of the settings."""
-        slug = self.name.replace(" ", "-")
-        path = folder / f"{slug}.toml"
-        lines = []
-        for section, values in self._settings(folder, slug).items():
-            lines += [f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in values.items())]
-        path.write_text("\n".join(lines) + "\n")
-        return path
-
-    def _settings(self, folder: Path, slug: str) -> dict[str, Any]:
+        slug, shape = self.name.replace(" ", "-"), self.model.shape
         sections = {name: dict(section) for name, section in STRATEGIES[self.strategy].items()}
         if self.strategy in PIPELINES:
             sections["parallel"]["pipe"] = self.ranks
-        tokens = not self.model.shape
-        data = {"files": [str(data_for(self.model, folder))], "format": "tokens" if tokens else "arrays"}
-        options = {"kind": self.model.factory, **self.model.options}
-        return {
-            **sections,
-            "model": {
-                "factory": "forecast_models:make",
-                "options": options,
-                **({"context": CONTEXT} if tokens else {}),
-            },
-            "data": {**data, "validation_samples": 8},
+        most = 2 * max(one.batch for one in MODELS if one.shape == shape)
+        data = write_samples(folder / ("-".join(map(str, shape or ("tokens",))) + ".h5"), shape, most, 16)
+        model = {"factory": "forecast_models:make", **({} if shape else {"context": CONTEXT})}
+        form = "arrays" if shape else "tokens"
+        sections |= {
+            "model": {**model, "options": {"kind": self.model.factory, **self.model.options}},
+            "data": {"files": [str(data)], "format": form, "validation_samples": 8},
             "train": {"batch": self.model.batch, "steps": STEPS},
             "run": {"folder": str(folder / slug), "device": "cpu"},
             "checkpoint": {"every": STEPS},
         }
+        return write_config(folder / f"{slug}.toml", sections)
 
 
 CASES = tuple(
@@ -146,31 +137,36 @@ CASES = tuple(
 )
 
 
-def data_for(model: Model, folder: Path) -> Path:
-    """Return a file of random samples, which is written if it does not exist."""
-    path = folder / ("-".join(map(str, model.shape or ("tokens",))) + ".h5")
+def write_samples(path: Path, shape: Sequence[int] = (), train: int = 0, validation: int = 0) -> Path:
+    """Write random samples of a shape with classes, or a text of random letters, unless the file exists.
+
+    The end of the text is its validation split, as it is a single file.
+    """
+    chance = np.random.default_rng(0)
+
+    def pair(samples: int) -> tuple[Any, Any]:
+        inputs = chance.random((samples, *shape), dtype=np.float32)
+        return inputs, np.arange(samples, dtype=np.int64) % CLASSES
+
     if path.exists():
         return path
-    chance = np.random.default_rng(0)
-    if not model.shape:
+    if shape:
+        write_arrays(path, train=pair(train), validation=pair(validation))
+    else:
         source = path.with_suffix(".txt")
         source.write_bytes(chance.integers(97, 123, size=2**19, dtype=np.uint8).tobytes())
         pack([source], path)
-        return path
-    most = 2 * max(one.batch for one in MODELS if one.shape == model.shape)
-
-    def pair(samples: int) -> tuple[Any, Any]:
-        inputs = chance.random((samples, *model.shape), dtype=np.float32)
-        return inputs, np.arange(samples, dtype=np.int64) % CLASSES
-
-    write_arrays(path, train=pair(most), validation=pair(16))
     return path
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + "}"
-    return json.dumps(value)
+def write_config(path: Path, sections: Mapping[str, Any]) -> Path:
+    path.write_text(to_toml(sections))
+    return path
+
+
+def train_command(config: Path, ranks: int, words: Iterable[str] = ()) -> list[str]:
+    launcher = mpiexec(ranks) if ranks > 1 else []
+    return [*launcher, sys.executable, "-m", "hpctrain", "train", str(config), *words]
 
 
 # Memory of the ranks --------------------------------------------------------------------------------------------------
@@ -229,9 +225,7 @@ def _read_peaks(folder: Path, ranks: dict[str, Rank]) -> None:
         if note.name not in ranks:
             ranks[note.name] = Rank(**json.loads(note.read_text()))
         try:
-            status, rollup = memory_fields(f"/proc/{note.name}/status"), memory_fields(
-                f"/proc/{note.name}/smaps_rollup"
-            )
+            status, rollup = (memory_fields(f"/proc/{note.name}/{file}") for file in ("status", "smaps_rollup"))
         except (OSError, KeyError):
             continue  # it has ended
         if "VmHWM" in status and "Pss_Shmem" in rollup:
@@ -259,12 +253,10 @@ class Outcome:
 
     @property
     def node(self) -> int:
-        """Return the forecast for the node."""
         return self.forecast.node.host_total
 
     @property
     def measured(self) -> int:
-        """Return the measured memory of all ranks."""
         return sum(one.total for one in self.ranks)
 
     @property
@@ -290,18 +282,14 @@ class Outcome:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
-    parser = make_parser("forecast", __doc__, quick=False)
+    parser, names = make_parser("forecast", __doc__, quick=False), [case.name for case in CASES]
     parser.add_argument("--only", default="", help="cases, as in 'resnet ddp on 2,gpt zb-h1 on 2'")
-    parser.add_argument("--without", default="", help="cases to leave out")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="result whose measurements are forecast again")
-    args = parser.parse_args(argv)
-    known = {case.name: case for case in CASES}
-    only, without = (check_names("case", split(words), known) for words in (args.only, args.without))
+    args = parse_candidates(parser, argv, names, names, "case")
+    only = parse_names("case", args.only, names) or names
     args.earlier = json.loads(args.measured.read_text()) if args.measured else None
-    if args.earlier:
-        known = {name: known[name] for name in args.earlier["cases"] if name in known}
-    args.cases = [case for name, case in known.items() if name not in without and (name in only or not only)]
+    known = args.earlier["cases"] if args.earlier else names
+    args.cases = [case for case in CASES if case.name in args.names and case.name in only and case.name in known]
     if not args.cases:
         raise UsageError("every case is left out")
     return args
@@ -316,7 +304,8 @@ def run(args: argparse.Namespace) -> None:
             one = play(args, case, Path(folder))
             announce(f"{one.ratio:.2f} ({one.ratio_of_model:.2f} without the program)  {case.name}")
             outcomes.append(one)
-            write_result(args.out, "forecast", {**content_of(outcomes, measurement), "complete": False})
+            head = {"benchmark": "forecast", **content_of(outcomes, measurement), "complete": False}
+            write_result(args.out, "forecast", head)
     lines = [table(rows_of(outcomes))]
     for what, ratios in (
         ("all of the node", [one.ratio for one in outcomes]),
@@ -329,7 +318,7 @@ def run(args: argparse.Namespace) -> None:
         (f"{each}, bytes", one.case.name, "", *[one.node if each == "forecast" else one.measured] * 3, 1)
         for each, one in values
     ]
-    finish(args, "forecast", content_of(outcomes, measurement), "\n".join(lines), rows=rows)
+    finish(args, "forecast", content_of(outcomes, measurement), lines, rows=rows)
 
 
 def play(args: argparse.Namespace, case: Case, folder: Path) -> Outcome:
@@ -351,12 +340,10 @@ def planned(config: Path, case: Case) -> PlannedRun:
 
 def measure(config: Path, case: Case, folder: Path) -> list[Rank]:
     """Train; return the memory of the ranks."""
-    launcher = mpiexec(case.ranks) if case.ranks > 1 else []
     environ = without_launcher(os.environ)
     environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environ.get("PYTHONPATH", "")])
-    command = [*launcher, sys.executable, "-m", "hpctrain", "train", str(config)]
     try:
-        ranks = run_job(command, environ, folder, LONGEST)
+        ranks = run_job(train_command(config, case.ranks), environ, folder, LONGEST)
     except OSError as error:
         raise UsageError(f"{case.name}: {error}") from error
     if len(ranks) != case.ranks:
@@ -367,7 +354,6 @@ def measure(config: Path, case: Case, folder: Path) -> list[Rank]:
 def content_of(outcomes: Sequence[Outcome], measurement: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result so far; forecasts may be made later than ``measurement``, by another version."""
     return {
-        "benchmark": "forecast",
         "tolerance": TOLERANCE,
         "heap_share": HEAP_SHARE,
         "program": {"alone": PROGRAM, "with MPI": PROGRAM_WITH_MPI},

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness.memory import ROLLUP, memory_fields
 from torch import Tensor, nn
 
 VOCABULARY, CONTEXT, CLASSES = 256, 64, 10
 VARIABLE = "HPCTRAIN_FORECAST_PEAKS"  # the folder in which ranks record their initial memory
 
 
-def mlp(inputs: int = 256, width: int = 512, depth: int = 8) -> nn.Module:
+def mlp(width: int, depth: int, inputs: int = 256) -> nn.Module:
     """Return a multilayer perceptron: a sequence of linear layers and ReLUs."""
     sizes = [inputs] + [width] * depth
     row: list[nn.Module] = []
@@ -25,7 +26,7 @@ def mlp(inputs: int = 256, width: int = 512, depth: int = 8) -> nn.Module:
     return nn.Sequential(*row, nn.Linear(width, CLASSES))
 
 
-def normed_mlp(inputs: int = 256, width: int = 1024, depth: int = 4) -> nn.Module:
+def normed_mlp(width: int, depth: int, inputs: int = 256) -> nn.Module:
     """Return a perceptron with batch norms and dropout, whose activations outweigh its parameters."""
     row: list[nn.Module] = []
     for before in [inputs] + [width] * (depth - 1):
@@ -38,7 +39,7 @@ def convolved(before: int, after: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after))
 
 
-def cnn(channels: int = 32) -> nn.Module:
+def cnn(channels: int) -> nn.Module:
     """Return a plain convnet."""
     row: list[nn.Module] = []
     before = 3
@@ -57,11 +58,10 @@ class Residual(nn.Module):
         self.around = nn.Identity() if before == after and stride == 1 else nn.Conv2d(before, after, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of both branches."""
         return F.relu(self.second(F.relu(self.first(x))) + self.around(x))
 
 
-def resnet(channels: int = 32, blocks: int = 3) -> nn.Module:
+def resnet(channels: int, blocks: int) -> nn.Module:
     """Return a ResNet for small images: three groups of residual blocks."""
     row: list[nn.Module] = [convolved(3, channels), nn.ReLU()]
     before = channels
@@ -74,7 +74,7 @@ def resnet(channels: int = 32, blocks: int = 3) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """Encoder of images and its decoder, with skip connections."""
+    """Encoder of images and its decoder, with skip connections, that ends in classes."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -94,11 +94,6 @@ class UNet(nn.Module):
         return result
 
 
-def unet(channels: int = 24) -> nn.Module:
-    """Return a U-Net that ends in classes."""
-    return UNet(channels)
-
-
 class Encoder(nn.Module):
     """Transformer encoder of torch over vectors."""
 
@@ -114,11 +109,6 @@ class Encoder(nn.Module):
         return result
 
 
-def encoder(width: int = 256, layers: int = 6) -> nn.Module:
-    """Return a transformer encoder."""
-    return Encoder(width, layers)
-
-
 class EncoderDecoder(nn.Module):
     """Transformer of torch, with tokens as inputs and outputs."""
 
@@ -129,16 +119,10 @@ class EncoderDecoder(nn.Module):
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of each token."""
         x = self.embedding(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device, dtype=x.dtype)
         result: Tensor = self.head(self.transformer(x, x, src_mask=mask, tgt_mask=mask, memory_mask=mask))
         return result
-
-
-def encoder_decoder(width: int = 192, layers: int = 4) -> nn.Module:
-    """Return a transformer with encoder and decoder."""
-    return EncoderDecoder(width, layers)
 
 
 class Attention(nn.Module):
@@ -150,7 +134,6 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the attention's result."""
         batch, length, width = x.shape
         parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         query, key, value = parts
@@ -169,7 +152,6 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream."""
         x = x + self.attention(self.norm1(x))
         result: Tensor = x + self.mlp(self.norm2(x))
         return result
@@ -183,12 +165,11 @@ class Begin(nn.Module):
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the initial residual stream."""
         result: Tensor = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         return result
 
 
-def gpt(width: int = 256, blocks: int = 6) -> nn.Module:
+def gpt(width: int, blocks: int) -> nn.Module:
     """Return a GPT as a sequence of layers."""
     row = [Block(width) for _ in range(blocks)]
     return nn.Sequential(Begin(width), *row, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
@@ -198,17 +179,19 @@ class Mean(nn.Module):
     """Mean over a sequence's tokens so far."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a running mean."""
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
 
 
-def embedding(rows: int = 60000, width: int = 128) -> nn.Module:
+def embedding(rows: int, width: int) -> nn.Module:
     """Return a model that consists mostly of a large embedding table."""
     return nn.Sequential(nn.Embedding(rows, width), Mean(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 256))
 
 
 FACTORIES: dict[str, Callable[..., nn.Module]] = {
-    one.__name__: one for one in (mlp, normed_mlp, cnn, resnet, unet, encoder, encoder_decoder, gpt, embedding)
+    **{one.__name__: one for one in (mlp, normed_mlp, cnn, resnet, gpt, embedding)},
+    "unet": UNet,
+    "encoder": Encoder,
+    "encoder_decoder": EncoderDecoder,
 }
 
 
@@ -226,15 +209,8 @@ def record_start() -> None:
     folder = os.environ.get(VARIABLE)
     if not folder:
         return
-    fields = memory_fields("/proc/self/smaps_rollup")
+    program = memory_fields(ROLLUP)["Pss_Anon"]
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak (proc(5))
-    note = {"program": fields["Pss_Anon"]}
     part = Path(folder, f".{os.getpid()}")
-    part.write_text(json.dumps(note))
+    part.write_text(json.dumps({"program": program}))
     part.rename(Path(folder, str(os.getpid())))
-
-
-def memory_fields(path: str) -> dict[str, int]:
-    """Return the fields of a proc file that are numbers of kB, in bytes."""
-    words = (line.split() for line in Path(path).read_text().splitlines())
-    return {one[0].rstrip(":"): int(one[1]) * 1024 for one in words if len(one) == 3 and one[2] == "kB"}

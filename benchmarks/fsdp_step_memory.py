@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,10 @@ from fsdp_step_samples import (
     size,
     union,
 )
+from harness.ranks import refuse
 from harness.report import table
-from harness.run import refuse
+from harness.run import words_of
+from harness.training import Training
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
@@ -38,28 +41,24 @@ if TYPE_CHECKING:
     from fsdp_step import Candidate
 
 MB = 10**6
-ALONE = "no synchronisation"  # each rank trains independently: only sharing of memory can make a candidate faster
-DDP = "hpctrain DDP"
-ZERO1 = "hpctrain ZeRO-1"
-ZERO2 = "hpctrain ZeRO-2"
-FSDP = "hpctrain FSDP"  # one copy of the parameters in node memory
-PASSING = "hpctrain FSDP, one rank per node"  # each rank acts as if alone on its node: units are gathered and freed
-TORCH_DDP = "torch DDP + gloo"
-TORCH_FSDP = "torch FSDP2 + gloo"
 
-CANDIDATES = {
-    "alone": ALONE,
-    "ddp": DDP,
-    "zero1": ZERO1,
-    "zero2": ZERO2,
-    "fsdp": FSDP,
-    "passing": PASSING,
-    "torch-ddp": TORCH_DDP,
-    "torch-fsdp": TORCH_FSDP,
-}
 
+class Name(StrEnum):
+    """Candidates; their words on the command line are the names of the members."""
+
+    ALONE = "no synchronisation"  # each rank trains independently: only sharing of memory can make a candidate faster
+    DDP = "hpctrain DDP"
+    ZERO1 = "hpctrain ZeRO-1"
+    ZERO2 = "hpctrain ZeRO-2"
+    FSDP = "hpctrain FSDP"  # one copy of the parameters in node memory
+    PASSING = "hpctrain FSDP, one rank per node"  # each rank acts as if alone on its node: units are gathered and freed
+    TORCH_DDP = "torch DDP + gloo"
+    TORCH_FSDP = "torch FSDP2 + gloo"
+
+
+CANDIDATES = words_of(Name)
 NOTE = (
-    f"{PASSING}: all ranks are on this node, but each treats the others as ranks of other nodes; "
+    f"{Name.PASSING}: all ranks are on this node, but each treats the others as ranks of other nodes; "
     "gathers and reductions are MPI messages"
 )
 VOCABULARY = 256
@@ -101,8 +100,8 @@ class Task:
 
 # Expected memory, from the model and the number of ranks alone --------------------------------------------------------
 
-MAPPED = (ZERO1, ZERO2, FSDP)  # one copy of the parameters per node
-GATHERED = (PASSING, TORCH_FSDP)  # shards, and the unit that computes
+MAPPED = (Name.ZERO1, Name.ZERO2, Name.FSDP)  # one copy of the parameters per node
+GATHERED = (Name.PASSING, Name.TORCH_FSDP)  # shards, and the unit that computes
 PER_PARAMETER = 2  # moments
 
 
@@ -215,7 +214,9 @@ def measure(comm: Communicator, task: Task, make: Callable[[], Candidate]) -> di
     """
     if comm.nodes > 1:
         refuse(f"memory is measured on one node, not on {comm.nodes}")
-    _warm_up()
+    # A tiny step first, so that one-time loads and allocations of torch are not counted.
+    tiny = Training(nn.Linear(8, 8), nn.functional.mse_loss)
+    tiny.step(torch.ones(8, 8), torch.ones(8, 8))
     before = resident().total
     candidate = make()
     buckets, batches = Buckets(candidate.model), task.batches(comm.rank)
@@ -227,7 +228,10 @@ def measure(comm: Communicator, task: Task, make: Callable[[], Candidate]) -> di
     with MemorySampler(candidate, buckets) as watch:
         for _ in range(STEPS):
             candidate.step(*next(batches), sample=watch.sample)
-    samples, starts, moments = zip(*comm.all_gather_object((watch.samples, before, _moments(candidate))))
+    states = candidate.optimizer.state.values()  # without the optimizer's step counters
+    held = [getattr(state[name], "_local_tensor", state[name]) for state in states for name in MOMENTS]
+    own = sum(tensor.untyped_storage().nbytes() for tensor in held)
+    samples, starts, moments = zip(*comm.all_gather_object((watch.samples, before, own)))
     found = {
         "candidate": candidate.name,
         "optimizer": candidate.optimizer_name,
@@ -239,47 +243,28 @@ def measure(comm: Communicator, task: Task, make: Callable[[], Candidate]) -> di
     return found
 
 
-def _warm_up() -> None:
-    """Run a tiny step first, so that one-time loads and allocations of torch are not counted."""
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(torch.ones(8, 8)).sum().backward()
-    optimizer.step()
-
-
-def _moments(candidate: Candidate) -> int:
-    """Return the bytes of this rank's moments, without the optimizer's step counters."""
-    states = candidate.optimizer.state.values()
-    found = [getattr(state[name], "_local_tensor", state[name]) for state in states for name in MOMENTS]
-    return sum(tensor.untyped_storage().nbytes() for tensor in found)
-
-
 def save(folder: Path, found: dict[str, Any]) -> None:
     """Store a result for the run that reports."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{_word(found['candidate'])}.json").write_text(json.dumps(found))
+    _file(folder, found["candidate"]).write_text(json.dumps(found))
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{next(word for word, other in CANDIDATES.items() if other == name)}.json"
 
 
 def load(folder: Path | None, ranks: int, task: Task) -> Memory:
     """Return the stored results of a folder; raises ``UsageError`` if one has other ranks, model or batch."""
     found: Memory = {}
-    for word, name in CANDIDATES.items():
-        path = folder / f"{word}.json" if folder else None
-        if path and path.exists():
-            found[name] = json.loads(path.read_text())
-            _check(path, found[name]["facts"], ranks, task)
-    return found
-
-
-def _check(path: Path, made: dict[str, Any], ranks: int, task: Task) -> None:
     wanted = {"ranks": ranks, "parameters": task.parameter_bytes, "batch": task.batch}
-    for key, value in wanted.items():
-        if made[key] != value:
-            refuse(f"{path} was measured with {key} = {made[key]}, not {value}")
-
-
-def _word(name: str) -> str:
-    return next(word for word, other in CANDIDATES.items() if other == name)
+    for name in Name:
+        if folder and (path := _file(folder, name)).exists():
+            found[name] = json.loads(path.read_text())
+            made = found[name]["facts"]
+            for key, value in wanted.items():
+                if made[key] != value:
+                    refuse(f"{path} was measured with {key} = {made[key]}, not {value}")
+    return found
 
 
 def memory_tables(memory: Memory) -> str:
@@ -297,7 +282,7 @@ def memory_tables(memory: Memory) -> str:
         made = one["facts"]
         formulas = parameters_of_rank(name, made), moments_of_rank(name, made)
         parameters = [_mb(one["most"][PARAMETERS]["rank"]), _mb(formulas[0])]
-        padding = f"{2 * made['padding'] / MB:.3f}" if name in (*MAPPED, PASSING) else ""
+        padding = f"{2 * made['padding'] / MB:.3f}" if name in (*MAPPED, Name.PASSING) else ""
         rows.append([name, *parameters, _mb(max(one["moments"])), _mb(formulas[1]), padding])
     copy, unit = (_mb(made[key]) for key in ("parameters", "largest_unit"))
     return f"{text}{table(rows)}\none copy of the parameters: {copy} MB, largest unit: {unit} MB\n"

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import torch
+from harness.memory import ROLLUP, fields_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.ddp import DataParallel
@@ -39,7 +41,7 @@ KINDS = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS)
 
 Extent = tuple[str, int, int]  # device and inode of a shared object, with begin and end in it
 
-_ROLLUP, _MAPS = Path("/proc/self/smaps_rollup"), Path("/proc/self/maps")
+_MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
@@ -63,50 +65,32 @@ class Resident:
 def resident(text: str | None = None) -> Resident:
     """Return the resident memory of this process now."""
     try:
-        lines = (_ROLLUP.read_text() if text is None else text).splitlines()
-    except OSError:
-        lines = []
-    fields = dict(line.split(":", 1) for line in lines[1:])
-    if not {"Pss_Anon", "Pss_Shmem"} <= fields.keys():
-        raise UsageError(f"memory cannot be measured here: {_ROLLUP} with Pss_Anon is needed (linux 5.9)")
-    return Resident(*(int(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem")))
-
-
-@dataclass(frozen=True)
-class Region:
-    """Part of a shared object that is mapped into this process."""
-
-    begin: int
-    end: int
-    key: str
-    offset: int
+        fields = fields_of(ROLLUP.read_text() if text is None else text)
+        return Resident(fields["Pss_Anon"], fields["Pss_Shmem"])
+    except (OSError, KeyError) as error:
+        raise UsageError(f"memory cannot be measured here: {ROLLUP} with Pss_Anon is needed (linux 5.9)") from error
 
 
 class SharedMap:
-    """Mapping from addresses to shared memory objects."""
+    """Mapping from addresses to shared memory objects, by the lines of proc(5)'s maps."""
 
     def __init__(self, text: str | None = None) -> None:
-        regions = map(_region, (_MAPS.read_text() if text is None else text).splitlines())
-        self._regions = sorted((one for one in regions if one is not None), key=lambda one: one.begin)
-        self._begins = [one.begin for one in self._regions]
+        self._regions: list[tuple[int, int, str, int]] = []  # begin, end, object, offset in it
+        for line in (_MAPS.read_text() if text is None else text).splitlines():
+            addresses, permissions, offset, device, inode = line.split()[:5]
+            if permissions[3] == "s":
+                begin, end = (int(word, 16) for word in addresses.split("-"))
+                self._regions.append((begin, end, f"{device} {inode}", int(offset, 16)))
+        self._regions.sort()
 
     def find(self, address: int, nbytes: int) -> Extent | None:
         """Return the extent of a shared object at an address; None for private memory."""
-        place = bisect_right(self._begins, address) - 1
-        if place < 0 or address >= self._regions[place].end:
+        place = bisect_right(self._regions, address, key=itemgetter(0)) - 1
+        if place < 0 or address >= self._regions[place][1]:
             return None
-        one = self._regions[place]
-        start = address - one.begin + one.offset
-        return one.key, start, start + nbytes
-
-
-def _region(line: str) -> Region | None:
-    """Return the region of a line of proc(5)'s maps if it is shared."""
-    addresses, permissions, offset, device, inode = line.split()[:5]
-    if permissions[3] != "s":
-        return None
-    begin, end = (int(word, 16) for word in addresses.split("-"))
-    return Region(begin, end, f"{device} {inode}", int(offset, 16))
+        begin, _, key, offset = self._regions[place]
+        start = address - begin + offset
+        return key, start, start + nbytes
 
 
 def union(extents: Iterable[Extent]) -> list[Extent]:
@@ -154,26 +138,19 @@ class Buckets:
 
 def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
     """Yield the parameter tensors of ``fully_shard``: shards, and unsharded parameters while they exist."""
-    for one in _each(model):
-        yield one._sharded_param_data
-        yield one.all_gather_outputs
-        yield getattr(one, "_unsharded_param", None)
+    for group in _groups(model):
+        for one in group.fsdp_params:
+            yield one._sharded_param_data, one.all_gather_outputs, getattr(one, "_unsharded_param", None)
 
 
 def fsdp_gradients(model: nn.Module) -> Iterator[Any]:
     """Yield its gradient tensors: shards, unsharded gradients, and those in reduction."""
-    for one in _each(model):
-        whole = getattr(one, "_unsharded_param", None)
-        yield one.sharded_param.grad
-        yield None if whole is None else whole.grad
-        yield one.unsharded_accumulated_grad
+    for group in _groups(model):
+        for one in group.fsdp_params:
+            whole = getattr(one, "_unsharded_param", None)
+            yield one.sharded_param.grad, getattr(whole, "grad", None), one.unsharded_accumulated_grad
     for group in _groups(model):
         yield [getattr(state, "reduce_scatter_input", None) for state in group.comm_ctx.reduce_scatter_states]
-
-
-def _each(model: nn.Module) -> Iterator[Any]:
-    for group in _groups(model):
-        yield from group.fsdp_params
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
@@ -195,24 +172,18 @@ class TensorMemory:
     shared: tuple[Extent, ...] = ()
 
 
-@dataclass
 class CandidateTensors:
     """Query of a candidate's memory at a moment."""
 
-    candidate: Candidate
-    buckets: Buckets
-    memory: SharedMap = field(default_factory=SharedMap)
+    def __init__(self, candidate: Candidate, buckets: Buckets) -> None:
+        self._candidate, self._buckets, self._memory = candidate, buckets, SharedMap()
 
     def now(self, fresh: Iterable[Tensor], saved: Iterable[Tensor]) -> dict[str, TensorMemory]:
         """Return the memory of each kind; ``fresh`` gradients are not stored yet, ``saved`` tensors are autograd's."""
-        kinds: Mapping[str, Iterable[Any]] = {
-            PARAMETERS: self._parameters(),
-            GRADIENTS: [*self._gradients(), *fresh],
-            STATES: self.candidate.optimizer.state.values(),
-            ACTIVATIONS: saved,
-        }
+        states = list(self._candidate.optimizer.state.values())
+        kinds = ([*self._parameters()], [*self._gradients(), *fresh], states, list(saved))
         claimed: set[int] = set()
-        return {kind: self._claim(tensors(kinds[kind]), claimed) for kind in KINDS}
+        return {kind: self._claim(tensors(nest), claimed) for kind, nest in zip(KINDS, kinds)}
 
     def _claim(self, found: Iterable[Tensor], claimed: set[int]) -> TensorMemory:
         """Return the memory of tensors, without storages that are already claimed."""
@@ -221,7 +192,7 @@ class CandidateTensors:
             if not tensor.numel():
                 continue  # it has no address, and its storage belongs to others
             storage = tensor.untyped_storage()  # empty if it was freed
-            extent = self.memory.find(*_stretch(tensor))
+            extent = self._memory.find(*_stretch(tensor))
             if extent is not None:
                 shared.append(extent)
             elif storage.data_ptr() not in claimed:
@@ -230,17 +201,17 @@ class CandidateTensors:
         return TensorMemory(private, tuple(shared))
 
     def _parameters(self) -> Iterator[Any]:
-        yield list(self.candidate.model.parameters())
-        yield list(fsdp_parameters(self.candidate.model))
-        if isinstance(self.candidate.strategy, ShardedDataParallel):
-            for group in self.candidate.strategy.components.groups:
+        yield from self._candidate.model.parameters()
+        yield from fsdp_parameters(self._candidate.model)
+        if isinstance(self._candidate.strategy, ShardedDataParallel):
+            for group in self._candidate.strategy.components.groups:
                 yield group.flat, group.shard_data
 
     def _gradients(self) -> Iterator[Any]:
-        yield [parameter.grad for parameter in self.candidate.model.parameters()]
-        yield list(fsdp_gradients(self.candidate.model))
-        yield self.buckets.found
-        strategy = self.candidate.strategy
+        strategy = self._candidate.strategy
+        yield [parameter.grad for parameter in self._candidate.model.parameters()]
+        yield from fsdp_gradients(self._candidate.model)
+        yield self._buckets.found
         if isinstance(strategy, DataParallel):
             yield getattr(strategy, "_memory", None)
         if isinstance(strategy, ShardedDataParallel):
@@ -254,14 +225,9 @@ class CandidateTensors:
 
 def tensors(nest: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested containers; of a distributed tensor, its local part."""
-    if isinstance(nest, Tensor):
-        yield getattr(nest, "_local_tensor", nest)
-    elif isinstance(nest, Mapping):
-        for value in nest.values():
-            yield from tensors(value)
-    elif isinstance(nest, Iterable) and not isinstance(nest, (str, bytes)):
-        for value in nest:
-            yield from tensors(value)
+    for leaf in tree_leaves(nest):
+        if isinstance(leaf, Tensor):
+            yield getattr(leaf, "_local_tensor", leaf)
 
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:
@@ -290,32 +256,24 @@ class Saved:
         self.tensor = tensor
 
 
-class MemorySampler:
-    """Sampling of a candidate's steps for the duration of a ``with`` block."""
+class MemorySampler(ExitStack):
+    """Sampling of a candidate's steps for the duration of a ``with`` block, whose hooks end with it."""
 
     def __init__(self, candidate: Candidate, buckets: Buckets) -> None:
+        super().__init__()
         self.samples: list[Sample] = []
         self._model = candidate.model
         self._holdings = CandidateTensors(candidate, buckets)
         self._saved: WeakSet[Saved] = WeakSet()
-        self._handles: list[RemovableHandle] = []
         self._known: set[int] = set()
-        self._saving: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> Self:
         for module in self._model.modules():
             if any(parameter is not None for parameter in module._parameters.values()):
-                self._handles.append(module.register_forward_pre_hook(self._before))
-                self._handles.append(module.register_forward_hook(self._after))
-        self._saving.__enter__()
+                self.callback(module.register_forward_pre_hook(self._before).remove)
+                self.callback(module.register_forward_hook(self._after).remove)
+        self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._saving.__exit__(kind, error, trace)
-        for handle in self._handles:
-            handle.remove()
 
     def sample(self, moment: str, fresh: Iterable[Tensor] = ()) -> None:
         """Take a sample; ``fresh`` are gradients that were just computed."""
@@ -327,15 +285,12 @@ class MemorySampler:
         self._saved.add(saved)
         return saved
 
-    @staticmethod
-    def _unpack(saved: Saved) -> Tensor:
-        return saved.tensor
-
     def _before(self, module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in self._known:
                 self._known.add(id(parameter))
-                self._handles.append(parameter.register_hook(self._on_gradient))  # type: ignore[no-untyped-call]
+                hook = parameter.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                self.callback(hook.remove)
         self.sample("forward")
 
     def _after(self, module: nn.Module, _: Any, result: Any) -> None:

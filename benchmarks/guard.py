@@ -20,10 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness.report import mpi_name, mpi_slug, table
-from harness.run import announce, finish, interleave, main, parse_candidates, start, stop
+from harness.ranks import start
+from harness.report import table
+from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import summary
-from harness.targets import Target, target_table, targets_json
+from harness.targets import Target, target_table
+from harness.turns import announce, interleave, stop
 from torch import nn
 
 from hpctrain.parallel.guard.guard import unprotect
@@ -35,13 +37,10 @@ PARAMETERS, QUICK = (200, 2000), (20,)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
-    words = {name: name for name in STRATEGIES}
-    return parse_candidates("guard", __doc__, argv, rounds=ROUNDS, words=words, known=STRATEGIES)
+    return parse_candidates(make_parser("guard", __doc__, rounds=ROUNDS, least=2), argv, STRATEGIES, STRATEGIES)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure all cases on the ranks of the job."""
     job = start("guard")
     cases: list[dict[str, Any]] = []
     for count in QUICK if args.quick else PARAMETERS:
@@ -53,23 +52,14 @@ def run(args: argparse.Namespace) -> None:
     found = [
         Target(f"guarded / plain, {one['strategy']}, {one['parameters']}", one["ratio"], ASKED, False) for one in cases
     ]
-    content = {
-        "benchmark": "guard",
-        "ranks": job.size,
-        "mpi": mpi_name(),
-        "quick": args.quick,
-        "asked": ASKED,
-        "targets": targets_json(found),
-        "cases": cases,
-    }
     rows = [["strategy", "parameters", "ratio", "quartiles", "guarded ms", "plain ms"]]
     for case in cases:
         low, high = case["ratio_quartiles"]
         medians = [f"{case[name]['median'] * 1e3:.2f}" for name in ("guarded", "plain")]
         ratio = [f"{case['ratio']:.3f}", f"{low:.3f}-{high:.3f}"]
         rows.append([case["strategy"], str(case["parameters"]), *ratio, *medians])
-    text = f"\nguarded / plain step, {job.size} ranks\n\n{target_table(found)}\n{table(rows)}\n"
-    finish(args, f"guard-np{job.size}-{mpi_slug()}", content, text, ranks=job.size, launched=True)
+    lines = [f"\nguarded / plain step, {job.size} ranks\n", target_table(found), f"{table(rows)}\n"]
+    finish(args, "guard", {"asked": ASKED, "cases": cases}, lines, job=job, found=found)
 
 
 def measure(job: Any, strategy: str, count: int, rounds: int) -> dict[str, Any]:

@@ -34,7 +34,8 @@ from typing import Any
 import h5py
 import numpy as np
 from harness.report import table
-from harness.run import Progress, finish, main, make_parser, stop, until_stopped
+from harness.run import finish, main, make_parser
+from harness.turns import Progress, stop, until_stopped
 from kill_target import RANKS, Job, RunObserver, make_project
 
 from hpctrain.checkpoint.format.reader import verify_file
@@ -113,7 +114,6 @@ class KilledRun:
         self._check(observer, before, newest)
 
     def start(self, *words: str) -> Job:
-        """Start or continue the job."""
         return Job(self.folder, [f"run.folder={self.run.name}", *self.words, *words])
 
     def finish(self) -> int:
@@ -242,7 +242,6 @@ def play(folder: Path, form: str, kills: int, seed: int) -> tuple[list[Hit], int
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
     parser = make_parser("kill", __doc__, quick=False)
     parser.add_argument("--kills", type=int, default=200, help="kills per form (default: %(default)s)")
     parser.add_argument("--form", choices=[*FORMS, "both"], default="both", help="writer (default: %(default)s)")
@@ -273,8 +272,8 @@ def run(args: argparse.Namespace, prepare: Callable[[Path], None] = make_project
         print(f"violated, seed {seed}, folder kept: {folder}\n{violation}", file=sys.stderr)
         return 1
     shutil.rmtree(folder)
-    content = {"benchmark": "kill", "seed": seed, "seconds": round(time.monotonic() - started), "forms": forms}
-    finish(args, "kill", content, "\n".join(lines), ranks=RANKS, rows=spread_of(forms))
+    content = {"seed": seed, "seconds": round(time.monotonic() - started), "forms": forms}
+    finish(args, "kill", content, lines, ranks=RANKS, rows=spread_of(forms))
     return 0
 
 

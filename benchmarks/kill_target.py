@@ -13,7 +13,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from harness.run import mpiexec, stop
+from harness.ranks import mpiexec
+from harness.turns import stop
 
 from hpctrain.checkpoint.retention import list_checkpoints
 

@@ -15,50 +15,36 @@ import argparse
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 from bandwidth import receive_rate
 from communication import measure_size
-from communication_candidates import LIBRARY, OPERATIONS, OURS, OUTSIDE, PEERS, Setting, twin_name
+from communication_candidates import OPERATIONS, PEERS, Name, Setting, twin_name
 from communication_figures import Figures, Row, by_size_and_name, row_table, speedup
+from harness.ranks import process_group, refuse, start, wait_asleep
 from harness.report import left_out_lines, mpi_name, mpi_slug, table
-from harness.run import (
-    announce,
-    check_rounds,
-    finish,
-    main,
-    make_parser,
-    parse_sizes,
-    process_group,
-    refuse,
-    start,
-    stop,
-    wait_asleep,
-)
-from harness.targets import Target, target_table, targets_json
+from harness.run import finish, main, make_parser, parse_sizes
+from harness.targets import Target, target_table
+from harness.turns import announce, stop
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.util.text import format_bytes
 
 LINK = "link"  # the time of the transfer at the rate of plain TCP
-TARGETS = {LINK: 1.05, LIBRARY: 1.0}  # maximum time of an all_reduce, relative to theirs
+TARGETS = {LINK: 1.05, Name.LIBRARY: 1.0}  # maximum time of an all_reduce, relative to theirs
 LARGE = 16 * 2**20  # bytes from which on the bandwidth dominates, and latency is negligible
 SECONDS = 1.5  # of plain TCP, each time
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
     parser = make_parser("multinode", __doc__, rounds=15, quick=False)
     parser.add_argument("--sizes", default="16M", help="bytes of the tensor, as in 1M,16M (16M)")
     args = parser.parse_args(argv)
     args.sizes = parse_sizes(args.sizes)
-    check_rounds(args, 1)
     return args
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join the job, measure bandwidth and candidates, report."""
     job = start("multinode", least=1)
     comm = job.comm
     if comm.nodes < 2:
@@ -78,16 +64,12 @@ def run(args: argparse.Namespace) -> None:
     if job.rank:
         return
     figures = by_size_and_name(rows)
-    ratios = {size: compare(figures, size, comm.nodes, rates) for size, name in figures if name == OURS}
+    ratios = {size: compare(figures, size, comm.nodes, rates) for size, name in figures if name == Name.OURS}
     reached = list(targets(ratios))
     content = {
-        "benchmark": "multinode",
-        "ranks": job.size,
         "nodes": comm.nodes,
-        "targets": targets_json(reached),
-        "mpi": mpi_name(),
         "ratios": ratios,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
         "link_bytes_per_second": rates,
     }
     times = [["time of hpctrain /", "size", "measured"]]
@@ -98,8 +80,9 @@ def run(args: argparse.Namespace) -> None:
     lines = [f"\nall_reduce, {job.size} ranks on {comm.nodes} nodes, {mpi_name()}\n", target_table(reached)]
     lines += [f"{table(times)}\n", row_table(figures)]
     lines += [f"\nthe link by plain TCP, both directions at once: {readings} Gbit/s, before and after"]
-    name = f"multinode-nodes{comm.nodes}-np{job.size}-{mpi_slug()}"
-    finish(args, name, content, "\n".join([*lines, *left_out_lines(left_out)]), ranks=job.size, launched=True)
+    lines += left_out_lines(left_out)
+    file = f"multinode-nodes{comm.nodes}-np{job.size}-{mpi_slug()}"
+    finish(args, "multinode", content, lines, job=job, file=file, found=reached)
 
 
 def link_rates(comm: Communicator) -> list[float]:
@@ -127,13 +110,12 @@ def limit(nbytes: int, nodes: int, rates: list[float]) -> float:
 
 def compare(figures: Figures, size: int, nodes: int, rates: list[float]) -> dict[str, float]:
     """Return the time of hpctrain relative to the bandwidth limit and to the others, by medians."""
-    values = {name: speedup(figures, size, name, OURS) for name in (*PEERS, OUTSIDE)}
-    own = figures[size, OURS].median / limit(size, nodes, rates)
+    values = {name: speedup(figures, size, name, Name.OURS) for name in (*PEERS, Name.OUTSIDE)}
+    own = figures[size, Name.OURS]["median"] / limit(size, nodes, rates)
     return {LINK: own, **{name: value for name, value in values.items() if value is not None}}
 
 
 def targets(ratios: Mapping[int, Mapping[str, float]]) -> Iterator[Target]:
-    """Yield the targets for which the run has figures."""
     for size, found in sorted(ratios.items()):
         for name, most in TARGETS.items():
             if name in found and (name != LINK or size >= LARGE):

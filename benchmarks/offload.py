@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from harness.plot import Bar, bars, colour_of, save
 from harness.report import step_table
-from harness.run import announce, finish, interleave, main, parse_candidates, stop, timed
+from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import Times, ratio, summary
-from harness.targets import Target, at_least, target_table, targets_json
+from harness.targets import Target, at_least, target_table
+from harness.turns import announce, interleave, stop, timed
 from torch import Tensor, nn
 
 from hpctrain.errors import HpctrainError
@@ -74,12 +74,10 @@ class Task:
 
     @property
     def numel(self) -> int:
-        """Return the number of parameters."""
         return sum(prod(shape) for part in self.buffers for shape in part)
 
 
-@dataclass(frozen=True)
-class FlatBuffer:
+class FlatBuffer(NamedTuple):
     """Flat buffer of several parameters, and views of it in their shapes."""
 
     flat: Tensor
@@ -116,11 +114,11 @@ class Side:
     """Parameters, gradients in float32 and bfloat16, optimizer states, and memory for copies in bfloat16."""
 
     def __init__(self, task: Task) -> None:
-        shapes = task.buffers
-        self.masters = [flat_buffer(part, torch.float32, number) for number, part in enumerate(shapes)]
-        self.gradients = [flat_buffer(part, torch.float32, 100 + number) for number, part in enumerate(shapes)]
-        self.gradients_16 = [flat_buffer(part, torch.bfloat16, 100 + number) for number, part in enumerate(shapes)]
-        self.copies = [flat_buffer(part, torch.bfloat16, number) for number, part in enumerate(shapes)]
+        def buffers(dtype: torch.dtype, seed: int) -> list[FlatBuffer]:
+            return [flat_buffer(part, dtype, seed + number) for number, part in enumerate(task.buffers)]
+
+        self.masters, self.gradients = buffers(torch.float32, 0), buffers(torch.float32, 100)
+        self.gradients_16, self.copies = buffers(torch.bfloat16, 100), buffers(torch.bfloat16, 0)
         self.parameters = [[nn.Parameter(view) for view in part.views] for part in self.masters]
         self.optimizer = optimizer_of([one for part in self.parameters for one in part])
 
@@ -163,11 +161,9 @@ class Ours(Side):
         self.one_pass = OnePass(self.optimizer)
 
     def step(self) -> None:
-        """Update with gradients in float32."""
         self._step(self.gradients)
 
     def step_16(self) -> None:
-        """Update with gradients in bfloat16."""
         self._step(self.gradients_16)
 
     def _step(self, gradients: list[FlatBuffer]) -> None:
@@ -192,8 +188,7 @@ def check_same(task: Task) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
-    return parse_candidates("offload", __doc__, argv, rounds=ROUNDS, words=WORDS, known=CANDIDATES)
+    return parse_candidates(make_parser("offload", __doc__, rounds=ROUNDS, least=2), argv, WORDS, CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -212,59 +207,35 @@ def update(args: argparse.Namespace) -> None:
     task = SMALL if args.quick else FULL
     check_same(SMALL)
     theirs, ours = Torch(task), Ours(task)
-    steps = {
+    a, b, c = (torch.ones(STREAM_BYTES // 4) for _ in range(3))
+    known = {
         OURS: ours.step,
         TORCH: theirs.step,
         OURS_16: ours.step_16,
         TORCH_16: theirs.step_16,
         ALONE: theirs.update,
+        TRIAD: partial(torch.add, b, c, alpha=SCALE, out=a),  # a = b + s c, of STREAM (McCalpin), in float32
     }
-    steps = {**{name: steps[name] for name in args.names}, TRIAD: triad()}
+    turns = {name: partial(lambda step, _: timed(step), known[name]) for name in (*args.names, TRIAD)}
     times: dict[str, dict[str, Any]] = {}
-    for number in sorted({torch.get_num_threads(), 1}, reverse=True):
-        announce(f"timing {len(steps)} candidates, {counted(number, 'thread')}")
-        with threads(number):
-            turns = {name: partial(lambda step, _: timed(step), step) for name, step in steps.items()}
+    usual = torch.get_num_threads()
+    for number in sorted({usual, 1}, reverse=True):
+        announce(f"timing {len(turns)} candidates, {counted(number, 'thread')}")
+        torch.set_num_threads(number)
+        try:
             seconds = interleave(turns, args.rounds, warmup=WARMUP, what="rounds")
+        finally:
+            torch.set_num_threads(usual)
         times[str(number)] = {name: summary(each) for name, each in seconds.items() if each}
     rates = {
         number: {name: rate(name, task.numel, each["median"]) for name, each in some.items()}
         for number, some in times.items()
     }
     found = list(targets(times))
-    content = {
-        "benchmark": "offload",
-        "quick": args.quick,
-        "parameters": task.numel,
-        "targets": targets_json(found),
-        "seconds": times,
-        "rates": rates,
-    }
-    text = "\n".join(
-        [f"\n{title(content)}\n", target_table(found), *map(partial(threads_table, rates), times, times.values())]
-    )
-    finish(args, "offload", content, text, draw=draw)
-
-
-def triad() -> Callable[[], None]:
-    """Return a = b + s c, the triad of STREAM (McCalpin), on arrays of float32."""
-    a, b, c = (torch.ones(STREAM_BYTES // 4) for _ in range(3))
-
-    def run() -> None:
-        torch.add(b, c, alpha=SCALE, out=a)
-
-    return run
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads for the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    content = {"parameters": task.numel, "seconds": times, "rates": rates}
+    lines = [f"\n{title(content)}\n", target_table(found)]
+    lines += [threads_table(rates[number], number, some) for number, some in times.items()]
+    finish(args, "offload", content, lines, found=found, draw=draw)
 
 
 def rate(name: str, numel: int, seconds: float) -> float:
@@ -283,9 +254,8 @@ def targets(by_threads: Mapping[str, Times]) -> Iterator[Target]:
             yield from at_least(what, ratio(times, theirs, ours), UPDATE_TARGET)
 
 
-def threads_table(all_rates: Mapping[str, Mapping[str, float]], number: str, times: Times) -> str:
+def threads_table(rates: Mapping[str, float], number: str, times: Times) -> str:
     """Return the table of one number of threads."""
-    rates = all_rates[number]
     more = {
         "GB/s": {name: f"{each / 1e9:.1f}" for name, each in rates.items()},
         "of the triad": {name: f"{each / rates[TRIAD]:.2f}" for name, each in rates.items() if TRIAD in rates},
@@ -320,7 +290,6 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return a title that states the task."""
     return f"AdamW on {result['parameters'] / 1e6:.1f} million float32 parameters, clipped, with a copy in bfloat16"
 
 

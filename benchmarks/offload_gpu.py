@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from harness.plot import BLUE, GREY, ORANGE, save
+from harness.ranks import run_child
 from harness.report import step_table
-from harness.run import finish, run_child, stop, until_stopped
-from harness.stats import summary
-from harness.targets import Target, at_least, at_most, target_table, targets_json
+from harness.run import finish
+from harness.stats import covered, summary
+from harness.targets import Target, at_least, at_most, target_table
+from harness.turns import stop, until_stopped
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.models.gpt import GPT
@@ -54,7 +56,6 @@ class Shape:
 
     @property
     def config(self) -> GPTConfig:
-        """Return the model's configuration."""
         return GPTConfig(self.layers, self.heads, self.width, self.context, self.vocabulary)
 
     @property
@@ -100,7 +101,6 @@ class Training:
             torch.cuda.synchronize(self.device)
 
     def timed(self, steps: int, warmup: int) -> list[float]:
-        """Return the seconds of steps."""
         seconds = []
         for number in range(warmup + steps):
             stop.check()
@@ -111,7 +111,6 @@ class Training:
         return seconds
 
     def close(self) -> None:
-        """Release the memory."""
         self.strategy.detach()
         self.optimizer.state.clear()
         if self.device.type == "cuda":
@@ -119,11 +118,8 @@ class Training:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train with and without offload; print, write and draw the result."""
     device = torch.device("cuda", 0)
-    steps: dict[str, Any] = {}
-    pictures: list[Path] = []
-    found: dict[str, int] = {}
+    steps, found, pictures = dict[str, Any](), dict[str, int](), list[Path]()
     with until_stopped:
         for name, offload in ((HERE, None), (OFFLOAD, OPTIMIZER)):
             steps[name], line = measure(offload, device)
@@ -134,13 +130,11 @@ def run(args: argparse.Namespace) -> None:
             found[name] = largest(name)
     reached = list(targets(steps, found))
     content = {
-        "benchmark": "offload-gpu",
         "gpu": torch.cuda.get_device_name(device),
         "parameters": BOTH.config.parameters,
         "steps": steps,
         "memory_fraction": CAP,
         "largest": found,
-        "targets": targets_json(reached),
     }
     more = {
         "TFLOP/s": {name: f"{each['tflop_per_second']:.1f}" for name, each in steps.items()},
@@ -152,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
         lines.append(f"{name}, ms at work in a step: {parts}")
     for name, parameters in found.items():
         lines.append(f"largest model in {CAP:.0%} of the GPU, {name}: {parameters / 1e9:.2f} billion")
-    finish(args, "offload-gpu", content, "\n".join(lines), draw=lambda *_: pictures)
+    finish(args, "offload-gpu", content, lines, found=reached, draw=lambda *_: pictures)
 
 
 def measure(offload: OffloadSettings | None, device: torch.device) -> tuple[dict[str, Any], Timeline]:
@@ -173,7 +167,6 @@ def measure(offload: OffloadSettings | None, device: torch.device) -> tuple[dict
 
 
 def targets(steps: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Target]:
-    """Yield the targets for which the run has figures."""
     if OFFLOAD in steps and HERE in steps:
         value = steps[OFFLOAD]["seconds"]["median"] / steps[HERE]["seconds"]["median"]
         yield from at_most(f"step: {OFFLOAD} / {HERE}", value, STEP_TARGET)
@@ -283,15 +276,7 @@ def kind_of(event: Event) -> str:
 
 def busy(line: Timeline) -> dict[str, float]:
     """Return the busy seconds of each kind, without double counting of concurrent streams or threads."""
-    return {kind: _covered([(a, a + b) for which, a, b in line if which == kind]) for kind in {one[0] for one in line}}
-
-
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total
+    return {kind: covered([(a, a + b) for which, a, b in line if which == kind]) for kind in {one[0] for one in line}}
 
 
 def draw_streams(name: str, line: Timeline, path: Path) -> list[Path]:

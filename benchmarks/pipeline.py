@@ -23,48 +23,20 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.plot import bars, save, save_figure, step_bars
-from harness.report import mpi_name, mpi_slug, step_table, table
-from harness.run import (
-    announce,
-    finish,
-    interleave,
-    main,
-    no_garbage_collection,
-    parse_candidates,
-    process_group,
-    start,
-)
+from harness.ranks import process_group, start
+from harness.report import step_table, table
+from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import Times, ratio, slowest, summary
-from harness.targets import Target, at_least, at_most, target_table, targets_json
-from pipeline_candidates import (
-    ALONE,
-    CANDIDATES,
-    FEW_ONE_F_ONE_B,
-    FEW_ZERO_BUBBLE,
-    FULL,
-    GPIPE,
-    INTERLEAVED,
-    MANY,
-    ONE_F_ONE_B,
-    OURS,
-    SMALL,
-    TORCH,
-    TORCH_GPIPE,
-    TORCH_ONE_F_ONE_B,
-    WORDS,
-    Alone,
-    Candidate,
-    Task,
-    make,
-)
+from harness.targets import Target, at_least, at_most, target_table
+from harness.turns import announce, interleave, no_garbage_collection
+from pipeline_candidates import FULL, MANY, OURS, SMALL, TORCH, WORDS, Alone, Candidate, Name, Task, make
 from pipeline_ideal import Ranks, ScheduleCost, Step, compare, timeline
 
 from hpctrain import trace
@@ -76,22 +48,20 @@ from hpctrain.parallel.pipeline.timeline import Timeline, TimelineSpan
 from hpctrain.train.profile.record import clock_offsets
 
 ROUNDS, WARMUP = 15, 2
-DRAWN = (FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE)  # schedules whose timelines are drawn
+DRAWN = (Name.FEW_ONE_F_ONE_B, Name.FEW_ZERO_BUBBLE)  # schedules whose timelines are drawn
 EFFICIENCY_TARGET, TORCH_TARGET = 0.93, 1.0
 DRIFT_TARGET = 1e-5  # relative
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
-    return parse_candidates("pipeline", __doc__, argv, rounds=ROUNDS, words=WORDS, known=CANDIDATES)
+    return parse_candidates(make_parser("pipeline", __doc__, rounds=ROUNDS, least=2), argv, WORDS, Name)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure all candidates on the ranks of the job."""
     job = start("pipeline")
     torch.set_num_threads(1)
     task, comm = SMALL if args.quick else FULL, job.comm
-    with process_group(comm) if set(args.names) & set(TORCH) else nullcontext():
+    with process_group(comm, needed=bool(set(args.names) & set(TORCH))):
         candidates = {name: make(name, task, comm) for name in args.names}
         announce(f"timing {len(candidates)} candidates", comm)
         drift = differences(comm, candidates, task)
@@ -107,29 +77,19 @@ def run(args: argparse.Namespace) -> None:
     times = {name: summary(slowest([[step.seconds for step in rank[name]] for rank in everyone])) for name in steps}
     found = {name: compare(_schedule(name, job.size), steps[name]) for name in steps if name in OURS}
     reached = list(targets(times, found, drift))
+    cuts = {"stages": task.cuts(job.size)}  # the layers of each chunk of the model
+    if Name.INTERLEAVED in args.names:
+        cuts[Name.INTERLEAVED] = task.cuts(job.size * _chunks(Name.INTERLEAVED))
     content = {
-        "benchmark": "pipeline",
-        "ranks": job.size,
-        "mpi": mpi_name(),
-        "quick": args.quick,
         "task": {**asdict(task), "parameters": sum(each.numel() for each in task.model().parameters())},
-        "cuts": _cuts(task, job.size, args.names),
-        "targets": targets_json(reached),
+        "cuts": cuts,
         "seconds": times,
         "schedules": {name: {**asdict(one), "efficiency": one.efficiency} for name, one in found.items()},
-        "relative_differences_from_one_rank": {name: asdict(one) for name, one in drift.items()},
+        "relative_differences_from_one_rank": drift,
     }
-    typical = {name: _typical(steps[name]) for name in DRAWN if name in found}
-    text = "\n".join([f"\n{title(content)}\n", target_table(reached), tables(times, found, drift)])
-    finish(
-        args,
-        f"pipeline-np{job.size}-{mpi_slug()}",
-        content,
-        text,
-        ranks=job.size,
-        launched=True,
-        draw=partial(draw, timelines=typical),
-    )
+    typical: dict[str, Timeline] = {name: _typical(steps[name]) for name in DRAWN if name in found}
+    lines = [f"\n{title({**content, 'ranks': job.size})}\n", target_table(reached), tables(times, found, drift)]
+    finish(args, "pipeline", content, lines, job=job, found=reached, draw=partial(draw, timelines=typical))
 
 
 def timed_step(comm: Communicator, one: Candidate, task: Task, ahead: float, number: int) -> Step:
@@ -153,12 +113,7 @@ def timed_step(comm: Communicator, one: Candidate, task: Task, ahead: float, num
     return Step(started - ahead, ended - ahead, tuple(sorted(spans, key=lambda one: (one.start, -one.end))))
 
 
-@dataclass(frozen=True)
-class LossAndNorm:
-    """Loss of a batch and norm of all its gradients."""
-
-    loss: float
-    norm: float
+LossAndNorm = dict[str, float]  # "loss" of a batch, and "norm" of all its gradients
 
 
 def differences(comm: Communicator, candidates: Mapping[str, Candidate], task: Task) -> dict[str, LossAndNorm]:
@@ -168,9 +123,7 @@ def differences(comm: Communicator, candidates: Mapping[str, Candidate], task: T
     found = {}
     for name, one in candidates.items():
         value, right = find(comm, one, task), truth[one.microbatches]
-        found[name] = LossAndNorm(
-            abs(value.loss - right.loss) / abs(right.loss), abs(value.norm - right.norm) / right.norm
-        )
+        found[name] = {what: abs(value[what] - right[what]) / abs(right[what]) for what in right}
     return found
 
 
@@ -184,25 +137,17 @@ def find(comm: Communicator, one: Candidate, task: Task) -> LossAndNorm:
     losses = [each for each, _ in everyone if each is not None]
     assert losses, "at least one rank has the loss"
     mean = sum(losses) / len(losses)
-    return LossAndNorm(max(losses, key=lambda each: abs(each - mean)), math.sqrt(sum(each for _, each in everyone)))
+    norm = math.sqrt(sum(each for _, each in everyone))
+    return {"loss": max(losses, key=lambda each: abs(each - mean)), "norm": norm}
 
 
 def _schedule(name: str, ranks: int) -> schedules.Schedule:
-    """Return the schedule of an hpctrain candidate."""
     called, microbatches = OURS[name]
     return schedules.make(called, ranks, microbatches, _chunks(name))
 
 
 def _chunks(name: str) -> int:
     return ParallelSettings(pipe=2, schedule=OURS[name][0]).chunks_a_rank
-
-
-def _cuts(task: Task, ranks: int, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Return the layers of each chunk of the model, for the common partition and for the interleaved schedule."""
-    found = {"stages": task.cuts(ranks)}
-    if INTERLEAVED in names:
-        found[INTERLEAVED] = task.cuts(ranks * _chunks(INTERLEAVED))
-    return found
 
 
 def _typical(steps: Sequence[Ranks]) -> Timeline:
@@ -216,39 +161,36 @@ def _typical(steps: Sequence[Ranks]) -> Timeline:
 
 
 def targets(times: Times, found: Mapping[str, ScheduleCost], drift: Mapping[str, LossAndNorm]) -> Iterator[Target]:
-    """Yield the targets for which the run has figures."""
-    if ONE_F_ONE_B in found:
-        yield Target(f"{ONE_F_ONE_B}: ideal / measured", found[ONE_F_ONE_B].efficiency, EFFICIENCY_TARGET)
-    if FEW_ONE_F_ONE_B in found and FEW_ZERO_BUBBLE in found:
-        zero, one = found[FEW_ZERO_BUBBLE], found[FEW_ONE_F_ONE_B]
-        yield from at_most(f"{FEW_ZERO_BUBBLE} / {FEW_ONE_F_ONE_B}", zero.measured / one.measured, 1.0)
-        yield from at_most(f"{FEW_ZERO_BUBBLE} / ideal 1f1b", zero.measured / one.ideal, 1.0)
-    for theirs, ours in ((TORCH_GPIPE, GPIPE), (TORCH_ONE_F_ONE_B, ONE_F_ONE_B)):
+    if Name.ONE_F_ONE_B in found:
+        yield Target(f"{Name.ONE_F_ONE_B}: ideal / measured", found[Name.ONE_F_ONE_B].efficiency, EFFICIENCY_TARGET)
+    if Name.FEW_ONE_F_ONE_B in found and Name.FEW_ZERO_BUBBLE in found:
+        zero, one = found[Name.FEW_ZERO_BUBBLE], found[Name.FEW_ONE_F_ONE_B]
+        yield from at_most(f"{Name.FEW_ZERO_BUBBLE} / {Name.FEW_ONE_F_ONE_B}", zero.measured / one.measured, 1.0)
+        yield from at_most(f"{Name.FEW_ZERO_BUBBLE} / ideal 1f1b", zero.measured / one.ideal, 1.0)
+    for theirs, ours in ((Name.TORCH_GPIPE, Name.GPIPE), (Name.TORCH_ONE_F_ONE_B, Name.ONE_F_ONE_B)):
         yield from at_least(f"step: {theirs} / {ours}", ratio(times, theirs, ours), TORCH_TARGET)
     for what, words in (("loss", "losses"), ("norm", "norms of gradients")):
-        value = max((getattr(one, what) for one in drift.values()), default=None)
-        yield from at_most(f"{words}: furthest from {ALONE}, relative", value, DRIFT_TARGET)
+        value = max((one[what] for one in drift.values()), default=None)
+        yield from at_most(f"{words}: furthest from {Name.ALONE}, relative", value, DRIFT_TARGET)
 
 
 def tables(times: Times, found: Mapping[str, ScheduleCost], drift: Mapping[str, LossAndNorm]) -> str:
     """Return a table of the steps, and one of the losses of schedules by cause."""
     shares = {name: OURS.get(name, ("", MANY))[1] / MANY for name in times}
-    alone = times.get(ALONE)
+    alone = times.get(Name.ALONE)
     more = {
         "times one rank": (
             {name: f"{alone['median'] * shares[name] / times[name]['median']:.2f}" for name in times} if alone else {}
         ),
-        "loss differs": {name: f"{one.loss:.0e}" for name, one in drift.items()},
-        "gradients": {name: f"{one.norm:.0e}" for name, one in drift.items()},
+        "loss differs": {name: f"{one['loss']:.0e}" for name, one in drift.items()},
+        "gradients": {name: f"{one['norm']:.0e}" for name, one in drift.items()},
     }
     head = ["schedule", "ideal ms", "ideal / measured", "played / measured", "bubble", "simulated", "(p-1)/(m+p-1)"]
     rows = [[*head, "rest of each rank"]]
     for name, one in found.items():
-        bubble = one.bubble
         cells = [f"{one.ideal * 1e3:.1f}", f"{one.efficiency:.3f}", f"{one.played:.3f}"]
-        cells += [f"{share:.1%}" for share in (bubble.measured, bubble.simulated)]
-        cells += ["" if bubble.formula is None else f"{bubble.formula:.1%}"]
-        rows.append([name, *cells, " ".join(f"{each.rest:.1%}" for each in one.shares)])
+        cells += ["" if share is None else f"{share:.1%}" for share in one.bubble.values()]
+        rows.append([name, *cells, " ".join(f"{each['rest']:.1%}" for each in one.shares)])
     return step_table("step", times, more) + (f"\n{table(rows)}\n" if found else "")
 
 
@@ -257,7 +199,7 @@ def draw(result: dict[str, Any], path: Path, timelines: Mapping[str, Timeline] |
     times = result["seconds"]
 
     def fill(figure: Any) -> None:
-        axes, rows = figure.subplots(), step_bars(times, own=[ALONE])
+        axes, rows = figure.subplots(), step_bars(times, own=[Name.ALONE])
         ideals = {name: one["ideal"] * 1e3 for name, one in result["schedules"].items()}
         rows = [
             replace(one, text=f"{one.text}   ({ideals[one.name]:.0f} ideal)") if one.name in ideals else one
@@ -280,7 +222,6 @@ def draw(result: dict[str, Any], path: Path, timelines: Mapping[str, Timeline] |
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return a title that states the task."""
     task = result["task"]
     shape = f"GPT of {task['layers']} layers, width {task['width']}, on {result['ranks']} ranks"
     return f"{shape}, microbatches of {task['context']} tokens"

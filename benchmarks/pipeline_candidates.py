@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from enum import StrEnum
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +18,40 @@ from hpctrain.parallel.pipeline.partition import balance
 from hpctrain.parallel.wrap import attach
 
 MANY, FEW = 8, 4  # microbatches
-ALONE = "one rank alone"
-NAIVE, GPIPE, ONE_F_ONE_B = "hpctrain naive", "hpctrain gpipe", "hpctrain 1f1b"
-INTERLEAVED, ZERO_BUBBLE = "hpctrain interleaved", "hpctrain zb-h1"
-FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE = f"{ONE_F_ONE_B} m={FEW}", f"{ZERO_BUBBLE} m={FEW}"
-TORCH_GPIPE, TORCH_ONE_F_ONE_B = "torch GPipe + gloo", "torch 1F1B + gloo"
+
+
+class Name(StrEnum):
+    """Candidates."""
+
+    ALONE = "one rank alone"
+    NAIVE = "hpctrain naive"
+    GPIPE = "hpctrain gpipe"
+    ONE_F_ONE_B = "hpctrain 1f1b"
+    INTERLEAVED = "hpctrain interleaved"
+    ZERO_BUBBLE = "hpctrain zb-h1"
+    FEW_ONE_F_ONE_B = "hpctrain 1f1b m=4"
+    FEW_ZERO_BUBBLE = "hpctrain zb-h1 m=4"
+    TORCH_GPIPE = "torch GPipe + gloo"
+    TORCH_ONE_F_ONE_B = "torch 1F1B + gloo"
+
+
 # Schedule and microbatches of hpctrain's candidates.
 OURS: dict[str, tuple[Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1"], int]] = {
-    NAIVE: ("naive", MANY),
-    GPIPE: ("gpipe", MANY),
-    ONE_F_ONE_B: ("1f1b", MANY),
-    INTERLEAVED: ("interleaved", MANY),
-    ZERO_BUBBLE: ("zb-h1", MANY),
-    FEW_ONE_F_ONE_B: ("1f1b", FEW),
-    FEW_ZERO_BUBBLE: ("zb-h1", FEW),
+    Name.NAIVE: ("naive", MANY),
+    Name.GPIPE: ("gpipe", MANY),
+    Name.ONE_F_ONE_B: ("1f1b", MANY),
+    Name.INTERLEAVED: ("interleaved", MANY),
+    Name.ZERO_BUBBLE: ("zb-h1", MANY),
+    Name.FEW_ONE_F_ONE_B: ("1f1b", FEW),
+    Name.FEW_ZERO_BUBBLE: ("zb-h1", FEW),
 }
-TORCH = {TORCH_GPIPE: "ScheduleGPipe", TORCH_ONE_F_ONE_B: "Schedule1F1B"}
-CANDIDATES = (ALONE, *OURS, *TORCH)
+TORCH: dict[str, str] = {Name.TORCH_GPIPE: "ScheduleGPipe", Name.TORCH_ONE_F_ONE_B: "Schedule1F1B"}
+# The words on the command line.
 WORDS = {
-    "alone": ALONE,
+    "alone": Name.ALONE,
     **{name.removeprefix("hpctrain ").replace(" m=", "-"): name for name in OURS},
-    "torch-gpipe": TORCH_GPIPE,
-    "torch-1f1b": TORCH_ONE_F_ONE_B,
+    "torch-gpipe": Name.TORCH_GPIPE,
+    "torch-1f1b": Name.TORCH_ONE_F_ONE_B,
 }
 BYTES = 256
 
@@ -74,26 +87,25 @@ class Task:
 FULL, SMALL = Task(), Task(width=32, layers=4, heads=2, context=16)
 
 
-class Candidate(Protocol):
+class Candidate:
     """Candidate of the benchmark; all ranks construct it and call its ``step`` together."""
 
-    microbatches: int
-    model: nn.Module  # the part of the model on this rank
+    def __init__(self, model: nn.Module, microbatches: int = MANY) -> None:
+        self.model, self.microbatches = model, microbatches  # the part of the model on this rank
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
         """Compute the gradients of the parameters; return the loss on ranks that know it, else None."""
+        raise NotImplementedError
 
 
-class Alone:
+class Alone(Candidate):
     """Computation of all microbatches on the first rank, one after the other, while the others wait."""
 
     def __init__(self, task: Task, comm: Communicator, microbatches: int = MANY) -> None:
-        self.microbatches = microbatches
         self.rests = comm.rank > 0
-        self.model: nn.Module = nn.Identity() if self.rests else task.model()
+        super().__init__(nn.Identity() if self.rests else task.model(), microbatches)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Accumulate the gradients of the microbatches."""
         if self.rests:
             return None
         total = torch.zeros(())
@@ -104,30 +116,27 @@ class Alone:
         return total.item()
 
 
-class Ours:
+class Ours(Candidate):
     """Pipeline of hpctrain over all ranks."""
 
     def __init__(self, name: str, task: Task, comm: Communicator) -> None:
-        schedule, self.microbatches = OURS[name]
-        self.model: nn.Module = task.model()
-        settings = ParallelSettings(pipe=comm.size, schedule=schedule, microbatches=self.microbatches)
+        schedule, microbatches = OURS[name]
+        super().__init__(task.model(), microbatches)
+        settings = ParallelSettings(pipe=comm.size, schedule=schedule, microbatches=microbatches)
         self._strategy, self._objective = attach(self.model, comm, settings), Objective(cross_entropy)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Run the schedule."""
         return self._strategy.forward_backward(inputs, targets, self._objective).item()
 
 
-class Torch:
+class Torch(Candidate):
     """Pipeline of torch with the same layers on the same ranks."""
-
-    microbatches = MANY
 
     def __init__(self, name: str, task: Task, comm: Communicator) -> None:
         from torch.distributed import pipelining
 
         whole = task.model()
-        self.model: nn.Module = nn.Sequential(*(whole.get_submodule(one) for one in task.cuts(comm.size)[comm.rank]))
+        super().__init__(nn.Sequential(*(whole.get_submodule(one) for one in task.cuts(comm.size)[comm.rank])))
         self._first, self._last = comm.rank == 0, comm.rank == comm.size - 1
         stage = pipelining.PipelineStage(self.model, comm.rank, comm.size, torch.device("cpu"))
         # Dividing the loss has no cost; by default torch scales every gradient in the end.
@@ -137,7 +146,6 @@ class Torch:
         return cross_entropy(outputs, targets) / MANY
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Run the schedule."""
         given = (inputs,) if self._first else ()
         if not self._last:
             self._schedule.step(*given)
@@ -149,4 +157,6 @@ class Torch:
 
 def make(name: str, task: Task, comm: Communicator) -> Candidate:
     """Return a candidate. Collective."""
-    return Alone(task, comm) if name == ALONE else Ours(name, task, comm) if name in OURS else Torch(name, task, comm)
+    return (
+        Alone(task, comm) if name == Name.ALONE else Ours(name, task, comm) if name in OURS else Torch(name, task, comm)
+    )

@@ -8,8 +8,10 @@ on the machine slow passes down.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from harness.stats import covered
 
 from hpctrain.parallel.pipeline.schedules import Action, ActionKind, Schedule
 from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Costs, Timeline, TimelineSpan, simulate
@@ -29,30 +31,10 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Return the duration."""
         return self.end - self.start
 
 
 Ranks = Sequence[Step]  # one step of all ranks
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Shares of a rank's step: passes, sending, waiting for others, and the rest."""
-
-    passes: float
-    sending: float
-    waiting: float
-    rest: float
-
-
-@dataclass(frozen=True)
-class Bubble:
-    """Idle share of all ranks: measured, simulated, and by the formula if there is one."""
-
-    measured: float
-    simulated: float
-    formula: float | None
 
 
 @dataclass(frozen=True)
@@ -62,8 +44,8 @@ class ScheduleCost:
     measured: float
     ideal: float
     played: float
-    bubble: Bubble
-    shares: list[Shares]  # of each rank
+    bubble: dict[str, float | None]  # idle share of all ranks: measured, simulated, by the formula if there is one
+    shares: list[dict[str, float]]  # of each rank's step: passes, sending, waiting for others, and the rest
     medians: dict[str, list[float | None]]  # of each kind of pass, by chunk
 
     @property
@@ -81,11 +63,11 @@ def compare(schedule: Schedule, steps: Sequence[Ranks]) -> ScheduleCost:
         measured=statistics.median(seconds(ranks) for ranks in steps),
         ideal=simulated.makespan,
         played=statistics.median(played(schedule, ranks) / seconds(ranks) for ranks in steps),
-        bubble=Bubble(
-            statistics.median(timeline(ranks).bubble for ranks in steps),
-            simulated.bubble,
-            formula if schedule.name in FORMULA else None,
-        ),
+        bubble={
+            "measured": statistics.median(timeline(ranks).bubble for ranks in steps),
+            "simulated": simulated.bubble,
+            "formula": formula if schedule.name in FORMULA else None,
+        },
         shares=[shares([ranks[rank] for ranks in steps]) for rank in range(schedule.ranks)],
         medians=medians,
     )
@@ -100,13 +82,12 @@ def timeline(ranks: Ranks) -> Timeline:
     """Return the spans of all ranks from the first pass to the last."""
     passes = [span for step in ranks for span in step.spans if span.name in PASSES]
     begin, end = min(span.start for span in passes), max(span.end for span in passes)
-    return Timeline(tuple(tuple(_within(step.spans, begin, end)) for step in ranks))
 
+    def within(span: TimelineSpan) -> TimelineSpan:
+        return replace(span, start=max(span.start, begin), end=min(span.end, end))
 
-def _within(spans: Iterable[TimelineSpan], begin: float, end: float) -> Iterable[TimelineSpan]:
-    for span in spans:
-        if span.name in (*WORK, *WAITS) and span.start < end and span.end > begin:
-            yield TimelineSpan(span.name, max(span.start, begin), min(span.end, end), span.chunk, span.microbatch)
+    shown = [[one for one in step.spans if one.name in (*WORK, *WAITS)] for step in ranks]
+    return Timeline(tuple(tuple(within(one) for one in row if one.start < end and one.end > begin) for row in shown))
 
 
 def medians_of(schedule: Schedule, steps: Sequence[Ranks]) -> dict[str, list[float | None]]:
@@ -114,26 +95,22 @@ def medians_of(schedule: Schedule, steps: Sequence[Ranks]) -> dict[str, list[flo
     found: dict[tuple[str, int | None], list[float]] = {}
     for span in (span for ranks in steps for step in ranks for span in step.spans):
         found.setdefault((span.name, span.chunk), []).append(span.end - span.start)
+    keys = {word: [(word, chunk) for chunk in range(schedule.chunks)] for word in PASSES}
     return {
-        word: [statistics.median(found[word, chunk]) if (word, chunk) in found else None for chunk in _chunks(schedule)]
-        for word in PASSES
-        if any((word, chunk) in found for chunk in _chunks(schedule))
+        word: [statistics.median(found[key]) if key in found else None for key in each]
+        for word, each in keys.items()
+        if any(key in found for key in each)
     }
 
 
 def costs_of(schedule: Schedule, medians: Mapping[str, Sequence[float | None]]) -> Costs:
     """Return the costs for a simulation; passes that did not occur cost 0, as they are not simulated."""
 
-    def of(kind: ActionKind) -> list[float]:
-        return [each or 0.0 for each in medians.get(kind.word, [0.0] * schedule.chunks)]
-
-    return Costs(
-        of(ActionKind.FORWARD),
-        of(ActionKind.BACKWARD),
-        of(ActionKind.INPUT),
-        of(ActionKind.WEIGHT),
-        of(ActionKind.UPDATE),
+    forward, backward, inputs, weight, update = (
+        [each or 0.0 for each in medians.get(kind.word, [0.0] * schedule.chunks)]
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT, ActionKind.UPDATE)
     )
+    return Costs(forward, backward, inputs, weight, update)
 
 
 @dataclass(frozen=True)
@@ -143,7 +120,6 @@ class _Single(Costs):
     times: Mapping[Action, float] = field(default_factory=dict)
 
     def of(self, action: Action) -> float:
-        """Return the time of this pass."""
         return self.times[action]
 
 
@@ -160,26 +136,18 @@ def played(schedule: Schedule, ranks: Ranks) -> float:
     return simulate(schedule, _Single(nothing, nothing, nothing, nothing, nothing, times=times)).makespan
 
 
-def shares(steps: Sequence[Step]) -> Shares:
+def shares(steps: Sequence[Step]) -> dict[str, float]:
     """Return the shares of one rank's steps, as medians."""
 
     def median(names: Sequence[str]) -> float:
-        return statistics.median(covered(step, names) / step.seconds for step in steps)
+        return statistics.median(share_of(step, names) for step in steps)
 
-    everything = (*PASSES, *WAITS)
-    waiting = tuple(word for word in WAITS if word != SENDING)
-    return Shares(median(PASSES), median([SENDING]), median(waiting), 1 - median(everything))
-
-
-def covered(step: Step, names: Sequence[str]) -> float:
-    """Return the seconds of a step that spans of these names cover."""
-    total, until = 0.0, step.start
-    for span in step.spans:  # ordered by their start
-        if span.name in names:
-            total += max(min(span.end, step.end) - max(span.start, until), 0.0)
-            until = max(until, span.end)
-    return total
+    waiting = [word for word in WAITS if word != SENDING]
+    rest = 1 - median((*PASSES, *WAITS))
+    return {"passes": median(PASSES), "sending": median([SENDING]), "waiting": median(waiting), "rest": rest}
 
 
-def _chunks(schedule: Schedule) -> range:
-    return range(schedule.chunks)
+def share_of(step: Step, names: Collection[str]) -> float:
+    """Return the fraction of a step that spans of these names cover."""
+    spans = [(max(span.start, step.start), min(span.end, step.end)) for span in step.spans if span.name in names]
+    return covered(spans) / step.seconds

@@ -11,7 +11,6 @@ has a run in each round, and the median over all of them counts.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -21,17 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from forecast import train_command, write_config, write_samples
+from harness.ranks import run_child
 from harness.report import table
-from harness.run import announce, check_names, finish, main, make_parser, mpiexec, run_child, split, stop, until_stopped
+from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import summary
+from harness.turns import announce, stop, until_stopped
 
 from hpctrain.cluster.launcher import without_launcher
-from hpctrain.data.dataset import write_arrays
-from hpctrain.data.pack import pack
 from hpctrain.errors import UsageError
-from hpctrain.forecast.facts import facts_of
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import PlannedRun, facts_of
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.forecast.time_step import StepTime
 from hpctrain.train.config import Settings, load
@@ -40,13 +38,13 @@ from hpctrain.train.metrics import read
 WARM = 4  # first steps, which initialize state for later ones
 LONGEST = 600.0  # seconds that a run may take
 TOLERANCE = 0.2
-MODELS = {
-    "gpt": ("model.name=gpt-tiny", "model.layers=6", "model.heads=8", "model.width=256", "model.context=128"),
-    "convnet": ("model.name=convnet", "model.options={channels = [32, 64, 128]}", "data.format=arrays"),
+SMALL: dict[str, dict[str, Any]] = {"gpt": {"name": "gpt-tiny"}, "convnet": {"name": "convnet"}}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {**SMALL["gpt"], "layers": 6, "heads": 8, "width": 256, "context": 128},
+    "convnet": {**SMALL["convnet"], "options": {"channels": [32, 64, 128]}},
 }
-SMALL = {"gpt": ("model.name=gpt-tiny",), "convnet": ("model.name=convnet", "data.format=arrays")}
-BATCH = {"gpt": 8, "convnet": 128}
-PIXELS, CLASSES, SAMPLES = 32, 10, 1024
+FORMAT, BATCH = {"gpt": "tokens", "convnet": "arrays"}, {"gpt": 8, "convnet": 128}
+PIXELS, SAMPLES = 32, 1024
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name of the case in lists."""
         return f"{self.model} {self.strategy} on {self.ranks}"
 
     @property
@@ -92,88 +89,59 @@ class Outcome:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
     parser = make_parser("planning", __doc__, rounds=2)
     parser.add_argument("--steps", type=int, default=24, help="steps of each run")
-    parser.add_argument("--without", default="", help="cases to leave out, as in 'convnet ddp on 4,gpt pipe on 2'")
-    args = parser.parse_args(argv)
-    if args.steps < WARM + 2 or args.rounds < 1:
-        raise UsageError(f"{args.steps} steps in {args.rounds} rounds: at least {WARM + 2} and 1 are needed")
-    known = {case.name: case for case in CASES}
-    without = check_names("case", split(args.without), known)
-    args.cases = [case for name, case in known.items() if name not in without]
-    if not args.cases:
-        raise UsageError("every case is left out")
+    names = [case.name for case in CASES]
+    args = parse_candidates(parser, argv, names, names, "case")
+    if args.steps < WARM + 2:
+        raise UsageError(f"{args.steps} steps: at least {WARM + 2} are needed")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
-    """Forecast every case, run it, and report both results."""
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="hpctrain-planning-") as name, until_stopped:
         folder = Path(name)
-        configs = write_configs(args, folder)
-        for case in args.cases:
-            stop.check()
-            announce(f"forecasting {case.name}")
-            outcomes.append(Outcome(case, forecast(load(configs[case.model], case.assignments), case.ranks), []))
+        for case in CASES:
+            if case.name in args.names:
+                stop.check()
+                announce(f"forecasting {case.name}")
+                outcomes.append(
+                    Outcome(case, forecast(load(config(args, case.model, folder), case.assignments), case), [])
+                )
         for number in range(args.rounds):
             for outcome in outcomes:
                 announce(f"round {number + 1}: {outcome.case.name}")
-                outcome.seconds += train(configs[outcome.case.model], outcome.case, folder / f"run{number}")
+                outcome.seconds += train(
+                    config(args, outcome.case.model, folder), outcome.case, folder / f"run{number}"
+                )
     report(args, [one for one in outcomes if one.seconds])
 
 
-def write_configs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Write data and settings of each requested model; return the files of the settings."""
-    models, found = SMALL if args.quick else MODELS, {}
-    for model in dict.fromkeys(case.model for case in args.cases):
-        data = folder / f"{model}.h5"
-        (write_text if model == "gpt" else write_images)(data)
-        assignments: dict[str, Any] = {name: value for name, _, value in (one.partition("=") for one in models[model])}
-        assignments |= {"data.files": json.dumps([str(data)]), "train.steps": args.steps, "train.batch": BATCH[model]}
-        assignments |= {"train.evaluate_every": 0, "checkpoint.every": args.steps, "data.validation_samples": 8}
-        found[model] = folder / f"{model}.toml"
-        found[model].write_text("".join(f"{name} = {_toml(value)}\n" for name, value in assignments.items()))
-    return found
+def config(args: argparse.Namespace, model: str, folder: Path) -> Path:
+    """Write data and settings of a model, unless they exist; return the file of the settings."""
+    shape = (3, PIXELS, PIXELS) if model == "convnet" else ()
+    data = write_samples(folder / f"{model}.h5", shape, SAMPLES, 64)
+    sections = {
+        "model": (SMALL if args.quick else MODELS)[model],
+        "data": {"files": [str(data)], "format": FORMAT[model], "validation_samples": 8},
+        "train": {"steps": args.steps, "batch": BATCH[model], "evaluate_every": 0},
+        "checkpoint": {"every": args.steps},
+    }
+    return write_config(folder / f"{model}.toml", sections)
 
 
-def _toml(value: object) -> str:
-    text = str(value)
-    return text if text[0] in "[{0123456789" else json.dumps(text)
-
-
-def write_text(path: Path) -> None:
-    """Write tokens: a text of random letters, in a single file whose end is the validation split."""
-    source = path.with_suffix(".txt")
-    letters = np.random.default_rng(0).integers(97, 123, size=2**19, dtype=np.uint8)
-    source.write_bytes(letters.tobytes())
-    pack([source], path)
-
-
-def write_images(path: Path) -> None:
-    """Write random images with classes."""
-    chance = np.random.default_rng(0)
-
-    def pair(samples: int) -> tuple[Any, Any]:
-        images = chance.random((samples, 3, PIXELS, PIXELS), dtype=np.float32)
-        return images, np.arange(samples, dtype=np.int64) % CLASSES
-
-    write_arrays(path, train=pair(SAMPLES), validation=pair(64))
-
-
-def forecast(settings: Settings, ranks: int) -> StepTime:
+def forecast(settings: Settings, case: Case) -> StepTime:
     """Return the forecast time of a step, before any run."""
-    run = PlannedRun(settings, facts_of(settings), ranks, ranks)
+    run = PlannedRun(settings, facts_of(settings), case.ranks, case.ranks)
     return Forecasts(run).step(run)
 
 
 def train(config: Path, case: Case, folder: Path) -> list[float]:
     """Train, and return the seconds of all steps except the first ones."""
     where = folder / case.name.replace(" ", "-")
-    launcher = mpiexec(case.ranks) if case.ranks > 1 else []
     options = [part for one in [*case.assignments, f"run.folder={where}"] for part in ("--set", one)]
-    command = [*launcher, sys.executable, "-m", "hpctrain", "train", str(config), *options]
+    command = train_command(config, case.ranks, options)
     done = run_child(command, timeout=LONGEST, env=without_launcher(os.environ))
     if done.returncode:
         raise UsageError(f"{case.name} ended with exit code {done.returncode}: {done.stderr.strip()[-400:]}")
@@ -181,7 +149,6 @@ def train(config: Path, case: Case, folder: Path) -> list[float]:
 
 
 def report(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
-    """Print and write the results of the forecasts."""
     rows = [["", "forecast ms", "median ms", "least ms", "forecast / median", "forecast / least"]]
     for one in outcomes:
         median, least = statistics.median(one.seconds), min(one.seconds)
@@ -189,13 +156,12 @@ def report(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
         cells = [f"{value * 1e3:.1f}" for value in (seconds, median, least)]
         rows.append([one.case.name, *cells, f"{one.ratio:.2f}", f"{seconds / least:.2f}"])
     far = [one.case.name for one in outcomes if not 1 - TOLERANCE <= one.ratio <= 1 + TOLERANCE]
-    text = f"{table(rows)}\n\nwithin {TOLERANCE:.0%} of the median: {len(outcomes) - len(far)} of {len(outcomes)}"
     cases = {
         one.case.name: {"forecast": one.forecast.as_dict(), "measured": summary(one.seconds), "ratio": one.ratio}
         for one in outcomes
     }
-    content = {"benchmark": "planning", "quick": args.quick, "tolerance": TOLERANCE, "far": far, "cases": cases}
-    finish(args, "planning", content, text)
+    lines = [table(rows), f"\nwithin {TOLERANCE:.0%} of the median: {len(outcomes) - len(far)} of {len(outcomes)}"]
+    finish(args, "planning", {"tolerance": TOLERANCE, "far": far, "cases": cases}, lines)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from harness.ranks import end_child, mpiexec, refuse, run_child
 from harness.report import table
-from harness.run import end_child, finish, interleave, main, make_parser, mpiexec, refuse, run_child, stop
+from harness.run import finish, main, make_parser
 from harness.stats import summary
-from harness.targets import at_most, target_table, targets_json
+from harness.targets import at_most, target_table
+from harness.turns import interleave, stop
 
 TARGET = 1.15
 LONGEST = 120.0  # seconds that a process may take
@@ -47,14 +49,12 @@ with job.run(model, optimizer, batches, checkpoints={folder!r}) as run:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
     parser = make_parser("startup", __doc__, rounds=7, quick=False)
     parser.add_argument("--ranks", type=int, default=2)
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, print and write the result."""
     launcher = [*mpiexec(args.ranks), sys.executable]
     turns = {
         IMPORT: lambda _: [concurrent_imports(args.ranks)],
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> None:
     if len(times) == len(values):
         ratio = times["first step begun"]["median"] / (times[IMPORT]["median"] + times[START]["median"])
     found = list(at_most(f"first step begun / ({IMPORT} + {START})", ratio, TARGET))
-    content = {"benchmark": "startup", "ratio": ratio, "targets": targets_json(found), "seconds": times}
     rows = [["", "median s", "min", "max"]]
     rows += [[name, *(f"{time[key]:.2f}" for key in ("median", "min", "max"))] for name, time in times.items()]
-    finish(args, f"startup-np{args.ranks}", content, f"{target_table(found)}\n{table(rows)}", ranks=args.ranks)
+    content, lines = {"ratio": ratio, "seconds": times}, [target_table(found), table(rows)]
+    finish(args, "startup", content, lines, file=f"startup-np{args.ranks}", ranks=args.ranks, found=found)
 
 
 def concurrent_imports(ranks: int) -> float:

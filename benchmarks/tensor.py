@@ -20,17 +20,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness.plot import bars, save, step_bars
-from harness.report import mpi_name, mpi_slug, step_table
-from harness.run import announce, finish, interleave, main, parse_candidates, process_group, start, stop, timed
-from harness.stats import Times, differences, ratio, summaries
-from harness.targets import Target, at_least, target_table, targets_json
+from harness.ranks import process_group, start
+from harness.report import step_table
+from harness.run import finish, main, make_parser, parse_candidates
+from harness.stats import Seconds, Times, differences, ratio, summaries
+from harness.targets import Target, at_least, target_table
+from harness.training import Training, time_all
+from harness.turns import stop, timed
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
@@ -43,7 +45,6 @@ CANDIDATES = (ALONE, OURS, DTENSOR)
 WORDS = {"alone": ALONE, "torch-dtensor": DTENSOR}
 ROUNDS, WARMUP = 20, 3
 IDEAL_TARGET, TORCH_TARGET = 0.92, 1.15
-FUSED, FOREACH = "AdamW fused", "AdamW foreach"
 PLAN = {"*.fc": "column", "*.project": "row"}
 
 
@@ -93,40 +94,22 @@ class Task:
 FULL, SMALL = Task(), Task(blocks=2, width=32, tokens=16)
 
 
-class Candidate:
-    """Training setup of the same model; all ranks construct each candidate and call its ``step`` together."""
+class Candidate(Training):
+    """Training setup of the same model; all ranks construct each candidate and call its ``turn`` together."""
 
     def __init__(self, name: str, task: Task, comm: Communicator) -> None:
-        self.name, self.task = name, task
-        self.rests = name == ALONE and comm.rank > 0  # idle while the first rank computes
-        self.model: nn.Module = task.model()
+        self.task = task
+        self._rests = name == ALONE and comm.rank > 0  # idle while the first rank computes
+        model: nn.Module = task.model()
         if name == OURS:
-            apply(self.model, comm, PLAN)
+            apply(model, comm, PLAN)
         elif name == DTENSOR:
-            self.model = _as_dtensors(self.model, comm.size)
-        self.losses: list[float] = []
-        self._choose(fused=True)
+            model = _as_dtensors(model, comm.size)
+        super().__init__(model, nn.functional.mse_loss, fused=name != DTENSOR)
 
-    def _choose(self, *, fused: bool) -> None:
-        self.optimizer_name = FUSED if fused else FOREACH
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
-
-    def step(self, number: int) -> None:
-        """Run one step, from forward to optimizer step."""
-        if self.rests:
-            return
-        inputs, targets = self.task.batch(number)
-        loss = nn.functional.mse_loss(self.model(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        try:
-            self.optimizer.step()
-        except (RuntimeError, NotImplementedError):
-            if self.name != DTENSOR or self.optimizer_name == FOREACH or self.losses:
-                raise
-            self._choose(fused=False)  # the first step, if the fused kernel does not support DTensors
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.losses.append(float(loss.detach()))
+    def turn(self, number: int) -> None:
+        if not self._rests:
+            self.step(*self.task.batch(number))
 
 
 def _as_dtensors(model: nn.Module, size: int) -> nn.Module:
@@ -140,53 +123,46 @@ def _as_dtensors(model: nn.Module, size: int) -> nn.Module:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the checked options."""
-    return parse_candidates("tensor", __doc__, argv, rounds=ROUNDS, words=WORDS, known=CANDIDATES)
+    return parse_candidates(make_parser("tensor", __doc__, rounds=ROUNDS, least=2), argv, WORDS, CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure all candidates on the ranks of the job."""
     job = start("tensor")
     task, comm = SMALL if args.quick else FULL, job.comm
-    with process_group(comm) if DTENSOR in args.names else nullcontext():
+    with process_group(comm, needed=DTENSOR in args.names):
         candidates = {name: Candidate(name, task, comm) for name in args.names}
-        seconds = measure(comm, candidates, task, args.rounds)
+        seconds, losses = measure(comm, candidates, task, args.rounds)
         counts = {} if stop.number else count(comm, candidates.get(OURS), WARMUP + args.rounds)
-        losses = {name: one.losses for name, one in candidates.items()}
-        gathered, all_losses, all_counts = zip(*comm.all_gather_object((seconds, losses, counts)))
+        all_counts = comm.all_gather_object(counts)
     if job.rank:
         return
-    times = summaries(gathered)
+    times = summaries(seconds)
     most = {part: max(one[part] for one in all_counts) for part in counts}
     found = list(targets(times, most, task, job.size))
-    drift = differences(all_losses[:1], ALONE)  # rank 0 alone has all losses
+    drift = differences(losses[:1], ALONE)  # rank 0 alone has all losses
+    optimizers = {name: one.optimizer_name for name, one in candidates.items()}
     content = {
-        "benchmark": "tensor",
-        "ranks": job.size,
-        "mpi": mpi_name(),
-        "quick": args.quick,
         "task": asdict(task),
-        "targets": targets_json(found),
         "seconds": times,
-        "optimizers": {name: one.optimizer_name for name, one in candidates.items()},
+        "optimizers": optimizers,
         "reductions": most,
         "bytes_a_reduction": 4 * task.message,
         "largest_relative_loss_differences": drift,
     }
     ratios = {name: f"{value:.2f}" for name in times if (value := ratio(times, name, OURS))}
-    lines = [f"\n{title(content)}\n", target_table(found)]
-    lines.append(step_table("step", times, {f"/ {OURS}": ratios, "optimizer": content["optimizers"]}))
+    lines = [f"\n{title({**content, 'ranks': job.size})}\n", target_table(found)]
+    lines.append(step_table("step", times, {f"/ {OURS}": ratios, "optimizer": optimizers}))
     lines += [
         f"losses of {name} differ from those of one rank by at most {value:.1e} (relative)"
         for name, value in drift.items()
     ]
-    finish(
-        args, f"tensor-np{job.size}-{mpi_slug()}", content, "\n".join(lines), ranks=job.size, launched=True, draw=draw
-    )
+    finish(args, "tensor", content, lines, job=job, found=found, draw=draw)
 
 
-def measure(comm: Communicator, candidates: Mapping[str, Candidate], task: Task, rounds: int) -> dict[str, list[float]]:
-    """Return this rank's seconds of each timed step, by candidate, and of the communication alone. Collective."""
+def measure(
+    comm: Communicator, candidates: Mapping[str, Candidate], task: Task, rounds: int
+) -> tuple[list[Seconds], list[Seconds]]:
+    """Return the seconds of steps and of the communication alone, and the losses, of all ranks. Collective."""
     room = comm.empty(task.message).zero_()
 
     def messages(_: int) -> None:
@@ -196,14 +172,12 @@ def measure(comm: Communicator, candidates: Mapping[str, Candidate], task: Task,
     def turn(step: Callable[[int], None]) -> Callable[[int], float]:
         return lambda number: timed(lambda: step(number), comm)
 
-    announce(f"timing {len(candidates)} candidates", comm)
-    turns = {name: turn(one.step) for name, one in candidates.items()}
-    turns[MESSAGES] = turn(messages)
-    return interleave(turns, rounds, warmup=WARMUP, comm=comm, what="rounds")
+    turns = {name: turn(one.turn) for name, one in candidates.items()} | {MESSAGES: turn(messages)}
+    return time_all(comm, candidates, turns, rounds, WARMUP)
 
 
 def count(comm: Communicator, one: Candidate | None, number: int) -> dict[str, int]:
-    """Return the number of reductions in one more step of hpctrain: ``forward``, ``backward`` and total."""
+    """Return the number of reductions in one more step of hpctrain, by part of the step."""
     if one is None:
         return {}
     inputs, answers = one.task.batch(number)
@@ -225,7 +199,6 @@ def _reductions(recorder: Recorder) -> int:
 
 
 def targets(times: Times, counts: Mapping[str, int], task: Task, ranks: int) -> Iterator[Target]:
-    """Yield the targets for which the run has figures."""
     if ALONE in times and OURS in times:
         value = ideal(times, ranks) / times[OURS]["median"]
         yield Target(f"({ALONE} / {ranks} + {MESSAGES}) / {OURS}", value, IDEAL_TARGET)
@@ -256,7 +229,6 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return a title that states the task."""
     task = result["task"]
     return f"{task['blocks']} MLP blocks of width {task['width']}, {task['tokens']} tokens, {result['ranks']} ranks"
 

@@ -67,13 +67,15 @@ def provenance(ranks: int, *, launched: bool) -> dict[str, Any]:
     """Return the provenance of a result: date, machine, software and command; ``launched`` by ``mpiexec``."""
     import torch
 
+    from hpctrain.train.calibration import processor
+
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([*(["mpiexec", "-n", str(ranks)] if launched else []), "python", *sys.argv]),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "--", "hpctrain", "benchmarks/*.py")),
         "machine": socket.gethostname(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "load": [round(value, 2) for value in os.getloadavg()],
         "system": platform.platform(),
@@ -96,13 +98,6 @@ def mpi_name() -> str:
 def mpi_slug() -> str:
     """Return the name of the MPI library as part of a file name: mpich, openmpi."""
     return re.sub("[^a-z]", "", mpi_name().lower())
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _git(*words: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Seconds = Mapping[str, Sequence[float]]  # of each repeat, by candidate
@@ -24,15 +24,6 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
         "max": ordered[-1],
         "repeats": len(ordered),
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, with linear interpolation."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -81,3 +72,12 @@ def spreads(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, ...
                     else [each for each in item.values() if type(each) in (str, int)]
                 )
                 yield from spreads(item, (*path, " ".join(map(str, words))))
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of spans, each a begin and an end."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

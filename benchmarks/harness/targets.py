@@ -22,7 +22,6 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Return whether the figure reaches its target."""
         return self.value >= self.target if self.at_least else self.value <= self.target
 
     @property
@@ -50,7 +49,6 @@ def target_table(found: Iterable[Target]) -> str:
 
 
 def targets_json(found: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return targets as plain values."""
     return [{"what": one.what, "value": one.value, "wanted": one.wanted, "met": one.met} for one in found]
 
 

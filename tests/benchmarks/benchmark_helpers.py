@@ -1,17 +1,11 @@
-"""Parts of the benchmarks' tests: options that make passes on, texts of pictures, words of refusals."""
+"""Parts of the benchmarks' tests: options that make passes on, texts of pictures."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import pytest
-
-from hpctrain.errors import UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TIME = {"median": 0.5, "quartile_1": 0.4, "quartile_3": 0.6, "min": 0.3, "max": 0.7, "repeats": 5}
@@ -32,18 +26,7 @@ def jobs_of_make(*words: str) -> list[list[str]]:
     return [line[:-1].split("|") for line in done.stdout.splitlines()]
 
 
-def options_of_make(*words: str) -> list[str]:
-    """Return the options of the last program that a target of the Makefile starts."""
-    return jobs_of_make(*words)[-1][2:]
-
-
 def texts_of(svg: Path) -> str:
     """Return the texts of a picture."""
     root = ElementTree.parse(svg)
     return "\n".join(text for node in root.iter() if node.tag.endswith("text") for text in node.itertext())
-
-
-def check_refused(parse: Callable[[Any], object], words: str, message: str) -> None:
-    """Check that a program refuses options, given as one line."""
-    with pytest.raises(UsageError, match=re.escape(message)):
-        parse(words.split())

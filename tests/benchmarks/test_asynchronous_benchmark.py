@@ -6,25 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import asynchronous
 import numpy as np
 import pytest
-from asynchronous_members import (
-    DDP,
-    DIGITS,
-    EASGD,
-    EASGD_ASYNC,
-    GPT,
-    HOGWILD,
-    LOCKED,
-    MEMBERS,
-    ROUND_ROBIN,
-    SERVER,
-    SILENT,
-)
-from benchmark_helpers import FOLDER, PROVENANCE, check_refused, jobs_of_make
+from asynchronous_members import DIGITS, GPT, SILENT, Name
+from benchmark_helpers import FOLDER, PROVENANCE
 from support.jobs import JobStarter
-from support.programs import be_alone, in_one_job
+from support.programs import in_one_job
 
 from hpctrain.data.dataset import write_arrays
 from hpctrain.data.pack import pack
@@ -66,10 +53,15 @@ def test_all_members_train_are_timed_and_compared(launch: JobStarter, data: dict
     assert list(found["tasks"]) == [DIGITS, GPT] and PROVENANCE <= found["provenance"].keys()
     assert found["provenance"]["threads_per_rank"] == 1
     for one in found["tasks"].values():
-        assert list(one["members"]) == list(MEMBERS)
+        assert list(one["members"]) == list(Name)
         assert one["same_bits"]["alike"] and one["same_bits"]["samples"] > 0
         check_race(one)
-        assert list(one["exchange"]) == [SILENT, *MEMBERS] and list(one["pace"]) == [SILENT, SERVER, LOCKED, HOGWILD]
+        assert list(one["exchange"]) == [SILENT, *Name] and list(one["pace"]) == [
+            SILENT,
+            Name.SERVER,
+            Name.SERVER_LOCK,
+            Name.HOGWILD,
+        ]
         for cost in one["exchange"].values():
             assert cost["step"]["median"] > 0 and cost["share"] < 1
     assert len(found["targets"]) == 12
@@ -80,7 +72,7 @@ def test_all_members_train_are_timed_and_compared(launch: JobStarter, data: dict
 
 def check_race(found: dict[str, Any]) -> None:
     members, mark, task = found["members"], found["mark"], found["task"]
-    trained = members[DDP]["points"]
+    trained = members[Name.DDP]["points"]
     assert mark["accuracy"] == max(point["accuracy"] for point in trained) and mark["samples"] == task["samples"]
     for name, one in members.items():
         points = one["points"]
@@ -88,41 +80,13 @@ def check_race(found: dict[str, Any]) -> None:
         seconds = [point["seconds"] for point in points]
         assert seconds == sorted(seconds) and mark["samples"] <= points[-1]["samples"] <= 2 * mark["samples"]
         updates = one["updates_a_second"] * points[-1]["seconds"] * task["batch"]
-        assert updates == pytest.approx(points[-1]["samples"] / (2 if name == DDP else 1))
+        assert updates == pytest.approx(points[-1]["samples"] / (2 if name == Name.DDP else 1))
         if one["samples_over_ddp"] is None:
             assert points[-1]["samples"] == 2 * mark["samples"]
-        counted = name in (SERVER, LOCKED, HOGWILD, EASGD_ASYNC, ROUND_ROBIN)
+        counted = name in (Name.SERVER, Name.SERVER_LOCK, Name.HOGWILD, Name.EASGD_ASYNC, Name.EASGD_TURNS)
         assert (sum(one["staleness_histogram"]) > 0) == counted, name
 
 
 def check_json(printed: dict[str, Any], folder: Path) -> None:
-    assert list(printed["tasks"]) == [DIGITS] and list(printed["tasks"][DIGITS]["members"]) == [DDP, SERVER]
+    assert list(printed["tasks"]) == [DIGITS] and list(printed["tasks"][DIGITS]["members"]) == [Name.DDP, Name.SERVER]
     assert len(printed["targets"]) == 1 and list(folder.glob("asynchronous-digits-np2-*.json"))
-
-
-def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    be_alone(monkeypatch, comm)
-    assert asynchronous.main(asynchronous.parse, asynchronous.run, ["--quick"]) == 2
-    assert "asynchronous needs 2 ranks or more, not 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--rounds 1", "1 rounds: at least 2 are needed"),
-        ("--task mnist", "no task is called 'mnist': known are digits, gpt"),
-        ("--parts run", "no part is called 'run': known are race, exchange, pace"),
-        ("--without adam", "no member is called 'adam': known are ddp, easgd, easgd-4, easgd-async, easgd-turns"),
-        ("--only ddp --without ddp", "every task, part or member is left out"),
-    ],
-)
-def test_wrong_options_are_refused(words: str, message: str) -> None:
-    check_refused(asynchronous.parse, words, message)
-
-
-def test_variables_of_make_become_valid_options_of_the_program() -> None:
-    words = ["asynchronous", "NP=3", "ROUNDS=5", "TASK=gpt", "ONLY=ddp,easgd,hogwild", "WITHOUT=hogwild"]
-    data, job = jobs_of_make(*words)
-    assert len(data) == 1 and job[:2] == ["3", "benchmarks/asynchronous.py"]
-    args = asynchronous.parse(job[2:])
-    assert (args.rounds, args.task, args.names) == (5, [GPT], [DDP, EASGD])

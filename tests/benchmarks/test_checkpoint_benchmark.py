@@ -7,30 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import checkpoint
 import pytest
-from benchmark_helpers import FOLDER, PROVENANCE, check_refused
-from checkpoint_candidates import (
-    ASYNC,
-    CRC,
-    DCP,
-    DCP_LOAD,
-    FOREGROUND,
-    LOAD,
-    OURS,
-    RAW,
-    RAW_ONE,
-    RAW_READ,
-    TORCH,
-    TORCH_LOAD,
-    VERIFY,
-    load_from,
-)
+from benchmark_helpers import FOLDER, PROVENANCE
+from checkpoint_candidates import READERS, WRITERS, Name, load_from, written_by
 from support.jobs import JobStarter
 
 PROGRAM = FOLDER / "checkpoint.py"
 SMALL = ("--size", "2MiB", "--rounds", "2")
-WITHOUT = f"{TORCH},{DCP}"
+WITHOUT = f"{Name.TORCH},{Name.DCP}"
 WHOLE = pytest.mark.benchmark
 
 
@@ -53,20 +37,18 @@ def test_all_candidates_are_measured_in_one_run(launch: JobStarter, tmp_path: Pa
     found = read(tmp_path / "results")
     assert re.fullmatch("checkpoint-np2-(mpich|openmpi)", found["name"])
     names = {kind: [row["candidate"] for row in found["rows"] if row["kind"] == kind] for kind in ("write", "read")}
-    assert [name for name in names["write"] if "mpiio" not in name] == [RAW, RAW_ONE, OURS, TORCH, DCP]
-    assert names["read"] == [
-        RAW_READ, CRC, LOAD, load_from(1), load_from(4), VERIFY, TORCH_LOAD, DCP_LOAD,
-    ]  # fmt: skip
+    assert [name for name in names["write"] if "mpiio" not in name] == [name for name in WRITERS if name != Name.MPIIO]
+    assert names["read"] == [*READERS[:3], load_from(1), load_from(4), *READERS[3:]]
     medians = {row["candidate"]: row["median"] for row in found["rows"]}
     for row in found["rows"]:
         assert 0 < row["min"] <= row["median"] <= row["max"] and row["repeats"] == 2
         assert row["rate"] == pytest.approx(found["size"] / row["median"] / 1e9)
     targets = {one["what"]: one["value"] for one in found["targets"]}
-    assert targets["write: speed / raw pwrite"] == pytest.approx(medians[RAW] / medians[OURS])
-    worst = max(medians[load_from(ranks)] for ranks in (1, 4)) / medians[LOAD]
+    assert targets["write: speed / raw pwrite"] == pytest.approx(medians[Name.RAW] / medians[Name.OURS])
+    worst = max(medians[load_from(ranks)] for ranks in (1, 4)) / medians[Name.LOAD]
     (other_ranks,) = [value for what, value in targets.items() if what.startswith("load: time")]
     assert other_ranks == pytest.approx(worst)
-    assert {FOREGROUND, ASYNC} <= {row["candidate"] for row in found["background"]}
+    assert {Name.FOREGROUND, Name.ASYNC} <= {row["candidate"] for row in found["background"]}
     assert PROVENANCE <= found["provenance"].keys()
     assert done.stdout.index("target") < done.stdout.index("times as fast") < done.stdout.index("memory +MiB")
     assert (tmp_path / "results" / f"{found['name']}.png").stat().st_size > 1000
@@ -125,35 +107,13 @@ def test_parts_run_separately_and_wrong_values_end_the_benchmark(launch: JobStar
     assert "hpctrain load: model/norm.bias is not what was saved (rank 1)" in done.stderr
     assert not (tmp_path / "wrong").exists()
     found = read(tmp_path / "parts")
-    assert {row["candidate"] for row in found["rows"]} >= {RAW, OURS}
+    assert {row["candidate"] for row in found["rows"]} >= {Name.RAW, Name.OURS}
     assert {row["kind"] for row in found["rows"]} == {"write"} and not found["background"]
-    assert not {TORCH, DCP} & {row["candidate"] for row in found["rows"]}
+    assert not {Name.TORCH, Name.DCP} & {row["candidate"] for row in found["rows"]}
     assert {path for path in PROGRAM.parent.iterdir() if "tmp" in path.name} <= before, "a temporary folder stays"
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--size 1K", "--size 1K: give one size, at least 1 MiB"),
-        ("--size 1M,2M", "give one size"),
-        ("--size x", "'x' is not a number of bytes"),
-        ("--rounds 0", "0 rounds: at least 1 is needed"),
-        ("--parts wriet", "no part is called 'wriet': known are write, read, background"),
-        ("--without DCP", "no candidate is called 'DCP': known are raw pwrite"),
-        ("--only-write", "--only-write needs --folder"),
-    ],
-)
-def test_wrong_options_are_refused(words: str, message: str) -> None:
-    check_refused(checkpoint.parse, words, message)
-
-
-def test_sizes_are_parsed_with_their_units() -> None:
-    for text in ("512MiB", "512M", "536870912"):
-        assert checkpoint.parse(["--size", text]).size == 512 * 2**20
-    assert checkpoint.parse([]).size == 512 * 2**20
 
 
 def test_files_are_identified_by_their_writers(tmp_path: Path) -> None:
     for name in ("from-4.h5", "from-1.h5", "raw", "hpctrain.h5"):
         (tmp_path / name).touch()
-    assert checkpoint.written_by(tmp_path) == [1, 4]
+    assert written_by(tmp_path) == [1, 4]

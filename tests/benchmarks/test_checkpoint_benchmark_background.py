@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_background import BackgroundRow, Times, background_targets, measure, row_of
+from checkpoint_background import background_targets, measure, row_of
 from checkpoint_candidates import WrongResult
-from checkpoint_state import Snapshot, Values, Work, make_state
+from checkpoint_state import Values, Work, make_state, snapshot
 
 MIB = 2**20
 STALL, BOUNDARY = 0.5, 0.02  # seconds
@@ -67,7 +66,7 @@ class Slow:
             self.copy()
 
     def check(self, expected: Values) -> str:
-        right = all(torch.equal(self.file[name], tensor) for name, tensor in expected.tensors())
+        right = all(torch.equal(self.file[name], tensor) for name, tensor in expected)
         return "" if right else "values of another moment"
 
     def delete(self) -> None:
@@ -86,10 +85,10 @@ def work() -> Work:
 def test_stalls_and_steps_are_timed_separately(work: Work) -> None:
     saver = Slow(work, 3)
     (row,) = measure(work, Alone(), [saver], 2)
-    assert STALL <= row.stall < row.written
-    assert row.busy is not None and BOUNDARY < row.busy < STALL and 0 < row.free < STALL
-    assert row.written >= STALL + 3 * BOUNDARY
-    assert (row.saves, row.busy_steps) == (2, 6)
+    assert STALL <= row["stall"] < row["written"]
+    assert row["busy"] is not None and BOUNDARY < row["busy"] < STALL and 0 < row["free"] < STALL
+    assert row["written"] >= STALL + 3 * BOUNDARY
+    assert (row["saves"], row["busy_steps"]) == (2, 6)
     steps = [int(line.split()[1]) for line in saver.log if line.startswith("begin")]
     assert saver.log[-1] == "close"
     assert steps == [9, 18, 27]  # 3 to warm up, then 6 without and 3 during each write
@@ -104,7 +103,7 @@ def test_the_file_is_compared_with_the_values_at_the_time_of_the_save(work: Work
 
 def test_without_a_step_during_a_write_its_time_is_missing(work: Work) -> None:
     (row,) = measure(work, Alone(), [Slow(work, 0)], 1)
-    assert (row.busy, row.busy_steps) == (None, 0)
+    assert (row["busy"], row["busy_steps"]) == (None, 0)
 
 
 def test_a_write_that_never_ends_is_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,26 +113,25 @@ def test_a_write_that_never_ends_is_an_error(work: Work, monkeypatch: pytest.Mon
 
 
 def test_the_slowest_rank_counts_and_each_rank_copies_its_share() -> None:
-    first = Times(copy=[2.0], stall=[1.0], free=[1.0, 2.0, 3.0], busy=[4.0], written=[5.0])
-    second = Times(copy=[4.0], stall=[0.5], free=[3.0, 2.0, 1.0], busy=[6.0], written=[4.0])
+    first = dict(copy=[2.0], stall=[1.0], free=[1.0, 2.0, 3.0], busy=[4.0], written=[5.0])
+    second = dict(copy=[4.0], stall=[0.5], free=[3.0, 2.0, 1.0], busy=[6.0], written=[4.0])
     found = row_of("a", [first, second], 2)
-    assert replace(found, spread={}) == BackgroundRow("a", 1.0, 2.0, 3.0, 6.0, 5.0, 1, 1)
-    assert found.spread["free"]["min"] == 2.0 and found.spread["copy"]["median"] == 4.0
+    spread, times = found.pop("spread"), {"stall": 1.0, "floor": 2.0, "free": 3.0, "busy": 6.0, "written": 5.0}
+    assert found == {"candidate": "a", **times, "busy_steps": 1, "saves": 1}
+    assert spread["free"]["min"] == 2.0 and spread["copy"]["median"] == 4.0
 
 
 def test_a_snapshot_keeps_its_values_while_training_continues() -> None:
     state = make_state(MIB)
     memory = torch.zeros(state.nbytes // 4)
     before = {name: tensor.clone() for name, tensor in state.tensors()}
-    snapshot = Snapshot(state, memory)
+    copies, seconds = snapshot(state, memory)
     state.spoil()
-    assert all(torch.equal(before[name], tensor) for name, tensor in snapshot.tensors())
-    assert snapshot.seconds > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in copies) and seconds > 0
 
 
-def row(name: str, **changes: Any) -> BackgroundRow:
-    usual: dict[str, Any] = {"stall": 1.1, "floor": 1.0, "free": 1.0, "busy": 1.04}
-    return BackgroundRow(name, written=3.0, busy_steps=5, saves=2, **{**usual, **changes})
+def row(name: str, **changes: Any) -> dict[str, Any]:
+    return {"candidate": name, "stall": 1.1, "floor": 1.0, "free": 1.0, "busy": 1.04, **changes}
 
 
 def test_only_hpctrain_in_the_background_has_targets() -> None:

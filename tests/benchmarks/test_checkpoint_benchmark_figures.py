@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import checkpoint_figures
 import numpy as np
 import pytest
-from benchmark_helpers import texts_of
 from checkpoint_candidates import Candidate, WrongResult
 from checkpoint_figures import (
     Figures,
     Growth,
     by_name,
-    draw,
     earlier_targets,
     measure,
     one_turn,
@@ -91,8 +88,8 @@ def test_the_first_round_does_not_count(setting: Any) -> None:
         time.sleep(calls[-1])
 
     (row,), unable = measure(setting, "write", [candidate(setting, "a", call=call)], 3)
-    assert (len(calls), row.repeats, unable) == (4, 3, {})
-    assert row.max < 0.2 and row.rate == pytest.approx(100 / row.median / 1e9)
+    assert (len(calls), row["repeats"], unable) == (4, 3, {})
+    assert row["max"] < 0.2 and row["rate"] == pytest.approx(100 / row["median"] / 1e9)
 
 
 def test_wrong_bytes_end_the_benchmark(setting: Any) -> None:
@@ -109,14 +106,14 @@ def test_a_failing_candidate_is_excluded_with_the_reason(setting: Any) -> None:
 
     able = candidate(setting, "b")
     rows, unable = measure(setting, "write", [candidate(setting, "a", call=fail), able], 2)
-    assert [row.candidate for row in rows] == ["b"]
+    assert [row["candidate"] for row in rows] == ["b"]
     assert unable == {"a": "no such backend (rank 0)"}
 
 
 def test_a_candidate_that_fails_on_one_rank_is_excluded_on_all(setting: Any) -> None:
     setting.others = ["disk full", "", ""]
     rows, unable = measure(setting, "write", [candidate(setting, "a"), candidate(setting, "b")], 1)
-    assert ([row.candidate for row in rows], unable) == (["b"], {"a": "disk full (rank 1)"})
+    assert ([row["candidate"] for row in rows], unable) == (["b"], {"a": "disk full (rank 1)"})
 
 
 def test_the_error_of_a_required_candidate_is_raised(setting: Any) -> None:
@@ -245,47 +242,6 @@ def test_kills_of_both_forms_are_counted(tmp_path: Path) -> None:
         (found,) = earlier_targets(tmp_path)
         assert (found.value, found.met) == (kills + 12, met)
         assert found.what == "kill: survived, foreground and background"
-
-
-# Pictures -------------------------------------------------------------------------------------------------------------
-
-
-HEAD = {"ranks": 2, "size": 64 * 2**20, "filesystem": "ext4", "mpi": "MPICH 5.0.2"}
-TARGETS = [
-    {"what": "write: speed / raw pwrite", "value": 0.5, "wanted": ">= 0.95", "met": False},
-    {"what": "background: stall", "value": 1.0, "wanted": "<= 1.2", "met": True},
-    {"what": "corruption: not refused", "value": 0, "wanted": "<= 0", "met": True},
-]
-
-
-def result(*kinds: str, targets: Any = ()) -> dict[str, Any]:
-    names = {"write": ("raw pwrite", "hpctrain", "torch.save"), "read": ("raw preadv", "hpctrain load")}
-    rows = [row_of(kind, name, 10**9, [1.0, 2.0, 4.0], None) for kind in kinds for name in names[kind]]
-    return {**HEAD, "rows": [asdict(row) for row in rows], "targets": list(targets)}
-
-
-def test_plots_name_all_candidates_with_units_and_medians(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    png, svg = draw(result("write", "read", targets=TARGETS), tmp_path / "checkpoint-np2")
-    assert [png.name, svg.name] == ["checkpoint-np2.png", "checkpoint-np2.svg"]
-    assert png.read_bytes().startswith(b"\x89PNG")
-    texts = texts_of(svg)
-    for text in ("A checkpoint of 64 MiB on 2 ranks, ext4, MPICH", "raw pwrite", "hpctrain load", "GB/s", "0.50"):
-        assert text in texts
-    for text in ("0.50 (>= 0.95)", "1.00 (<= 1.2)", "0 (<= 0)"):
-        assert text in texts
-
-
-def test_a_single_part_is_drawn_alone(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    texts = texts_of(draw(result("read"), tmp_path / "some")[1])
-    assert "Loading" in texts and "Saving" not in texts and "relative to their targets" not in texts
-
-
-def test_without_measurements_nothing_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert draw(result(), tmp_path / "none") == []
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import communication
 import pytest
-from benchmark_helpers import FOLDER, PROVENANCE, check_refused
+from benchmark_helpers import FOLDER, PROVENANCE
 from communication_figures import FACTORS
 from support.jobs import JobStarter
-from support.programs import be_alone, codes_of, in_one_job
+from support.programs import codes_of, in_one_job
 
 WHOLE = pytest.mark.benchmark
 PROGRAM = FOLDER / "communication.py"
@@ -100,7 +99,6 @@ def wrong(self, tensor, *arguments, **options):
         tensor[999] += 1
     return done
 Communicator.all_reduce = wrong
-import communication
 sys.argv[1:] = ["all_reduce", "--sizes", "4,64K", "--out", {results!r}]
 sys.exit(communication.main(communication.parse, communication.run))
 """
@@ -113,27 +111,6 @@ def test_a_wrong_result_ends_the_benchmark(launch: JobStarter, tmp_path: Path) -
     assert "wrong result: all_reduce of 16384 elements of torch.float32 by hpctrain differs" in done.stderr
     assert "on rank 1" in done.stderr
     assert not list(tmp_path.glob("*.json"))
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("broadcst", "invalid choice: 'broadcst'"),
-        ("all_reduce --sizes 4,x", "'x' is not a number of bytes"),
-        ("all_reduce --without glo", "no candidate is called 'glo': known are hpctrain"),
-        ("all_reduce --rounds 0", "0 rounds: at least 1 is needed"),
-        ("all_reduce --rounds x", "argument --rounds: invalid int value"),
-        ("all_reduce --dtype complex64", "invalid choice: 'complex64'"),
-    ],
-)
-def test_wrong_options_are_refused(words: str, message: str) -> None:
-    check_refused(communication.parse, words, message)
-
-
-def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    be_alone(monkeypatch, comm)
-    assert communication.main(communication.parse, communication.run, ["broadcast"]) == 2
-    assert "broadcast needs 2 ranks or more, not 1" in capsys.readouterr().err
 
 
 @WHOLE

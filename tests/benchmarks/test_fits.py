@@ -8,7 +8,7 @@ from typing import Any
 
 import fits
 import pytest
-from benchmark_helpers import FOLDER, check_refused
+from benchmark_helpers import FOLDER
 from fits import Outcome, fell, reason_of
 from support.jobs import JobStarter
 
@@ -61,13 +61,3 @@ def test_the_reason_of_an_end_is_hpctrains_last_message() -> None:
     assert reason_of(error) == "hpctrain: rank 1 of 4 ends the job: Exception: many lines"
     assert reason_of("first\nkilled by signal 9\n\n") == "killed by signal 9"
     assert reason_of("") == "no output"
-
-
-@pytest.mark.parametrize("words", ["--ranks 1", "--steps 1"])
-def test_too_few_ranks_or_steps_are_refused(words: str) -> None:
-    check_refused(fits.parse, words, "at least 2 of each are needed")
-
-
-def test_a_budget_is_parsed_with_its_unit() -> None:
-    assert fits.parse(["--budget", "64MiB"]).budget == 64 * 2**20 and fits.parse([]).budget is None
-    check_refused(fits.parse, "--budget x", "'x' is not a number of bytes")

@@ -10,7 +10,6 @@ import pytest
 from forecast import CASES, MODELS, Rank
 from support.jobs import JobStarter
 
-from hpctrain.errors import UsageError
 from hpctrain.forecast.memory import CATEGORIES, Memory, Need
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "forecast.py"
@@ -41,8 +40,3 @@ def test_ratios_are_measured_over_forecast() -> None:
     found = forecast.Outcome(CASES[0], Memory((need,), need, (("",),)), [Rank(290, 410, 40)])
     assert (found.measured, found.node) == (450, 400)
     assert found.ratio == 450 / 400 and found.ratio_of_model == 150 / 100
-
-
-def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no case is called 'gpt': known are mlp ddp on 2, "):
-        forecast.parse(["--without", "gpt"])

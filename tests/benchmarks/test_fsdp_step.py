@@ -6,22 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import fsdp_step
 import pytest
-from benchmark_helpers import FOLDER, PROVENANCE, TIME, check_refused, jobs_of_make, texts_of
-from fsdp_step import draw, targets
+from benchmark_helpers import FOLDER, PROVENANCE
+from fsdp_step import targets
 from fsdp_step_memory import (
-    ALONE,
     CANDIDATES,
-    DDP,
-    FSDP,
     FULL,
-    PASSING,
     SMALL,
-    TORCH_DDP,
-    TORCH_FSDP,
-    ZERO1,
-    ZERO2,
+    Name,
     Task,
     account,
     largest_unit,
@@ -44,13 +36,13 @@ from fsdp_step_samples import (
 )
 from harness.targets import Target
 from support.jobs import JobStarter
-from support.programs import be_alone, in_one_job
+from support.programs import in_one_job
 
 from hpctrain.errors import UsageError
 
 PROGRAM = FOLDER / "fsdp_step.py"
 BYTES = Task(SMALL).parameter_bytes
-WITHOUT = ",".join(word for word, name in CANDIDATES.items() if name not in (DDP, FSDP))
+WITHOUT = ",".join(word for word, name in CANDIDATES.items() if name not in (Name.DDP, Name.FSDP))
 JSON = ("--quick", "--rounds", "2", "--json", "--without", WITHOUT, "--out")
 WHOLE = pytest.mark.benchmark
 
@@ -86,10 +78,10 @@ def check_times(found: dict[str, Any]) -> None:
     for time in found["seconds"].values():
         assert 0 < time["min"] <= time["median"] <= time["max"] and time["repeats"] == 2
     drift = found["largest_relative_loss_differences"]
-    assert set(drift) == {*names} - {ALONE, TORCH_DDP} and max(drift.values()) < 1e-5
+    assert set(drift) == {*names} - {Name.ALONE, Name.TORCH_DDP} and max(drift.values()) < 1e-5
     targets = {one["what"]: one["value"] for one in found["targets"]}
-    ratio = found["seconds"][FSDP]["median"] / found["seconds"][DDP]["median"]
-    assert targets[f"step: {FSDP} / {DDP} (aim: below 1)"] == pytest.approx(ratio)
+    ratio = found["seconds"][Name.FSDP]["median"] / found["seconds"][Name.DDP]["median"]
+    assert targets[f"step: {Name.FSDP} / {Name.DDP} (aim: below 1)"] == pytest.approx(ratio)
     assert len(targets) == 6
 
 
@@ -98,20 +90,20 @@ def check_memory(found: dict[str, Any]) -> None:
         assert all(one["node"][kind] <= one["most"][kind]["node"] for kind in KINDS)
         assert sum(one["node"][kind] for kind in (*KINDS, REST)) == pytest.approx(one["node"]["total"])
         assert one["most"][ACTIVATIONS]["rank"] > 0
-    for name in (ALONE, DDP, TORCH_DDP):
+    for name in (Name.ALONE, Name.DDP, Name.TORCH_DDP):
         most = found[name]["most"]
         assert most[PARAMETERS] == {"node": 2 * BYTES, "rank": BYTES}
         assert most[STATES]["rank"] == pytest.approx(2 * BYTES, rel=0.01)
-    assert found[ALONE]["most"][GRADIENTS]["rank"] == BYTES
-    assert found[TORCH_DDP]["most"][GRADIENTS]["rank"] >= 2 * BYTES  # its buckets are copies
-    for name in (ZERO1, ZERO2, FSDP):
+    assert found[Name.ALONE]["most"][GRADIENTS]["rank"] == BYTES
+    assert found[Name.TORCH_DDP]["most"][GRADIENTS]["rank"] >= 2 * BYTES  # its buckets are copies
+    for name in (Name.ZERO1, Name.ZERO2, Name.FSDP):
         assert found[name]["most"][PARAMETERS]["node"] == pytest.approx(BYTES, rel=0.01)
-    for name in (ZERO1, ZERO2, FSDP, PASSING, TORCH_FSDP):
+    for name in (Name.ZERO1, Name.ZERO2, Name.FSDP, Name.PASSING, Name.TORCH_FSDP):
         assert sum(found[name]["moments"]) == pytest.approx(2 * BYTES, rel=0.001)
-    for name in (ZERO1, ZERO2, FSDP, PASSING):
+    for name in (Name.ZERO1, Name.ZERO2, Name.FSDP, Name.PASSING):
         assert sum(found[name]["moments"]) == 2 * BYTES
-    unit = found[PASSING]["facts"]["largest_unit"]
-    for name in (PASSING, TORCH_FSDP):
+    unit = found[Name.PASSING]["facts"]["largest_unit"]
+    for name in (Name.PASSING, Name.TORCH_FSDP):
         most = found[name]["most"][PARAMETERS]["rank"]
         own = BYTES - 2 * unit  # the model's own unit: at this size it is not negligible
         assert BYTES / 2 + unit <= most <= 1.02 * (BYTES / 2 + unit + own)
@@ -120,51 +112,17 @@ def check_memory(found: dict[str, Any]) -> None:
 def check_json(printed: dict[str, Any], folder: Path) -> None:
     (path,) = folder.glob("*.json")
     assert printed == json.loads(path.read_text())
-    assert list(printed["seconds"]) == [DDP, FSDP] and printed["memory"] == {} and printed["quick"]
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--rounds 1", "1 rounds: at least 2 are needed"),
-        ("--batch 0", "--batch 0: at least 1 sequence is needed"),
-        ("--memory fsdp", "--memory needs --folder"),
-        ("--memory fsdp2 --folder x", "no candidate is called 'fsdp2': known are alone, ddp, zero1"),
-        ("--without gloo", "no candidate is called 'gloo'"),
-        (f"--without {','.join(CANDIDATES)}", "every candidate is left out"),
-    ],
-)
-def test_wrong_options_are_refused(words: str, message: str) -> None:
-    check_refused(fsdp_step.parse, words, message)
-
-
-def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    be_alone(monkeypatch, comm)
-    assert fsdp_step.main(fsdp_step.parse, fsdp_step.run, ["--quick"]) == 2
-    assert "fsdp-step needs 2 ranks or more" in capsys.readouterr().err
+    assert list(printed["seconds"]) == [Name.DDP, Name.FSDP] and printed["memory"] == {} and printed["quick"]
 
 
 @pytest.mark.parametrize("key, value", [("ranks", 4), ("parameters", 8), ("batch", 2)])
 def test_memory_of_another_model_or_job_is_not_reported(tmp_path: Path, key: str, value: int) -> None:
     facts = {"ranks": 2, "parameters": BYTES, "batch": 1}
-    save(tmp_path, {"candidate": FSDP, "facts": facts})
-    assert list(load(tmp_path, 2, Task(SMALL))) == [FSDP] and load(None, 2, Task(SMALL)) == {}
-    save(tmp_path, {"candidate": FSDP, "facts": {**facts, key: value}})
+    save(tmp_path, {"candidate": Name.FSDP, "facts": facts})
+    assert list(load(tmp_path, 2, Task(SMALL))) == [Name.FSDP] and load(None, 2, Task(SMALL)) == {}
+    save(tmp_path, {"candidate": Name.FSDP, "facts": {**facts, key: value}})
     with pytest.raises(UsageError, match=f"fsdp.json was measured with {key} = {value}, not"):
         load(tmp_path, 2, Task(SMALL))
-
-
-def test_make_measures_memory_in_one_job_per_candidate_and_then_times_all() -> None:
-    *weighed, timed = jobs_of_make("fsdp-step", "NP=3", "BATCH=4", "ROUNDS=5", "WITHOUT=alone,torch-fsdp")
-    assert all(line[:2] == ["3", "benchmarks/fsdp_step.py"] for line in (*weighed, timed))
-    options = [fsdp_step.parse(line[2:]) for line in weighed]
-    assert [one.names[0] for one in options] == [DDP, ZERO1, ZERO2, FSDP, PASSING, TORCH_DDP]
-    args = fsdp_step.parse(timed[2:])
-    assert (args.rounds, args.batch, args.without, args.memory) == (5, 4, [ALONE, TORCH_FSDP], None)
-    assert {one.folder for one in (*options, args)} == {args.folder} and not args.folder.exists()  # deleted again
-    without = ",".join(CANDIDATES)
-    (alone,) = jobs_of_make("fsdp-step", f"WITHOUT={without}")  # make knows all candidates
-    assert alone[2:5:2] == ["--folder", "--without"]
 
 
 # Targets --------------------------------------------------------------------------------------------------------------
@@ -185,14 +143,14 @@ def only(times: dict[str, float], figures: dict[str, Any], start: str) -> Target
 
 
 def test_a_step_is_compared_with_our_ddp_and_with_torch() -> None:
-    times = {DDP: 1.0, FSDP: 1.05, TORCH_FSDP: 1.05 * 1.8}
-    assert only(times, {}, f"step: {FSDP}").met and only(times, {}, f"step: {TORCH_FSDP}").met
-    times[FSDP] = 1.06
-    assert not only(times, {}, f"step: {FSDP}").met and not only(times, {}, f"step: {TORCH_FSDP}").met
-    assert only(times, {}, f"step: {FSDP}").value == pytest.approx(1.06)
+    times = {Name.DDP: 1.0, Name.FSDP: 1.05, Name.TORCH_FSDP: 1.05 * 1.8}
+    assert only(times, {}, f"step: {Name.FSDP}").met and only(times, {}, f"step: {Name.TORCH_FSDP}").met
+    times[Name.FSDP] = 1.06
+    assert not only(times, {}, f"step: {Name.FSDP}").met and not only(times, {}, f"step: {Name.TORCH_FSDP}").met
+    assert only(times, {}, f"step: {Name.FSDP}").value == pytest.approx(1.06)
 
 
-@pytest.mark.parametrize("name, where, fits", [(FSDP, "node", 1050.0), (PASSING, "rank", 367.5)])
+@pytest.mark.parametrize("name, where, fits", [(Name.FSDP, "node", 1050.0), (Name.PASSING, "rank", 367.5)])
 def test_parameters_are_compared_with_their_formula(name: str, where: str, fits: float) -> None:
     for value, met in ((fits, True), (fits + 1, False)):
         most = {PARAMETERS: {"node": 0.0, "rank": 0.0, where: value}}
@@ -201,19 +159,23 @@ def test_parameters_are_compared_with_their_formula(name: str, where: str, fits:
 
 def test_moments_are_one_copy_and_exceed_a_ranks_share_only_by_padding() -> None:
     ranks = [510, 510, 510, 470]
-    assert only({}, memory(ZERO1, moments=ranks), "memory: moments of a rank").met
-    assert only({}, memory(ZERO1, moments=ranks), "memory: moments of all").met
-    assert not only({}, memory(ZERO1, moments=[511, 510, 510, 469]), "memory: moments of a rank").met
-    assert not only({}, memory(ZERO1, moments=[510] * 4), "memory: moments of all").met
+    assert only({}, memory(Name.ZERO1, moments=ranks), "memory: moments of a rank").met
+    assert only({}, memory(Name.ZERO1, moments=ranks), "memory: moments of all").met
+    assert not only({}, memory(Name.ZERO1, moments=[511, 510, 510, 469]), "memory: moments of a rank").met
+    assert not only({}, memory(Name.ZERO1, moments=[510] * 4), "memory: moments of all").met
 
 
 def test_without_figures_there_are_no_targets() -> None:
-    assert not list(targets({}, {})) and not list(targets({FSDP: {"median": 1.0}}, memory(DDP)))
+    assert not list(targets({}, {})) and not list(targets({Name.FSDP: {"median": 1.0}}, memory(Name.DDP)))
 
 
 @pytest.mark.parametrize(
     "names, parameters, moments",
-    [((ALONE, DDP, TORCH_DDP), 1000, 2000), ((ZERO1, ZERO2, FSDP), 250, 500), ((PASSING, TORCH_FSDP), 350, 500)],
+    [
+        ((Name.ALONE, Name.DDP, Name.TORCH_DDP), 1000, 2000),
+        ((Name.ZERO1, Name.ZERO2, Name.FSDP), 250, 500),
+        ((Name.PASSING, Name.TORCH_FSDP), 350, 500),
+    ],
 )
 def test_formulas_give_the_bytes_per_rank(names: tuple[str, ...], parameters: int, moments: int) -> None:
     for name in names:
@@ -277,35 +239,3 @@ def test_samples_of_different_moments_are_not_added_up() -> None:
         account([[sample("forward", 1)], [sample("backward", 1)]], [0, 0])
     with pytest.raises(ValueError):
         account([[sample("forward", 1)], []], [0, 0])
-
-
-# Pictures -------------------------------------------------------------------------------------------------------------
-
-
-def result(**changes: Any) -> dict[str, Any]:
-    node = {**dict.fromkeys((*KINDS, REST), 100e6), "total": 500e6}
-    return {
-        "ranks": 2,
-        "parameters": 25_547_776,
-        "batch_per_rank": 1,
-        "context": 128,
-        "seconds": {name: TIME for name in (ALONE, FSDP, TORCH_FSDP)},
-        "memory": {name: {"node": node} for name in (ALONE, FSDP)},
-        **changes,
-    }
-
-
-def test_plots_name_all_candidates_with_times_and_memory(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    png, svg = draw(result(), tmp_path / "fsdp-step-np2")
-    assert [png.name, svg.name] == ["fsdp-step-np2.png", "fsdp-step-np2.svg"]
-    assert png.read_bytes().startswith(b"\x89PNG")
-    texts = texts_of(svg)
-    for text in ("25.5 million parameters, 2 ranks", ALONE, FSDP, TORCH_FSDP, "ms (", "MB (", *KINDS, REST, "500"):
-        assert text in texts
-
-
-def test_times_alone_are_drawn_alone(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    texts = texts_of(draw(result(memory={}), tmp_path / "some")[1])
-    assert "A step" in texts and "Memory" not in texts

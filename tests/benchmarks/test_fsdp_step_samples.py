@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fsdp_step import Candidate
-from fsdp_step_memory import ALONE, SMALL, Task
+from fsdp_step_memory import SMALL, Name, Task
 from fsdp_step_samples import (
     ACTIVATIONS,
     GRADIENTS,
@@ -39,7 +39,7 @@ BYTES = TASK.parameter_bytes
 
 @pytest.fixture(scope="module")
 def candidate() -> Candidate:
-    made = Candidate(ALONE, TASK.model(), Communicator.world())
+    made = Candidate(Name.ALONE, TASK.model(), Communicator.world())
     made.step(*next(TASK.batches(0)))
     return made
 
@@ -119,7 +119,7 @@ def test_a_watch_removes_its_hooks(candidate: Candidate) -> None:
 
 
 def test_a_storage_counts_once_and_a_freed_one_does_not_count(candidate: Candidate) -> None:
-    holdings = CandidateTensors(candidate, Buckets(candidate.model), SharedMap())
+    holdings = CandidateTensors(candidate, Buckets(candidate.model))
     base, gone = torch.ones(1000), torch.ones(500)
     gone.untyped_storage().resize_(0)
     empty = torch.ones(300)[:0]

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmark_helpers import FOLDER, PROVENANCE, TIME, texts_of
-from harness import plot, report, run, stats
-from harness.run import Stopped, interleave, parse_sizes, run_child, split, stop
+from harness import plot, report, stats, turns
+from harness.ranks import run_child
+from harness.run import parse_sizes, split
 from harness.targets import Target, at_least, at_most, target_table, targets_json
+from harness.turns import Stopped, interleave, stop
 
 from hpctrain.errors import UsageError
 
@@ -38,13 +40,6 @@ def test_summaries_equal_numpys(count: int) -> None:
 
 def test_a_single_repeat_has_no_spread() -> None:
     assert set(stats.summary([2.0]).values()) == {2.0, 1}
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 20, 41])
-@pytest.mark.parametrize("percent", [0, 5, 50, 95, 100])
-def test_percentiles_equal_numpys(count: int, percent: float) -> None:
-    values = np.random.default_rng(count).random(count).tolist()
-    assert stats.percentile(values, percent) == pytest.approx(np.percentile(values, percent))
 
 
 def test_the_slowest_rank_counts_in_each_repeat() -> None:
@@ -102,15 +97,15 @@ def test_a_turn_is_timed_without_the_barrier_and_without_garbage_collection() ->
             log.append(f"barrier {gc.isenabled()}")
 
     comm: Any = Comm()
-    assert run.timed(lambda: log.append(f"turn {gc.isenabled()}"), comm) >= 0
+    assert turns.timed(lambda: log.append(f"turn {gc.isenabled()}"), comm) >= 0
     assert log == ["barrier False", "turn False"] and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
-        run.timed(lambda: 1 // 0)
+        turns.timed(lambda: 1 // 0)
     assert gc.isenabled()
 
 
 def test_ranks_act_on_a_signal_that_all_know() -> None:
-    flag = run.StopFlag()
+    flag = turns.StopFlag()
 
     class Comm:
         """Communicator of two ranks; a signal arrives at this one during the first exchange."""
@@ -122,7 +117,7 @@ def test_ranks_act_on_a_signal_that_all_know() -> None:
     comm: Any = Comm()
     flag.check(comm)
     assert flag.number == 0  # the other rank does not know it yet
-    with pytest.raises(run.Stopped):
+    with pytest.raises(turns.Stopped):
         flag.check(comm)
     assert flag.number == signal.SIGINT
 
@@ -135,19 +130,19 @@ def stopped() -> Any:
     stop.forget()
 
 
-def test_a_signal_ends_the_turns_and_keeps_their_results(stopped: run.StopFlag) -> None:
+def test_a_signal_ends_the_turns_and_keeps_their_results(stopped: turns.StopFlag) -> None:
     def turn(number: int) -> int:
         if number == 2:  # the third round, which "a" begins
             stopped.arrive(signal.SIGTERM)
         return number
 
-    turns = {"a": turn, "b": lambda number: number}
-    assert interleave(turns, 5, warmup=0, rotate=True) == {"a": [0, 1, 2], "b": [0, 1]}
+    both = {"a": turn, "b": lambda number: number}
+    assert interleave(both, 5, warmup=0, rotate=True) == {"a": [0, 1, 2], "b": [0, 1]}
     with pytest.raises(Stopped):
         stopped.check()
 
 
-def test_ranks_agree_on_a_signal_that_one_of_them_has(stopped: run.StopFlag) -> None:
+def test_ranks_agree_on_a_signal_that_one_of_them_has(stopped: turns.StopFlag) -> None:
     class Comm:
         """Communicator whose other rank has received SIGINT."""
 
@@ -235,28 +230,6 @@ def test_bars_show_values_and_spread(tmp_path: Path) -> None:
     assert [png.name, svg.name] == ["some-np2.5.png", "some-np2.5.svg"]
     assert png.read_bytes().startswith(b"\x89PNG")
     assert {"hpctrain", "alone", "500", "ms", "steps"} <= set(texts_of(svg).splitlines())
-
-
-PICTURES = {
-    "asynchronous": "asynchronous*",
-    "checkpoint": "checkpoint*",
-    "communication": "all-* broadcast* overlap* pingpong* reduce-*",
-    "fsdp_step": "fsdp-step*",
-    "offload": "offload",
-    "pipeline": "pipeline*",
-    "tensor": "tensor*",
-}
-
-
-@pytest.mark.parametrize("name", PICTURES)
-def test_committed_results_can_be_drawn_again(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    module = __import__(name)
-    paths = [path for word in PICTURES[name].split() for path in (FOLDER / "results").glob(f"{word}.json")]
-    assert paths
-    for path in paths:
-        files = module.draw(json.loads(path.read_text()), tmp_path / path.stem)
-        assert files and all(file.stat().st_size > 1000 for file in files)
 
 
 # Processes and signals ------------------------------------------------------------------------------------------------

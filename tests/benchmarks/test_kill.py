@@ -17,7 +17,6 @@ import h5py
 import kill
 import numpy as np
 import pytest
-from benchmark_helpers import options_of_make
 from corruption import small
 from kill import FORMS, Hit, KilledRun, Moment, Violation, contents, draw_moment, hits_table
 from kill_target import Job, RunObserver
@@ -122,11 +121,6 @@ def test_the_report_counts_hits_by_target_and_phase() -> None:
     assert ["all", "0", "0", "0", "2", "0.20", "0.30", "0"] in lines
     assert ["rank", "0", "1", "0", "0", "0", "2.00", "2.00", "0"] in lines
     assert ["writer", "0", "0", "0", "1", "1"] in lines and lines[-1] == ["all", "of", "them", "1", "0", "0", "3"]
-
-
-def test_make_passes_its_variables_to_the_program() -> None:
-    words = options_of_make("kill", "KILLS=3", "FORM=foreground", "SEED=4")
-    assert words == ["--kills", "3", "--form", "foreground", "--seed", "4"]
 
 
 def test_a_violation_is_exit_code_1_and_keeps_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import multinode
 import pytest
 from support.jobs import JobStarter
-from support.programs import be_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "multinode.py"
@@ -22,12 +20,6 @@ SKIPPED = 1  # exit code of run.py on a machine that cannot simulate two nodes
 def test_the_limit_is_the_fastest_measurement(nodes: int, share: float) -> None:
     # Rabenseifner's bound: a reduce-scatter and an all-gather of (N-1)/N S each.
     assert multinode.limit(10**6, nodes, [5e5, 1e6, 9e5]) == pytest.approx(share)
-
-
-def test_one_node_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    be_alone(monkeypatch, comm)
-    assert multinode.main(multinode.parse, multinode.run, []) == 2
-    assert "at least 2 nodes are needed: make -C benchmarks multinode simulates two" in capsys.readouterr().err
 
 
 @pytest.mark.limit(90)

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import offload
 import pytest
 import torch
-from benchmark_helpers import FOLDER, PROVENANCE, check_refused, options_of_make, texts_of
+from benchmark_helpers import FOLDER, PROVENANCE, texts_of
 from offload import CANDIDATES, FULL, OURS, OURS_16, SMALL, TORCH, TORCH_16, TRIAD, Ours, check_same, draw, targets
 from offload_gpu import BOTH, HERE, OFFLOAD, TINY, Event, busy, draw_streams, most
 from offload_gpu import targets as gpu_targets
@@ -100,12 +99,3 @@ def test_plots_name_what_they_show(tmp_path: Path) -> None:
         assert text in texts
     _, svg = draw_streams("A step", [("kernels", 0.0, 1.0), ("up", 0.5, 1.0)], tmp_path / "streams")
     assert all(text in texts_of(svg) for text in ("A step", "kernels", "down", "up", "update"))
-
-
-def test_wrong_options_are_refused() -> None:
-    check_refused(offload.parse, "--without gloo", "no candidate is called 'gloo': known are torch, bfloat16")
-
-
-def test_variables_of_make_become_valid_options_of_the_program() -> None:
-    args = offload.parse(options_of_make("offload", "ROUNDS=5", "WITHOUT=torch,alone"))
-    assert args.rounds == 5 and args.names == [OURS, OURS_16, TORCH_16]

@@ -8,34 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pipeline
 import pytest
 import torch
-from benchmark_helpers import FOLDER, PROVENANCE, TIME, check_refused, options_of_make, texts_of
-from pipeline import (
-    ALONE,
-    CANDIDATES,
-    FEW_ONE_F_ONE_B,
-    FEW_ZERO_BUBBLE,
-    GPIPE,
-    ONE_F_ONE_B,
-    OURS,
-    SMALL,
-    TORCH,
-    TORCH_GPIPE,
-    TORCH_ONE_F_ONE_B,
-    WORDS,
-    Alone,
-    LossAndNorm,
-    differences,
-    draw,
-    find,
-    targets,
-    timed_step,
-)
-from pipeline_ideal import Bubble, ScheduleCost
+from benchmark_helpers import FOLDER, PROVENANCE, TIME, texts_of
+from pipeline import OURS, SMALL, TORCH, WORDS, Alone, Name, differences, draw, find, targets, timed_step
+from pipeline_ideal import ScheduleCost
 from support.jobs import JobStarter
-from support.programs import be_alone, in_one_job
+from support.programs import in_one_job
 from torch import nn
 
 from hpctrain import trace
@@ -56,7 +35,7 @@ def test_all_candidates_are_timed_and_compared_with_an_ideal(launch: JobStarter,
     check_json(json.JSONDecoder().raw_decode(done.stdout)[0])
     (path,) = tmp_path.glob("pipeline-np2-*.json")
     found = json.loads(path.read_text())
-    assert list(found["seconds"]) == list(CANDIDATES) and list(found["schedules"]) == list(OURS)
+    assert list(found["seconds"]) == list(Name) and list(found["schedules"]) == list(OURS)
     for time in found["seconds"].values():
         assert 0 < time["min"] <= time["median"] <= time["max"] and time["repeats"] == 2
     for name, one in found["schedules"].items():
@@ -67,13 +46,13 @@ def test_all_candidates_are_timed_and_compared_with_an_ideal(launch: JobStarter,
         for share in one["shares"]:
             assert 0 < share["passes"] < 1 and 0 <= share["rest"] < 1
             assert sum(share.values()) == pytest.approx(1, abs=0.2)  # medians, each of a different step
-    assert found["schedules"][GPIPE]["bubble"]["formula"] == pytest.approx(1 / 9)
-    assert found["schedules"][FEW_ONE_F_ONE_B]["bubble"]["formula"] == pytest.approx(1 / 5)
+    assert found["schedules"][Name.GPIPE]["bubble"]["formula"] == pytest.approx(1 / 9)
+    assert found["schedules"][Name.FEW_ONE_F_ONE_B]["bubble"]["formula"] == pytest.approx(1 / 5)
     drift = found["relative_differences_from_one_rank"]
-    assert set(drift) == set(CANDIDATES) and max(max(one.values()) for one in drift.values()) < 1e-5
+    assert set(drift) == set(Name) and max(max(one.values()) for one in drift.values()) < 1e-5
     values = {one["what"]: one["value"] for one in found["targets"]}
-    ratio = found["seconds"][TORCH_GPIPE]["median"] / found["seconds"][GPIPE]["median"]
-    assert values[f"step: {TORCH_GPIPE} / {GPIPE}"] == pytest.approx(ratio) and len(values) == 7
+    ratio = found["seconds"][Name.TORCH_GPIPE]["median"] / found["seconds"][Name.GPIPE]["median"]
+    assert values[f"step: {Name.TORCH_GPIPE} / {Name.GPIPE}"] == pytest.approx(ratio) and len(values) == 7
     assert PROVENANCE <= found["provenance"].keys() and found["provenance"]["threads_per_rank"] == 1
     assert done.stdout.index("target") < done.stdout.index("median ms") < done.stdout.index("ideal ms")
     for end in (".svg", "-1f1b.svg", "-zb-h1.svg"):
@@ -81,32 +60,8 @@ def test_all_candidates_are_timed_and_compared_with_an_ideal(launch: JobStarter,
 
 
 def check_json(printed: dict[str, Any]) -> None:
-    assert list(printed["seconds"]) == [GPIPE, ONE_F_ONE_B, "hpctrain zb-h1"] and printed["quick"]
+    assert list(printed["seconds"]) == [Name.GPIPE, Name.ONE_F_ONE_B, "hpctrain zb-h1"] and printed["quick"]
     assert list(printed["cuts"]) == ["stages"] and len(printed["targets"]) == 3
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--rounds 1", "1 rounds: at least 2 are needed"),
-        ("--without gloo", "no candidate is called 'gloo': known are alone, naive, gpipe, 1f1b, interleaved"),
-        (f"--without {','.join(WORDS)}", "every candidate is left out"),
-    ],
-)
-def test_wrong_options_are_refused(words: str, message: str) -> None:
-    check_refused(pipeline.parse, words, message)
-
-
-def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    be_alone(monkeypatch, comm)
-    assert pipeline.main(pipeline.parse, pipeline.run, ["--quick"]) == 2
-    assert "pipeline needs 2 ranks or more, not 1" in capsys.readouterr().err
-
-
-def test_variables_of_make_become_valid_options_of_the_program() -> None:
-    without = "WITHOUT=naive,interleaved,torch-gpipe,torch-1f1b,gpipe,1f1b,zb-h1"
-    args = pipeline.parse(options_of_make("pipeline", "NP=3", "ROUNDS=5", without))
-    assert args.rounds == 5 and args.names == [ALONE, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE]
 
 
 # Values of the candidates ---------------------------------------------------------------------------------------------
@@ -150,15 +105,15 @@ def test_losses_and_gradients_equal_those_of_a_plain_pass() -> None:
     loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-    assert found.loss == pytest.approx(loss.item(), rel=1e-5) and found.norm == pytest.approx(norm.item(), rel=1e-5)
+    assert found == {"loss": pytest.approx(loss.item(), rel=1e-5), "norm": pytest.approx(norm.item(), rel=1e-5)}
 
 
 @pytest.mark.parametrize("what", ["loss", "norm"])
 def test_a_candidate_that_computes_something_else_is_detected(what: str) -> None:
     comm: Any = OneRank()
     found = differences(comm, {"right": Alone(SMALL, comm, 4), "wrong": Broken(what)}, SMALL)
-    assert found["right"].loss == found["right"].norm == 0
-    assert getattr(found["wrong"], what) > 1e-5
+    assert found["right"] == {"loss": 0, "norm": 0}
+    assert found["wrong"][what] > 1e-5
 
 
 def test_task_is_reproducible_and_smaller_batches_are_prefixes_of_larger_ones() -> None:
@@ -211,26 +166,33 @@ def test_a_timed_step_has_its_spans_and_restores_all_switches() -> None:
 
 
 def cost(measured: float, ideal: float) -> ScheduleCost:
-    return ScheduleCost(measured, ideal, 1.0, Bubble(0.1, 0.1, None), [], {})
+    return ScheduleCost(measured, ideal, 1.0, {}, [], {})
 
 
 def test_schedules_are_compared_with_their_ideals_and_with_torch() -> None:
-    times = {name: {"median": value} for name, value in {TORCH_GPIPE: 1.1, GPIPE: 1.0, TORCH_ONE_F_ONE_B: 0.9}.items()}
-    times[ONE_F_ONE_B] = {"median": 1.0}
-    schedules = {ONE_F_ONE_B: cost(1.0, 0.92), FEW_ONE_F_ONE_B: cost(0.6, 0.5), FEW_ZERO_BUBBLE: cost(0.54, 0.5)}
-    drift = {GPIPE: LossAndNorm(1e-7, 2e-5), ONE_F_ONE_B: LossAndNorm(2e-7, 0.0)}
+    times = {
+        name: {"median": value}
+        for name, value in {Name.TORCH_GPIPE: 1.1, Name.GPIPE: 1.0, Name.TORCH_ONE_F_ONE_B: 0.9}.items()
+    }
+    times[Name.ONE_F_ONE_B] = {"median": 1.0}
+    schedules = {
+        Name.ONE_F_ONE_B: cost(1.0, 0.92),
+        Name.FEW_ONE_F_ONE_B: cost(0.6, 0.5),
+        Name.FEW_ZERO_BUBBLE: cost(0.54, 0.5),
+    }
+    drift = {Name.GPIPE: {"loss": 1e-7, "norm": 2e-5}, Name.ONE_F_ONE_B: {"loss": 2e-7, "norm": 0.0}}
     found = list(targets(times, schedules, drift))
     assert [one.value for one in found] == pytest.approx([0.92, 0.9, 1.08, 1.1, 0.9, 2e-7, 2e-5])
     assert [one.met for one in found] == [False, True, False, True, False, True, False]
-    assert not list(targets({GPIPE: {"median": 1.0}}, {FEW_ZERO_BUBBLE: cost(1, 1)}, {}))
+    assert not list(targets({Name.GPIPE: {"median": 1.0}}, {Name.FEW_ZERO_BUBBLE: cost(1, 1)}, {}))
 
 
 def test_every_candidate_has_an_option_name() -> None:
-    assert sorted(WORDS.values()) == sorted(CANDIDATES)
-    assert list(WORDS)[:3] == ["alone", "naive", "gpipe"] and WORDS["zb-h1-4"] == FEW_ZERO_BUBBLE
+    assert sorted(WORDS.values()) == sorted(Name)
+    assert list(WORDS)[:3] == ["alone", "naive", "gpipe"] and WORDS["zb-h1-4"] == Name.FEW_ZERO_BUBBLE
 
 
-@pytest.mark.parametrize("names", [CANDIDATES, (ALONE, *TORCH)])
+@pytest.mark.parametrize("names", [Name, (Name.ALONE, *TORCH)])
 def test_plots_name_all_candidates_and_show_timelines(tmp_path: Path, names: tuple[str, ...]) -> None:
     pytest.importorskip("matplotlib")
     result: dict[str, Any] = {
@@ -240,8 +202,8 @@ def test_plots_name_all_candidates_and_show_timelines(tmp_path: Path, names: tup
         "schedules": {name: {"ideal": 0.45} for name in names if name in OURS},
     }
     lines = {
-        FEW_ONE_F_ONE_B: simulate(make("1f1b", 2, 4), equal_costs(2, forward=0.01)),
-        FEW_ZERO_BUBBLE: simulate(make("zb-h1", 2, 4), equal_costs(2, forward=0.01)),
+        Name.FEW_ONE_F_ONE_B: simulate(make("1f1b", 2, 4), equal_costs(2, forward=0.01)),
+        Name.FEW_ZERO_BUBBLE: simulate(make("zb-h1", 2, 4), equal_costs(2, forward=0.01)),
     }
     files = draw(result, tmp_path / "pipeline-np2", lines)
     ends = ["", "-1f1b", "-zb-h1"]

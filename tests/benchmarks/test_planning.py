@@ -9,8 +9,6 @@ import planning
 import pytest
 from support.jobs import JobStarter
 
-from hpctrain.errors import UsageError
-
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "planning.py"
 
 
@@ -28,10 +26,3 @@ def test_forecasts_are_compared_with_runs(launch: JobStarter, tmp_path: Path) ->
         assert one["measured"]["repeats"] == 2 and one["forecast"]["seconds"] > 0
         assert one["ratio"] == pytest.approx(one["forecast"]["seconds"] / one["measured"]["median"])
     assert "forecast / median" in done.stdout
-
-
-def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no case is called 'gpt': known are gpt ddp on 1, "):
-        planning.parse(["--without", "gpt"])
-    with pytest.raises(UsageError, match="at least 6 and 1 are needed"):
-        planning.parse(["--steps", "5"])

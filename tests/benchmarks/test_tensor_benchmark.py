@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensor
-from benchmark_helpers import FOLDER, PROVENANCE, TIME, check_refused, options_of_make, texts_of
+from benchmark_helpers import FOLDER, PROVENANCE
 from support.jobs import JobStarter
-from support.programs import be_alone, in_one_job
-from tensor import ALONE, CANDIDATES, DTENSOR, FULL, MESSAGES, OURS, SMALL, draw, targets
+from support.programs import in_one_job
+from tensor import ALONE, CANDIDATES, DTENSOR, FULL, MESSAGES, OURS, SMALL, targets
 
 
 @pytest.mark.benchmark
@@ -46,28 +45,6 @@ def check_json(printed: dict[str, Any]) -> None:
     assert printed["largest_relative_loss_differences"] == {}
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--rounds 1", "1 rounds: at least 2 are needed"),
-        ("--without gloo", "no candidate is called 'gloo': known are alone, torch-dtensor"),
-    ],
-)
-def test_wrong_options_are_refused(words: str, message: str) -> None:
-    check_refused(tensor.parse, words, message)
-
-
-def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    be_alone(monkeypatch, comm)
-    assert tensor.main(tensor.parse, tensor.run, ["--quick"]) == 2
-    assert "tensor needs 2 ranks or more, not 1" in capsys.readouterr().err
-
-
-def test_variables_of_make_become_valid_options_of_the_program() -> None:
-    args = tensor.parse(options_of_make("tensor", "NP=3", "ROUNDS=5", "WITHOUT=alone"))
-    assert args.rounds == 5 and args.names == [OURS, DTENSOR]
-
-
 def times(**medians: float) -> dict[str, dict[str, float]]:
     names = {"alone": ALONE, "ours": OURS, "dtensor": DTENSOR, "messages": MESSAGES}
     return {names[name]: {"median": value} for name, value in medians.items()}
@@ -87,19 +64,3 @@ def test_task_is_reproducible_and_reduces_once_per_block_and_direction() -> None
     one, two = SMALL.batch(3), SMALL.batch(3)
     assert one[0].equal(two[0]) and one[0].requires_grad and not one[0].equal(SMALL.batch(4)[0])
     assert all(a.equal(b) for a, b in zip(SMALL.model().parameters(), SMALL.model().parameters()))
-
-
-@pytest.mark.parametrize("names", [CANDIDATES, (OURS, DTENSOR)])
-def test_plots_name_all_candidates_with_times(tmp_path: Path, names: tuple[str, ...]) -> None:
-    pytest.importorskip("matplotlib")
-    result: dict[str, Any] = {
-        "ranks": 2,
-        "task": {"blocks": 8, "width": 512, "tokens": 512},
-        "seconds": {name: TIME for name in (*names, MESSAGES)},
-    }
-    png, svg = draw(result, tmp_path / "tensor-np2")
-    assert [png.name, svg.name] == ["tensor-np2.png", "tensor-np2.svg"]
-    texts = texts_of(svg)
-    for text in ("8 MLP blocks of width 512, 512 tokens, 2 ranks", *names, "ms per step"):
-        assert text in texts
-    assert MESSAGES not in texts and (ALONE in texts) is (ALONE in names)
