@@ -69,9 +69,6 @@ def _cut_longest(splits: dict[Split, list[DocumentRange]], fraction: float) -> N
         pieces[position], splits["train"] = tail, [head]
 
 
-# First reading of every document: test for text, length, checksum -----------------------------------------------------
-
-
 BLOCK = 4 << 20  # bytes of a document in memory at a time
 
 
@@ -133,9 +130,6 @@ def _measure(document: Document, size: int) -> DocumentSize | None:
     except UnicodeDecodeError:
         return None
     return DocumentSize(document, length, crc32)
-
-
-# Documents of a corpus: the source of the Python standard library, or any files and folders ---------------------------
 
 
 # Third-party packages, tests (thousands of near-equal lines), and generated tables: not useful as training text.

@@ -53,24 +53,14 @@ class JoinedDataset:
                     f"data files do not fit together: {parts[0].path} has {parts[0].facts}, "
                     f"{part.path} has {part.facts}"
                 )
+        self.path, self.facts = ", ".join(part.path for part in parts), parts[0].facts
         self._parts = tuple(parts)
         self._ends = np.cumsum([len(part) for part in parts])
-
-    @property
-    def path(self) -> str:
-        """Return the paths of the files."""
-        return ", ".join(part.path for part in self._parts)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the facts that a model needs, which all parts have in common."""
-        return self._parts[0].facts
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples from the files that contain them."""
         import torch
 
         check_indices(indices, len(self), self.path)
@@ -84,13 +74,9 @@ class JoinedDataset:
 
 
 def check_indices(indices: Indices, length: int, path: str) -> None:
-    """Raise ``DataError`` for a sample that does not exist."""
     if len(indices) and not (0 <= indices.min() and indices.max() < length):
         wrong = indices.min() if indices.min() < 0 else indices.max()
         raise DataError(f"no sample {wrong} in {path}: samples are numbered 0 to {length - 1}")
-
-
-# Dataset of token windows from a packed corpus ------------------------------------------------------------------------
 
 
 class TokenDataset:
@@ -111,23 +97,13 @@ class TokenDataset:
         self.path, self.split, self.context = str(path), split, context
         file = open_file(path)
         self.vocab_size = _vocab_size(file)
+        self.facts = {"vocab_size": self.vocab_size}
         tokens = dataset_of(file, f"{split}/tokens")
         self._check_layout(tokens)
-        mapped = map_dataset(tokens)
-        self._tokens: Any = tokens if mapped is None else mapped
-        if mapped is not None:
+        self._tokens = map_dataset(tokens)
+        if not isinstance(self._tokens, h5py.Dataset):
             file.close()
         self._scan()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the facts that a model needs: the size of the vocabulary."""
-        return {"vocab_size": self.vocab_size}
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens in the split."""
-        return len(self._tokens)
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self.context
@@ -196,9 +172,6 @@ def _vocab_size(file: h5py.File) -> int:
     return size
 
 
-# Dataset of images or vectors with their targets, from plain HDF5 arrays ----------------------------------------------
-
-
 ARRAY_FORMAT = "hpctrain-arrays"
 ARRAY_VERSION = 1
 Pair = tuple[npt.ArrayLike, npt.ArrayLike]
@@ -222,17 +195,13 @@ class ArrayDataset:
             raise DataError(f"{path} is not an array file: its format attribute is {kind!r}, expected {ARRAY_FORMAT!r}")
         inputs, targets = dataset_of(file, f"{split}/inputs"), dataset_of(file, f"{split}/targets")
         _check(str(path), split, inputs, targets)
-        self._input_shape = inputs.shape[1:]
         self._classes = targets.dtype.kind in "iu"
-        self._outputs = _count_classes(file, split) if self._classes else int(np.prod(targets.shape[1:]))
-        self._inputs, self._targets = _mapped(inputs), _mapped(targets)
+        outputs = _count_classes(file, split) if self._classes else int(np.prod(targets.shape[1:]))
+        # What a model needs: the shape of an input and the number of outputs per target.
+        self.facts: dict[str, Any] = {"input_shape": tuple(map(int, inputs.shape[1:])), "outputs": outputs}
+        self._inputs, self._targets = map_dataset(inputs), map_dataset(targets)
         if not isinstance(self._inputs, h5py.Dataset) and not isinstance(self._targets, h5py.Dataset):
             file.close()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Return the facts that a model needs: the shape of an input and the number of outputs per target."""
-        return {"input_shape": tuple(int(size) for size in self._input_shape), "outputs": self._outputs}
 
     def __len__(self) -> int:
         return len(self._inputs)
@@ -294,11 +263,6 @@ def _count_classes(file: h5py.File, split: str) -> int:
     if lowest < 0:
         raise DataError(f"{file.filename}: the targets hold the class {lowest}, allowed are 0 and above")
     return highest + 1
-
-
-def _mapped(dataset: h5py.Dataset) -> Any:
-    mapped = map_dataset(dataset)
-    return dataset if mapped is None else mapped
 
 
 def _rows(array: Any, indices: Indices) -> npt.NDArray[Any]:

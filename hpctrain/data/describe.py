@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,8 @@ def render(found: dict[str, Any]) -> str:
     lines += [f"{'sources:' if not number else '':21}{source}" for number, source in enumerate(sources[:8])]
     if len(sources) > 8:
         lines.append(f"{'':21}and {len(sources) - 8} more")
-    return "\n".join([*lines, "", *_table(found["datasets"])])
+    rows = [_COLUMNS, *(tuple(_cell(dataset[column]) for column in _COLUMNS) for dataset in found["datasets"])]
+    return "\n".join([*lines, "", *columns(rows)])
 
 
 def _texts(sources: h5py.Dataset, path: str | Path) -> list[str]:
@@ -75,11 +75,6 @@ def _describe_dataset(file: h5py.File, name: str) -> dict[str, Any]:
         "bytes": int(dataset.nbytes),
         "crc32": "none" if crc32 is None else "ok" if checksum(dataset) == crc32 else "damaged",
     }
-
-
-def _table(datasets: Sequence[dict[str, Any]]) -> list[str]:
-    rows = [_COLUMNS, *(tuple(_cell(dataset[column]) for column in _COLUMNS) for dataset in datasets)]
-    return columns(rows)
 
 
 def _cell(value: Any) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 
 from hpctrain.errors import DataError
 from hpctrain.util.reading import open_regular
@@ -132,14 +131,14 @@ def attribute(item: Any, name: str, default: Any = None) -> Any:
     raise DataError(f"{item.file.filename}: the attribute {name} holds {type(value).__name__}; expected one value")
 
 
-def map_dataset(dataset: h5py.Dataset) -> npt.NDArray[Any] | None:
-    """Return the dataset as a read-only memory map; ``None`` if its bytes are not contiguous in the file.
+def map_dataset(dataset: h5py.Dataset) -> Any:
+    """Return the dataset as a read-only memory map; the dataset itself if its bytes are not contiguous in the file.
 
     A map needs no copy, no lock and no open handle, and all ranks of a node share its pages.
     """
     offset = dataset.id.get_offset()  # None if chunked, virtual, external or not yet allocated
     if offset is None or dataset.dtype.hasobject:
-        return None
+        return dataset
     return np.memmap(dataset.file.filename, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape)
 
 

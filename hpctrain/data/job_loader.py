@@ -29,7 +29,6 @@ class BatchOrder:
         return self.start_at(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, counted from 0."""
         self.epoch = epoch
 
     def start_at(self, number: int) -> Iterator[list[int]]:
@@ -84,7 +83,6 @@ class SampleDataset:
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return inputs and targets of all indices, as two tensors."""
         return self.dataset.batch(np.asarray(list(indices), np.int64))
 
 

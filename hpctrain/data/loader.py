@@ -48,9 +48,6 @@ class SampleOrder:
         return self._permutation
 
 
-# A rank's part of a global batch --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Batch:
     """Samples of one rank in one step, and their weight.
@@ -77,7 +74,6 @@ class Batch:
         return pieces
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
-        """Return the batch with its tensors on a device."""
         inputs = self.inputs.to(device, non_blocking=non_blocking)
         return Batch(inputs, self.targets.to(device, non_blocking=non_blocking), self.weight, self.samples)
 
@@ -91,9 +87,6 @@ def take(dataset: Dataset, indices: Indices, rank: int, size: int) -> Batch:
 
 def _bounds(total: int, index: int, parts: int) -> tuple[int, int]:
     return total * index // parts, total * (index + 1) // parts
-
-
-# Loader that divides global batches over the ranks, in an order that is independent of their number -------------------
 
 
 class Loader:
@@ -194,9 +187,6 @@ def check_batch(batch: int, size: int, microbatches: int = 1) -> None:
         parts = f"{size} ranks" + (f" x {microbatches} microbatches" if microbatches > 1 else "")
         nearest = f"{below} and {above}" if below else f"{above}"
         raise SettingsError(f"a batch of {batch} samples cannot be divided evenly over {parts}: nearest are {nearest}")
-
-
-# Batches of a validation split: one pass, in order, divided over the ranks --------------------------------------------
 
 
 def evaluation_batches(

@@ -83,7 +83,8 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
         with atomic.private_file(out) as handle, _Sink(handle, "w+", closefd=False) as sink:
             try:
                 with h5py.File(sink, "w") as file:
-                    _describe(file, kind, version)
+                    file.attrs.update({"format": kind, "format_version": version, "creator": f"hpctrain {__version__}"})
+                    file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
                     yield file
             finally:
                 if sink.failure:
@@ -92,15 +93,6 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
         raise DataError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _describe(file: h5py.File, kind: str, version: int) -> None:
-    file.attrs["format"] = kind
-    file.attrs["format_version"] = version
-    file.attrs["creator"] = f"hpctrain {__version__}"
-    file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-
-
-# Packing of a corpus into one HDF5 file of byte tokens with a held-out split ------------------------------------------
-#
 # The file contains ``/train`` and ``/validation``, each with ``tokens`` (u1; every document is
 # followed by a NUL byte), ``offsets`` (the start of each document, and the end of the last one) and
 # ``names``. Memory stays bounded: the corpus is read twice, once to measure and once to copy, block

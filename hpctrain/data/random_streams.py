@@ -61,7 +61,6 @@ class RandomStreams:
 
     @property
     def inside(self) -> bool:
-        """Return whether an inner stream is in use."""
         return self._saved is not None
 
     def enter_step(self, iteration: int) -> None:
@@ -72,7 +71,9 @@ class RandomStreams:
 
     def leave_step(self) -> None:
         """Restore the outer stream; no effect outside of a step."""
-        self._restore()
+        if self._saved is not None:
+            self._saved.restore()
+            self._saved = None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -81,13 +82,13 @@ class RandomStreams:
         try:
             yield
         finally:
-            self._restore()
+            self.leave_step()
 
     @contextmanager
     def outer(self) -> Iterator[None]:
         """Draw from the outer stream while an inner one is in use; afterwards the inner one must be seeded again."""
-        inside = self._saved is not None
-        self._restore()
+        inside = self.inside
+        self.leave_step()
         try:
             yield
         finally:
@@ -97,24 +98,19 @@ class RandomStreams:
     @contextmanager
     def outer_only(self) -> Iterator[None]:
         """Draw from the outer stream in the ``with`` block; the inner stream continues as if nothing was drawn."""
-        inner = torch.get_rng_state(), random.getstate()
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        inside = self.inside
-        self._restore()
+        inner, inside = _TorchAndPython(), self.inside
+        self.leave_step()
         try:
             yield
         finally:
             if inside:
                 self._save()  # NumPy's inner generator is a separate object, whose state has not changed
-                torch.set_rng_state(inner[0])
-                random.setstate(inner[1])
-                if cuda is not None:
-                    torch.cuda.set_rng_state(cuda)
+                inner.restore()
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore the state of all generators at the end of the ``with`` block."""
-        state = OuterState.capture()
+        state = OuterState()
         try:
             yield
         finally:
@@ -124,11 +120,6 @@ class RandomStreams:
         if self._saved is None:
             self._saved = _OuterStream(self._inner)
 
-    def _restore(self) -> None:
-        if self._saved is not None:
-            self._saved.restore()
-            self._saved = None
-
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % _NUMPY_SEED)
@@ -136,24 +127,33 @@ class RandomStreams:
             torch.cuda.manual_seed(seed)
 
 
-class _OuterStream:
-    """Saved state of the outer stream of torch (host and device), NumPy and Python."""
+class _TorchAndPython:
+    """States of the generators of torch (host and device) and Python at one moment."""
 
-    def __init__(self, inner: np.random.MT19937) -> None:
+    def __init__(self) -> None:
         self._torch, self._python = torch.get_rng_state(), random.getstate()
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._cuda: Tensor | None = torch.cuda.get_rng_state() if on_device else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        if self._cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.set_rng_state(self._cuda)
+
+
+class _OuterStream(_TorchAndPython):
+    """Saved state of the outer stream of torch, Python and NumPy, whose bit generator is exchanged for another."""
+
+    def __init__(self, inner: np.random.MT19937) -> None:
+        super().__init__()
         state = np.random.get_state(legacy=False)
         self._gauss = (state["has_gauss"], state["gauss"]) if state["has_gauss"] else None
         self._numpy = _GLOBAL.get_bit_generator()
         _GLOBAL.set_bit_generator(inner)
 
     def restore(self) -> None:
-        """Restore the generators."""
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
+        super().restore()
         _GLOBAL.set_bit_generator(self._numpy)
         if self._gauss is not None:
             state: Any = np.random.get_state(legacy=False)
@@ -161,30 +161,20 @@ class _OuterStream:
             np.random.set_state(state)
 
 
-class OuterState:
-    """States of the generators of torch, NumPy and Python at one moment; it can be sent to another rank."""
+class OuterState(_TorchAndPython):
+    """States of the generators of torch, Python and NumPy at one moment; it can be sent to another rank."""
 
-    def __init__(self, torch_state: Tensor, numpy_state: Any, python_state: Any, cuda: Tensor | None = None) -> None:
-        self.torch, self.numpy, self.python, self.cuda = torch_state, numpy_state, python_state, cuda
-
-    @classmethod
-    def capture(cls) -> OuterState:
-        """Return the current states in this process."""
-        on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        cuda = torch.cuda.get_rng_state() if on_device else None
-        return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate(), cuda)
+    def __init__(self) -> None:
+        super().__init__()
+        self._numpy = np.random.get_state(legacy=False)
 
     def restore(self) -> None:
-        """Set the generators of this process."""
-        torch.set_rng_state(self.torch)
-        np.random.set_state(self.numpy)
-        random.setstate(self.python)
-        if self.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.set_rng_state(self.cuda)
+        super().restore()
+        np.random.set_state(self._numpy)
 
 
 def broadcast_generators(comm: Communicator) -> None:
     """Set the generators of all ranks to the state of rank 0. Collective."""
-    outer = comm.broadcast_object(OuterState.capture())
+    outer = comm.broadcast_object(OuterState())
     if comm.rank:
         outer.restore()

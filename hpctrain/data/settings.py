@@ -30,16 +30,6 @@ class DataSettings:
         if self.validation_samples < 0:
             raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
 
-    @property
-    def has_tokens(self) -> bool:
-        """Return whether samples are sequences of tokens."""
-        return self.format == "tokens"
-
-    @property
-    def validation_limit(self) -> int | None:
-        """Return the limit for ``evaluation_batches``."""
-        return self.validation_samples or None
-
 
 def open_dataset(settings: DataSettings, split: str, context: int | None = None) -> FileDataset:
     """Open a split of the configured files; token files are divided into windows of ``context`` tokens."""

@@ -30,11 +30,8 @@ from hpctrain.data.random_streams import RandomStreams, mix_seed, seed_sample
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 
-# Nested batches: tuples, lists, dicts and tensors, counted and sliced along the first dimension -----------------------
-
 
 def leaves(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -62,30 +59,28 @@ def samples_in(batch: Any) -> int:
 
 def cut(batch: Any, begin: int, end: int) -> Any:
     """Return the samples from ``begin`` to ``end`` of a batch, as a batch of the same structure."""
-    count = samples_in(batch)
-    return _mapped(batch, lambda leaf: leaf[begin:end] if leaf.dim() else leaf, count, slice(begin, end))
+    return _selected(batch, slice(begin, end), samples_in(batch))
 
 
 def rows_of(batch: Any, rows: Tensor) -> Any:
-    """Return samples by index, as a batch of the same structure."""
-    count = samples_in(batch)
-    numbers = rows.tolist()
-    return _mapped(batch, lambda leaf: leaf[rows.to(leaf.device)] if leaf.dim() else leaf, count, numbers)
+    return _selected(batch, rows, samples_in(batch))
 
 
-def _mapped(batch: Any, take: Callable[[Tensor], Tensor], count: int, which: slice | list[int]) -> Any:
+def _selected(batch: Any, which: slice | Tensor, count: int) -> Any:
+    """Return some of the ``count`` samples of a batch."""
     if isinstance(batch, Tensor):
-        return take(batch)
+        index = which.to(batch.device) if isinstance(which, Tensor) else which
+        return batch[index] if batch.dim() else batch
     if isinstance(batch, Mapping):
-        values = {key: _mapped(value, take, count, which) for key, value in batch.items()}
+        values = {key: _selected(value, which, count) for key, value in batch.items()}
         return values if type(batch) is dict else _remade(batch, values)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(value, take, count, which) for value in batch))
+        return type(batch)(*(_selected(value, which, count) for value in batch))
     if isinstance(batch, (tuple, list)):
         if any(True for _ in leaves(batch)):
-            return type(batch)(_mapped(value, take, count, which) for value in batch)
+            return type(batch)(_selected(value, which, count) for value in batch)
         if len(batch) == count:  # one value per sample, such as names
-            return batch[which] if isinstance(which, slice) else type(batch)(batch[number] for number in which)
+            return batch[which] if isinstance(which, slice) else type(batch)(batch[number] for number in which.tolist())
     return batch
 
 
@@ -95,9 +90,6 @@ def _remade(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return kind(values)
     except TypeError:
         return values
-
-
-# The divided loader --------------------------------------------------------------------------------------------------
 
 
 _LOG_AFTER = 1.0  # seconds of skipping after which progress is logged
@@ -116,7 +108,6 @@ class BatchShare:
 
     @property
     def samples(self) -> int:
-        """Return the number of samples that count."""
         return self.end - self.begin
 
     @property
@@ -300,7 +291,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def checksum_of(indices: Any) -> int:
-    """Return a checksum of the indices and their order."""
     try:
         return zlib.crc32(np.asarray(indices, np.int64).tobytes())
     except (TypeError, ValueError, OverflowError):

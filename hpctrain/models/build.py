@@ -22,6 +22,8 @@ class MultiLayerPerceptron(nn.Sequential):
     Maps ``[batch, *input_shape]`` to ``[batch, outputs]``.
     """
 
+    initialise = staticmethod(initialise_as_torch)
+
     def __init__(self, input_shape: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> None:
         sizes = [math.prod(input_shape), *hidden, outputs]
         if min(sizes) < 1:
@@ -38,23 +40,18 @@ class MultiLayerPerceptron(nn.Sequential):
         allocate(self)
         draw_weights(self, self.initialise)
 
-    def initialise(self, name: str, module: nn.Module) -> None:
-        """Initialise the weights of one module in place, from torch's seed and the module's name in the model."""
-        initialise_as_torch(name, module)
-
 
 MLP = MultiLayerPerceptron  # earlier name, public as hpctrain.models.MLP
 
 
-# Small convolutional network for images, such as digits ---------------------------------------------------------------
-
-
 class ConvNet(nn.Module):
-    """Convolution, batch norm, ReLU and pooling for each entry of ``channels``, then one linear layer.
+    """Network for images: convolution, batch norm, ReLU, pooling per entry of ``channels``, then one linear layer.
 
     Images are ``(height, width)`` or ``(channels, height, width)``; every pooling halves height and
     width.
     """
+
+    initialise = staticmethod(initialise_as_torch)
 
     def __init__(self, input_shape: Sequence[int], outputs: int, channels: Sequence[int] = (16, 32)) -> None:
         super().__init__()
@@ -82,10 +79,6 @@ class ConvNet(nn.Module):
         """Return the sequence of layers that make up the model; pipeline stages may begin at any of them."""
         return [_with_channels, *self.features, _flat, self.head]
 
-    def initialise(self, name: str, module: nn.Module) -> None:
-        """Initialise the weights of one module in place, from torch's seed and the module's name in the model."""
-        initialise_as_torch(name, module)
-
 
 def _with_channels(images: Tensor) -> Tensor:
     return images.unsqueeze(1) if images.ndim == 3 else images
@@ -105,9 +98,6 @@ def _layers(channels: Sequence[int]) -> list[nn.Module]:
             nn.MaxPool2d(2),
         ]
     return layers
-
-
-# Construction of the model that the settings name ---------------------------------------------------------------------
 
 
 _BUILTIN: dict[str, Callable[..., nn.Module]] = {"convnet": ConvNet, "mlp": MultiLayerPerceptron}

@@ -136,7 +136,6 @@ class GPT(nn.Module):
         return x
 
     def layers(self) -> list[nn.Module]:
-        """Return the sequence of layers that make up the model; pipeline stages may begin at any of them."""
         return [self.embedding, *self.blocks, self.norm, self.head]
 
     def initialise(self, name: str, module: nn.Module) -> None:
@@ -157,9 +156,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
         else:
             reset_norm(name, module)
-
-
-# Text generation with a GPT -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -28,12 +28,12 @@ class GPTConfig:
     tied: bool = True  # the head shares the token embedding's weight
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "width", "context", "vocab_size"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SettingsError(f"gpt with {name} = {short_repr(value)}: allowed are whole numbers above 0")
-            if value > _MOST[name]:
-                raise SettingsError(f"gpt with {name} = {short_repr(value)}: allowed are at most {_MOST[name]}")
+            if value > most:
+                raise SettingsError(f"gpt with {name} = {short_repr(value)}: allowed are at most {most}")
         if self.width % self.heads:
             fitting = [heads for heads in range(1, self.width + 1) if self.width % heads == 0]
             raise SettingsError(
@@ -73,9 +73,6 @@ SHAPES = {
 }
 
 
-# Settings for the model that a run trains; without torch --------------------------------------------------------------
-
-
 BUILTIN = ("convnet", "mlp")
 _GPT_FIELDS = ("layers", "heads", "width", "vocab_size", "dropout", "tied")
 
@@ -112,15 +109,18 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_fields(self, "model")
         if self.factory is not None:
-            self._check_factory()
+            if not names_function(self.factory):
+                raise SettingsError(f"model.factory = {short_repr(self.factory)}: write it as package.module:function")
         elif self.name not in SHAPES and self.name not in BUILTIN:
             raise SettingsError(unknown(f"model.name {short_repr(self.name)}", self.name, [*SHAPES, *BUILTIN]))
         elif self.name in SHAPES:
             if self.options:
                 raise SettingsError(f"model.options do not apply to {self.name}: set {', '.join(_GPT_FIELDS)}, context")
             self.gpt()
-        if self.gpt_name is None:
-            self._refuse_gpt_fields()
+        for name in _GPT_FIELDS if self.gpt_name is None else ():
+            if getattr(self, name) is not None:
+                model = self.factory or self.name
+                raise SettingsError(f"model.{name} applies to the GPT family, not to {model}: use model.options")
         if self.context is not None and self.context < 1:
             raise SettingsError(f"model.context = {self.context}: allowed is 1 or more")
         check_most(self, "model", context=2**24)
@@ -146,13 +146,3 @@ class ModelSettings:
             raise SettingsError(f"model.vocab_size = {self.vocab_size}: the data's vocabulary needs {vocab_size}")
         chosen = {name: value for name, value in changes.items() if value is not None}
         return dataclasses.replace(SHAPES[self.gpt_name], **chosen)
-
-    def _check_factory(self) -> None:
-        if not names_function(self.factory or ""):
-            raise SettingsError(f"model.factory = {short_repr(self.factory)}: write it as package.module:function")
-
-    def _refuse_gpt_fields(self) -> None:
-        for name in _GPT_FIELDS:
-            if getattr(self, name) is not None:
-                model = self.factory or self.name
-                raise SettingsError(f"model.{name} applies to the GPT family, not to {model}: use model.options")

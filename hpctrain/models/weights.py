@@ -41,7 +41,10 @@ def fill(tensor: Tensor, how: Callable[[Tensor], object]) -> None:
 
 
 def initialise_as_torch(name: str, module: nn.Module) -> None:
-    """Initialise the weights of one module in place with torch's distribution: uniform within 1/sqrt(fan in)."""
+    """Initialise the weights of one module in place with torch's distribution: uniform within 1/sqrt(fan in).
+
+    They depend on torch's seed and the module's ``name`` in the model.
+    """
     if not has_weights(module):
         return
     if isinstance(module, (nn.Linear, nn.Conv2d)):

@@ -137,7 +137,7 @@ class PipelineBackward:
         if key in self._checked or count == 1:
             return
         self._checked.add(key)
-        state = OuterState.capture()
+        state = OuterState()
         try:
             fewer, _ = self._inputs(cut(samples, 0, count // 2), whole=False)
         finally:

@@ -137,7 +137,7 @@ class LoaderFeed(Feed):
     def _sync_generators(self) -> None:
         if not self.splits or self._comm.size == 1:
             return
-        own = OuterState.capture(), [one.get_state() for one in self._generators]
+        own = OuterState(), [one.get_state() for one in self._generators]
         outer, states = self._comm.broadcast_object(own)
         if self._comm.rank:
             outer.restore()
@@ -246,7 +246,7 @@ def inputs_of_batch(batch: Any, model: nn.Module) -> Any:
 
 def _first_batch(loader: DataLoader[Any]) -> Any:
     """Return the first batch, loaded in this process, and restore all generators."""
-    outer, own = OuterState.capture(), generators_of(loader)
+    outer, own = OuterState(), generators_of(loader)
     states = [generator.get_state() for generator in own]
     try:
         if loader.batch_sampler is None:

@@ -201,7 +201,7 @@ def seed_generators(seed: int) -> None:
 
 def trained_on(number: int, batch: Batch, settings: Settings, data: Communicator) -> tuple[int, dict[str, int]]:
     """Return the tokens of a step over all data ranks; for arrays 0, and the samples since the beginning of the run."""
-    if settings.data.has_tokens:
+    if settings.data.format == "tokens":
         return batch.targets.numel() * data.size, {}  # all data ranks have equal numbers of tokens
     return 0, {SAMPLES: number * settings.train.batch}
 
@@ -221,7 +221,7 @@ def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
             replace(step.objective, dtype=None),
             corpus.validation,
             batch=settings.train.batch,
-            limit=settings.data.validation_limit,
+            limit=settings.data.validation_samples or None,
             device=step.device,
         )
 

@@ -67,24 +67,3 @@ def test_the_config_of_the_page_trains(
     capsys.readouterr()
     assert main(["data", "show", "images.h5"]) == 0
     assert "800 x 8 x 8" in capsys.readouterr().out
-
-
-def test_the_page_names_the_element_types_that_are_accepted(tmp_path: Path) -> None:
-    """The table's element types are those that the reader of a file accepts."""
-    for inputs, targets, fine in (
-        ("u1", "i4", True),
-        ("f2", "u2", True),
-        ("f8", "f4", True),
-        ("i4", "i4", False),
-        ("f4", "S3", False),
-    ):
-        path = tmp_path / f"{inputs}-{targets}.h5"
-        with h5py.File(path, "w") as file:
-            for split in ("train", "validation"):
-                file[f"{split}/inputs"] = np.zeros((3, 2), inputs)
-                file[f"{split}/targets"] = np.zeros(3, targets)
-        if fine:
-            assert len(ArrayDataset(path, "train")) == 3
-        else:
-            with pytest.raises(ValueError, match="allowed are"):
-                ArrayDataset(path, "train")

@@ -41,7 +41,6 @@ def test_settings_round_trip_through_a_dict() -> None:
     tree = {"files": ["a.h5", "b.h5"], "format": "arrays", "validation_samples": 7}
     settings = build(DataSettings, tree, "data.")
     assert settings == DataSettings(("a.h5", "b.h5"), "arrays", 7) and to_tree(settings) == tree
-    assert (settings.validation_limit, DataSettings(validation_samples=0).validation_limit) == (7, None)
 
 
 def test_wrong_settings_are_refused(token_file: str) -> None:

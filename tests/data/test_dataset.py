@@ -57,7 +57,7 @@ def _file(path: Path, values: Any, vocab_size: Any = 256, **storage: Any) -> Pat
 def test_windows_contain_the_tokens_of_the_file(tmp_path: Path, dtype: str, storage: dict[str, Any]) -> None:
     values = np.random.default_rng(0).integers(0, 200, 103).astype(dtype)
     dataset = TokenDataset(_file(tmp_path / "x.h5", values, **storage), "train", 10)
-    assert (len(dataset), dataset.tokens, dataset.vocab_size, dataset.facts) == (10, 103, 256, {"vocab_size": 256})
+    assert (len(dataset), dataset.vocab_size, dataset.facts) == (10, 256, {"vocab_size": 256})
     inputs, targets = dataset.batch(np.array([9, 0, 3, 0]))
     plain = [int(value) for value in values]
     assert inputs.tolist() == [plain[10 * index : 10 * index + 10] for index in (9, 0, 3, 0)]

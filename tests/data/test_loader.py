@@ -16,8 +16,8 @@ from hpctrain.data.loader import Batch, Loader, SampleOrder, check_batch, evalua
 from hpctrain.errors import DataError, SettingsError
 
 
-class Numbers:
-    """Dataset whose inputs and targets are the sample numbers."""
+class Squares:
+    """Dataset whose inputs are the sample numbers and whose targets are their squares."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -26,7 +26,8 @@ class Numbers:
         return self._length
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(indices.copy()), torch.from_numpy(indices.copy())
+        numbers = torch.from_numpy(indices.copy())
+        return numbers, numbers.double() ** 2
 
 
 def _steps(loader: Loader, count: int | None = None) -> list[list[int]]:
@@ -35,7 +36,7 @@ def _steps(loader: Loader, count: int | None = None) -> list[list[int]]:
 
 def _world(length: int, size: int, count: int | None, **options: Any) -> list[list[int]]:
     """Run the loaders of all ranks and concatenate each step's shares in the order of the ranks."""
-    ranks = [_steps(Loader(Numbers(length), rank=rank, size=size, **options), count) for rank in range(size)]
+    ranks = [_steps(Loader(Squares(length), rank=rank, size=size, **options), count) for rank in range(size)]
     assert len({len(steps) for steps in ranks}) == 1
     return [sum(shares, []) for shares in zip(*ranks)]
 
@@ -49,21 +50,21 @@ def test_all_numbers_of_ranks_see_the_same_global_batches(size: int) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 24, 95, 100, 1234])
 def test_a_run_resumes_at_any_position_on_any_number_of_ranks_with_any_batch(position: int) -> None:
-    first = Loader(Numbers(100), batch=24, seed=5, position=position)
+    first = Loader(Squares(100), batch=24, seed=5, position=position)
     _steps(first, 3)
     state = json.loads(json.dumps(first.state_dict()))
     rest = sum(_steps(first, 10), [])
     for size, batch in ((1, 24), (2, 24), (3, 12), (4, 48), (6, 60)):
         steps = []
         for rank in range(size):
-            loader = Loader(Numbers(100), batch=batch, rank=rank, size=size, seed=5)
+            loader = Loader(Squares(100), batch=batch, rank=rank, size=size, seed=5)
             loader.load_state_dict(state)
             steps.append(_steps(loader, 240 // batch))
         assert sum((sum(shares, []) for shares in zip(*steps)), []) == rest[: 240 // batch * batch]
 
 
 def test_the_position_counts_the_samples_returned() -> None:
-    loader = Loader(Numbers(100), batch=24, rank=1, size=2)
+    loader = Loader(Squares(100), batch=24, rank=1, size=2)
     for step, batch in enumerate(islice(loader, 10), start=1):
         assert batch.samples == 12 and batch.weight == 1.0
         assert loader.state_dict()["position"] == loader.position == 24 * step
@@ -83,7 +84,7 @@ def test_without_drop_last_epochs_end_with_a_smaller_batch(size: int) -> None:
     for epoch in range(3):
         assert sorted(sum(steps[5 * epoch : 5 * epoch + 5], [])) == list(range(101))
     assert steps == _world(101, 1, None, batch=24, epochs=3, drop_last=False, seed=2)
-    tail = [list(Loader(Numbers(101), batch=24, rank=r, size=size, epochs=1, drop_last=False))[-1] for r in range(size)]
+    tail = [list(Loader(Squares(101), batch=24, rank=r, size=size, epochs=1, drop_last=False))[-1] for r in range(size)]
     assert sum(batch.weight for batch in tail) == pytest.approx(size)
     assert [batch.weight for batch in tail] == pytest.approx([batch.samples * size / 5 for batch in tail])
 
@@ -99,10 +100,10 @@ def test_with_drop_last_epochs_end_without_the_remaining_samples(size: int) -> N
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("done", range(16))
 def test_a_bounded_run_resumes_where_it_stopped(drop_last: bool, done: int) -> None:
-    whole = _steps(Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last))
-    first = Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last)
+    whole = _steps(Loader(Squares(101), batch=24, epochs=3, drop_last=drop_last))
+    first = Loader(Squares(101), batch=24, epochs=3, drop_last=drop_last)
     before = _steps(first, done)
-    second = Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last)
+    second = Loader(Squares(101), batch=24, epochs=3, drop_last=drop_last)
     second.load_state_dict(first.state_dict())
     assert before + _steps(second) == whole
 
@@ -118,7 +119,7 @@ def test_an_epoch_of_whole_batches_drops_no_sample() -> None:
 )  # fmt: skip
 def test_a_batch_not_divisible_by_the_ranks_is_refused(batch: int, size: int, microbatches: int, nearest: str) -> None:
     with pytest.raises(SettingsError, match=f"a batch of {batch} samples cannot be divided evenly over {nearest}"):
-        Loader(Numbers(100), batch=batch, size=size, microbatches=microbatches)
+        Loader(Squares(100), batch=batch, size=size, microbatches=microbatches)
     for allowed in [int(word) for word in nearest.rstrip("$").split("are ")[1].split(" and ")]:
         check_batch(allowed, size, microbatches)
 
@@ -131,25 +132,25 @@ def test_numbers_below_one_are_refused(numbers: tuple[int, int, int]) -> None:
 
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(SettingsError, match="rank 2 of 2: ranks are numbered 0 to 1"):
-        Loader(Numbers(100), batch=4, rank=2, size=2)
+        Loader(Squares(100), batch=4, rank=2, size=2)
     with pytest.raises(DataError, match="3 samples do not fill a batch of 4"):
-        Loader(Numbers(3), batch=4, epochs=1)
+        Loader(Squares(3), batch=4, epochs=1)
     with pytest.raises(SettingsError, match="position"):
-        Loader(Numbers(3), batch=4, position=-1)
+        Loader(Squares(3), batch=4, position=-1)
     with pytest.raises(SettingsError, match="epochs"):
-        Loader(Numbers(3), batch=2, epochs=0)
+        Loader(Squares(3), batch=2, epochs=0)
 
 
 def test_a_resume_with_other_data_or_order_is_refused() -> None:
-    state = Loader(Numbers(100), batch=4, seed=1).state_dict()
+    state = Loader(Squares(100), batch=4, seed=1).state_dict()
     with pytest.raises(DataError, match="different order: the run had seed = 1, this one has 2"):
-        Loader(Numbers(100), batch=4, seed=2).load_state_dict(state)
+        Loader(Squares(100), batch=4, seed=2).load_state_dict(state)
     with pytest.raises(DataError, match="different data: the run had samples = 100, this one has 99"):
-        Loader(Numbers(99), batch=4, seed=1).load_state_dict(state)
+        Loader(Squares(99), batch=4, seed=1).load_state_dict(state)
     with pytest.raises(DataError, match="lacks samples"):
-        Loader(Numbers(100), batch=4, seed=1).load_state_dict({"position": 3, "seed": 1})
+        Loader(Squares(100), batch=4, seed=1).load_state_dict({"position": 3, "seed": 1})
     with pytest.raises(DataError, match="is -3, expected 0 or more"):
-        Loader(Numbers(100), batch=4, seed=1).load_state_dict({**state, "position": -3})
+        Loader(Squares(100), batch=4, seed=1).load_state_dict({**state, "position": -3})
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 100])
@@ -184,20 +185,6 @@ def test_the_order_does_not_change_between_versions() -> None:
 def test_an_invalid_order_is_refused(length: int, seed: int) -> None:
     with pytest.raises(SettingsError, match=f"order of {length} samples with seed {seed}"):
         SampleOrder(length, seed)
-
-
-class Squares:
-    """Dataset whose inputs are the sample numbers and whose targets are their squares."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        numbers = torch.from_numpy(indices.copy()).double()
-        return numbers, numbers**2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 9])
