@@ -1,12 +1,14 @@
 """Habits of training scripts, each a loop that runs on a plain model and on a wrapped one.
 
 A habit gets the model, the batches (of all samples, or this rank's share of each) and ``backward(model, x, y)``, which
-computes the mean loss of a batch and its gradients. Its return value is compared, too.
+computes the mean loss of a batch and its gradients. Its return value is compared, too. Most habits are a plain loop
+with one peculiarity, and are registered by the decorator that says where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,26 +22,14 @@ from torch.nn.utils import (
     parameters_to_vector,
     parametrizations,
 )
+from torch.utils._pytree import tree_leaves
 
 Batches = list[tuple[Tensor, Tensor]]
-Backward = Callable[[nn.Module, Tensor, Tensor], Tensor]
-Habit = Callable[[nn.Module, Batches, Backward], Any]
+Backward = Callable[[nn.Module, Tensor, Tensor], Any]
+Habit = Callable[[Any, Batches, Backward], Any]
 
 HABITS: dict[str, Habit] = {}
-BEFORE: dict[str, Callable[[nn.Module], Any]] = {}  # changes of the model before it is wrapped
-
-
-def habit(function: Habit) -> Habit:
-    HABITS[function.__name__.replace("_", " ").strip()] = function
-    return function
-
-
-def before(name: str) -> Callable[[Any], Any]:
-    def note(function: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-        BEFORE[name] = function
-        return function
-
-    return note
+BEFORE: dict[str, Callable[[Any], Any]] = {}  # changes of the model before it is wrapped
 
 
 def make_model() -> nn.Sequential:
@@ -51,18 +41,22 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def loop(model: nn.Module, batches: Batches, backward: Backward, then: Callable[[int], Any]) -> list[Tensor]:
-    """Train by SGD; call ``then(step)`` between backward pass and update."""
-    optimizer, losses = sgd(model), []
+def loop(
+    model: nn.Module,
+    batches: Batches,
+    backward: Backward,
+    between: Callable[[int], Any] = lambda step: None,
+    optimizer: torch.optim.Optimizer | None = None,
+    after: Callable[[int], Any] = lambda step: None,
+) -> list[Any]:
+    """Train, by default by SGD; call ``between(step)`` before the update of a step, and ``after(step)`` after it."""
+    optimizer, losses = optimizer or sgd(model), []
     for step, (x, y) in enumerate(batches):
         losses.append(backward(model, x, y))
-        then(step)
+        between(step)
         optimizer.step()
         optimizer.zero_grad()
+        after(step)
     return losses
 
 
@@ -70,186 +64,168 @@ def each(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.grad is not None)
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    return function.__name__.replace("_", " ").strip()
+
+
+def habit(function: Habit) -> None:
+    """Register a whole loop."""
+    HABITS[name_of(function)] = function
+
+
+def between(function: Callable[[Any, int], Any], name: str = "") -> None:
+    """Register what is done with ``model`` and ``step`` between backward pass and update; its numbers are compared."""
+
+    def run(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+        found: list[Any] = []
+        losses = loop(model, batches, backward, lambda step: found.append(function(model, step)))
+        return [*losses, *(one for one in tree_leaves(found) if one is not None)]
+
+    HABITS[name or name_of(function)] = run
+
+
+def changed(function: Callable[[Any], Any]) -> None:
+    """Register a change of the wrapped model before the loop."""
+
+    def run(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+        function(model)
+        return loop(model, batches, backward)
+
+    HABITS[name_of(function)] = run
+
+
+def before(function: Callable[[Any], Any]) -> None:
+    """Register a change of the model before it is wrapped."""
+    BEFORE[name_of(function)], HABITS[name_of(function)] = function, loop
+
+
+def loss(function: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    """Register another loss."""
+
+    def run(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+        loop(model, batches, lambda model, x, y: function(model, x, y).backward())  # type: ignore[no-untyped-call]
+
+    HABITS[name_of(function)] = run
+
+
+def optimizer(function: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    """Register another optimizer."""
+    HABITS[name_of(function)] = lambda model, batches, backward: loop(
+        model, batches, backward, optimizer=function(model)
+    )
+
+
 # Norms and clipping ---------------------------------------------------------------------------------------------------
 
 
-@habit
-def clip_by_norm(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: clip_grad_norm_(model.parameters(), 0.1))
+def clip(model: nn.Module, step: int, *limits: float, **options: Any) -> Tensor:
+    return clip_grad_norm_(model.parameters(), *limits, **options)
 
 
-@habit
-def clip_by_norm_of_order_1(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: clip_grad_norm_(model.parameters(), 0.1, norm_type=1))
+between(lambda model, step: clip(model, step, 0.1), "clip by norm")
+between(lambda model, step: clip(model, step, 0.1, 1), "clip by norm of order 1")
+between(lambda model, step: clip(model, step, 0.01, float("inf")), "clip by largest")
+between(partial(clip, max_norm=0.1, foreach=False), "clip without foreach")
+between(partial(clip, max_norm=0.1, foreach=True), "clip with foreach")
+between(partial(clip, max_norm=0.1, error_if_nonfinite=True), "clip error if nonfinite")
 
 
-@habit
-def clip_by_largest(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: clip_grad_norm_(model.parameters(), 0.01, float("inf")))
+@between
+def clip_a_subset(model: nn.Module, step: int) -> Any:
+    return clip_grad_norm_([parameter for name, parameter in model.named_parameters() if name.startswith("2")], 0.02)
 
 
-@habit
-def clip_without_foreach(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: clip_grad_norm_(model.parameters(), 0.1, foreach=False))
+@between
+def clip_each_parameter(model: nn.Module, step: int) -> Any:
+    return [clip_grad_norm_(parameter, 0.02) for parameter in model.parameters()]
 
 
-@habit
-def clip_with_foreach(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: clip_grad_norm_(model.parameters(), 0.1, foreach=True))
+@between
+def clip_by_value(model: nn.Module, step: int) -> None:
+    clip_grad_value_(model.parameters(), 0.01)
 
 
-@habit
-def clip_error_if_nonfinite(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(
-        model, batches, backward, lambda _: clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)
-    )
+@between
+def total_norm_then_scale(model: nn.Module, step: int) -> Any:
+    norm = get_total_norm([parameter.grad for parameter in each(model)])  # type: ignore[misc]
+    clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    return norm
 
 
-@habit
-def clip_a_subset(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    chosen = [parameter for name, parameter in model.named_parameters() if name.startswith("2")]
-    return loop(model, batches, backward, lambda _: clip_grad_norm_(chosen, 0.02))
+@between
+def norm_of_the_weights(model: nn.Module, step: int) -> Any:
+    return get_total_norm(model.parameters())
 
 
-@habit
-def clip_each_parameter(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(
-        model, batches, backward, lambda _: [clip_grad_norm_(parameter, 0.02) for parameter in model.parameters()]
-    )
+@between
+def norm_by_hand(model: nn.Module, step: int) -> None:
+    norm = sum(parameter.grad.norm() ** 2 for parameter in each(model)) ** 0.5  # type: ignore[union-attr]
+    for parameter in each(model):
+        parameter.grad.mul_(min(1.0, 0.1 / float(norm)))  # type: ignore[union-attr]
 
 
-@habit
-def clip_by_value(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: clip_grad_value_(model.parameters(), 0.01))
+@between
+def norm_by_sum_of_squares(model: nn.Module, step: int) -> Any:
+    return torch.stack([parameter.grad.pow(2).sum() for parameter in each(model)]).sum().sqrt()
 
 
-@habit
-def total_norm_then_scale(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    norms = []
-
-    def then(step: int) -> None:
-        norms.append(get_total_norm([parameter.grad for parameter in each(model)]))
-        clip_grads_with_norm_(model.parameters(), 0.1, norms[-1])
-
-    return [*loop(model, batches, backward, then), *norms]
+@between
+def norm_of_one_vector(model: nn.Module, step: int) -> Any:
+    return torch.linalg.vector_norm(parameters_to_vector(parameter.grad for parameter in each(model)))
 
 
-@habit
-def norm_of_the_weights(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    found: list[Tensor] = []
-    losses = loop(model, batches, backward, lambda _: found.append(get_total_norm(model.parameters())))
-    return [*losses, *found]
+@between
+def weight_norms_in_a_log(model: nn.Module, step: int) -> Any:
+    return {name: parameter.norm().item() for name, parameter in model.named_parameters()}
 
 
-@habit
-def norm_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    def then(step: int) -> None:
-        norm = sum(parameter.grad.norm() ** 2 for parameter in each(model)) ** 0.5
-        for parameter in each(model):
-            parameter.grad.mul_(min(1.0, 0.1 / float(norm)))
-
-    return loop(model, batches, backward, then)
+@between
+def largest_gradient(model: nn.Module, step: int) -> Any:
+    return max(parameter.grad.abs().max().item() for parameter in each(model))  # type: ignore[union-attr]
 
 
-@habit
-def norm_by_sum_of_squares(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    found: list[Any] = []
-
-    def then(step: int) -> None:
-        found.append(torch.stack([parameter.grad.pow(2).sum() for parameter in each(model)]).sum().sqrt())
-
-    return [*loop(model, batches, backward, then), *found]
+@between
+def finite_by_hand(model: nn.Module, step: int) -> Any:
+    return all(torch.isfinite(parameter.grad).all() for parameter in each(model))
 
 
-@habit
-def norm_of_one_vector(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    found: list[Any] = []
-
-    def then(step: int) -> None:
-        found.append(torch.linalg.vector_norm(parameters_to_vector(parameter.grad for parameter in each(model))))
-
-    return [*loop(model, batches, backward, then), *found]
-
-
-@habit
-def weight_norms_in_a_log(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    found: list[Any] = []
-    losses = loop(
-        model, batches, backward, lambda _: found.append({n: p.norm().item() for n, p in model.named_parameters()})
-    )
-    return [*losses, *(value for row in found for value in row.values())]
-
-
-@habit
-def largest_gradient(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    found: list[Any] = []
-
-    def then(step: int) -> None:
-        found.append(max(parameter.grad.abs().max().item() for parameter in each(model)))
-
-    return [*loop(model, batches, backward, then), *found]
-
-
-@habit
-def finite_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(
-        model, batches, backward, lambda _: all(torch.isfinite(parameter.grad).all() for parameter in each(model))
-    )
-
-
-@habit
-def histogram_by_numpy(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(
-        model, batches, backward, lambda _: [parameter.detach().cpu().numpy().std() for parameter in each(model)]
-    )
+@between
+def histogram_by_numpy(model: nn.Module, step: int) -> Any:
+    return [parameter.detach().cpu().numpy().std() for parameter in each(model)]
 
 
 # Penalties ------------------------------------------------------------------------------------------------------------
 
 
-@habit
-def squares_as_penalty(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = sgd(model)
-    for x, y in batches:
-        loss = F.mse_loss(model(x), y) + 0.1 * sum(parameter.pow(2).sum() for parameter in model.parameters())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@loss
+def squares_as_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(model(x), y) + 0.1 * sum(parameter.pow(2).sum() for parameter in model.parameters())
 
 
-@habit
-def sizes_as_penalty(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = sgd(model)
-    for x, y in batches:
-        loss = F.mse_loss(model(x), y) + 0.1 * sum(torch.norm(parameter, 1) for parameter in model.parameters())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@loss
+def sizes_as_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(model(x), y) + 0.1 * sum(torch.norm(parameter, 1) for parameter in model.parameters())
 
 
-@habit
-def decay_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    def then(step: int) -> None:
-        with torch.no_grad():
-            for parameter in each(model):
-                parameter.grad.add_(parameter, alpha=0.1)
-
-    return loop(model, batches, backward, then)
+@between
+def decay_by_hand(model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        for parameter in each(model):
+            parameter.grad.add_(parameter, alpha=0.1)  # type: ignore[union-attr]
 
 
 # Initialising ---------------------------------------------------------------------------------------------------------
 
 
-@habit
-def normal_weights(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def normal_weights(model: nn.Module) -> None:
     torch.manual_seed(5)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    return loop(model, batches, backward, lambda _: None)
 
 
-@habit
-def xavier_weights(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def xavier_weights(model: nn.Module) -> None:
     torch.manual_seed(5)
 
     def init(module: nn.Module) -> None:
@@ -258,58 +234,47 @@ def xavier_weights(model: nn.Module, batches: Batches, backward: Backward) -> An
             nn.init.zeros_(module.bias)
 
     model.apply(init)
-    return loop(model, batches, backward, lambda _: None)
 
 
-@habit
-def reset_of_parameters(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def reset_of_parameters(model: nn.Module) -> None:
     torch.manual_seed(5)
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.reset_parameters()
-    return loop(model, batches, backward, lambda _: None)
 
 
-@habit
-def constant_weights(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def constant_weights(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             nn.init.constant_(parameter, 0.1)
-    return loop(model, batches, backward, lambda _: None)
 
 
-@habit
-def weights_scaled(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def weights_scaled(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
             parameter.data.add_(0.01)
-    return loop(model, batches, backward, lambda _: None)
 
 
 # Hooks ----------------------------------------------------------------------------------------------------------------
 
 
-def clamped(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-0.01, 0.01)
-
-
-@habit
-def hook_that_clamps(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+def clamp_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.register_hook(clamped)
-    return loop(model, batches, backward, lambda _: None)
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
 
-@habit
-def hook_before_wrapping(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: None)
+@changed
+def hook_that_clamps(model: nn.Module) -> None:
+    clamp_gradients(model)
 
 
-@before("hook before wrapping")
-def _hook(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.register_hook(clamped)
+@before
+def hook_before_wrapping(model: nn.Module) -> None:
+    clamp_gradients(model)
 
 
 @habit
@@ -318,28 +283,26 @@ def hook_that_is_removed(model: nn.Module, batches: Batches, backward: Backward)
     return loop(model, batches, backward, lambda step: handle.remove() if step == 1 else None)
 
 
-@habit
-def hook_that_centres(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def hook_that_centres(model: nn.Module) -> None:
     next(model.parameters()).register_hook(lambda gradient: gradient - gradient.mean(dim=1, keepdim=True))
-    return loop(model, batches, backward, lambda _: None)
 
 
-@habit
-def hook_behind_accumulation(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def hook_behind_accumulation(model: nn.Module) -> None:
     def after(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.clamp_(-0.01, 0.01)
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(after)
-    return loop(model, batches, backward, lambda _: None)
 
 
 @habit
 def optimizer_in_the_backward_pass(model: nn.Module, batches: Batches, backward: Backward) -> Any:
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.3) for parameter in model.parameters()}
 
-    def update(parameter: Tensor) -> None:
+    def update(parameter: Any) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
@@ -350,7 +313,7 @@ def optimizer_in_the_backward_pass(model: nn.Module, batches: Batches, backward:
 
 @habit
 def hook_with_accumulation(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    next(model.parameters()).register_hook(clamped)
+    clamp_gradients(model)
     optimizer = sgd(model)
     for step, (x, y) in enumerate(batches):
         backward(model, x, y)
@@ -365,7 +328,7 @@ def module_hooks(model: nn.Module, batches: Batches, backward: Backward) -> Any:
     for module in list(model.children())[1:]:
         module.register_forward_hook(lambda *_: seen.append(1))
         module.register_full_backward_hook(lambda *_: None)
-    return [*loop(model, batches, backward, lambda _: None), torch.tensor(len(seen))]
+    return [*loop(model, batches, backward), torch.tensor(len(seen))]
 
 
 # Gradients by other means ---------------------------------------------------------------------------------------------
@@ -381,27 +344,19 @@ def autograd_grad(model: nn.Module, batches: Batches, backward: Backward) -> Any
         optimizer.step()
 
 
-@habit
-def penalty_on_input_gradients(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = sgd(model)
-    for x, y in batches:
-        x = x.clone().requires_grad_(True)
-        outputs = model(x)
-        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
-        (F.mse_loss(outputs, y) + 0.1 * slope.pow(2).sum(dim=1).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@loss
+def penalty_on_input_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    outputs = model(x)
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return F.mse_loss(outputs, y) + 0.1 * slope.pow(2).sum(dim=1).mean()
 
 
-@habit
-def two_losses_backward(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = sgd(model)
-    for x, y in batches:
-        outputs = model(x)
-        F.mse_loss(outputs, y).backward(retain_graph=True)
-        (0.1 * outputs.pow(2).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+@loss
+def two_losses_backward(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    outputs = model(x)
+    F.mse_loss(outputs, y).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return 0.1 * outputs.pow(2).mean()
 
 
 @habit
@@ -414,9 +369,10 @@ def update_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> An
                 parameter.grad = None
 
 
-@habit
-def sign_of_gradients(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: [parameter.grad.sign_() for parameter in each(model)])
+@between
+def sign_of_gradients(model: nn.Module, step: int) -> None:
+    for parameter in each(model):
+        parameter.grad.sign_()  # type: ignore[union-attr]
 
 
 @habit
@@ -427,19 +383,16 @@ def momentum_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> 
             with torch.enable_grad():
                 backward(model, x, y)
             for parameter in each(model):
-                buffers[parameter].mul_(0.9).add_(parameter.grad)
+                buffers[parameter].mul_(0.9).add_(parameter.grad)  # type: ignore[arg-type]
                 parameter.sub_(buffers[parameter], alpha=0.05)
             model.zero_grad()
 
 
-@habit
-def gradients_scaled_by_layer(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    def then(step: int) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad / (1 + int(name[0]))
-
-    return loop(model, batches, backward, then)
+@between
+def gradients_scaled_by_layer(model: nn.Module, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / (1 + int(name[0]))
 
 
 @habit
@@ -447,7 +400,7 @@ def sharpness_aware(model: nn.Module, batches: Batches, backward: Backward) -> A
     optimizer = sgd(model)
     for x, y in batches:
         backward(model, x, y)
-        norm = get_total_norm([parameter.grad for parameter in each(model)])
+        norm = get_total_norm([parameter.grad for parameter in each(model)])  # type: ignore[misc]
         moves = []
         with torch.no_grad():
             for parameter in each(model):
@@ -465,83 +418,74 @@ def sharpness_aware(model: nn.Module, batches: Batches, backward: Backward) -> A
 # Freezing, and later changes ------------------------------------------------------------------------------------------
 
 
-@habit
-def unfrozen_later(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda step: model[2].requires_grad_(True) if step == 1 else None)
+@before
+def frozen_at_first(model: Any) -> None:
+    model[2].requires_grad_(False)
 
 
-@before("unfrozen later")
-def _freeze(model: nn.Module) -> None:
-    model[2].requires_grad_(False)  # type: ignore[index]
+@between
+def unfrozen_later(model: Any, step: int) -> None:
+    if step == 1:
+        model[2].requires_grad_(True)
 
 
-@habit
-def frozen_later(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda step: model[2].requires_grad_(False) if step == 1 else None)
+BEFORE["unfrozen later"] = BEFORE["frozen at first"]
 
 
-@habit
-def frozen_at_first(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: None)
+@between
+def frozen_later(model: Any, step: int) -> None:
+    if step == 1:
+        model[2].requires_grad_(False)
 
 
-BEFORE["frozen at first"] = _freeze
-
-
-@habit
-def head_after_wrapping(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@changed
+def head_after_wrapping(model: Any) -> None:
     torch.manual_seed(6)
-    model[5] = nn.Linear(9, 3)  # type: ignore[index]
-    return loop(model, batches, backward, lambda _: None)
+    model[5] = nn.Linear(9, 3)
 
 
-@habit
-def parametrized_after_wrapping(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    parametrizations.weight_norm(model[2])  # type: ignore[index]
-    return loop(model, batches, backward, lambda _: None)
+@changed
+def parametrized_after_wrapping(model: Any) -> None:
+    parametrizations.weight_norm(model[2])
 
 
-@habit
-def parametrized_before_wrapping(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: None)
+@before
+def parametrized_before_wrapping(model: Any) -> None:
+    parametrizations.weight_norm(model[2])
 
 
-@before("parametrized before wrapping")
-def _parametrize(model: nn.Module) -> None:
-    parametrizations.weight_norm(model[2])  # type: ignore[index]
-
-
-@habit
-def tied_weights(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    return loop(model, batches, backward, lambda _: None)
-
-
-@before("tied weights")
-def _tie(model: nn.Module) -> None:
-    model[2].weight = nn.Parameter(torch.eye(9))  # type: ignore[index]
-    model[4].bias = model[2].bias  # type: ignore[index]
+@before
+def tied_weights(model: Any) -> None:
+    model[2].weight = nn.Parameter(torch.eye(9))
+    model[4].bias = model[2].bias
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
 
 
-@habit
-def groups_by_dims(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+@optimizer
+def groups_by_dims(model: nn.Module) -> torch.optim.Optimizer:
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others}], lr=0.01)
-    for x, y in batches:
-        backward(model, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others}], lr=0.01)
+
+
+@optimizer
+def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+@optimizer
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.01)
 
 
 @habit
-def group_added_later(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.3)  # type: ignore[index]
+def group_added_later(model: Any, batches: Batches, backward: Backward) -> Any:
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.3)
     for step, (x, y) in enumerate(batches):
         if step == 2:
-            optimizer.add_param_group({"params": list(model[5].parameters()), "lr": 0.1})  # type: ignore[index]
+            optimizer.add_param_group({"params": list(model[5].parameters()), "lr": 0.1})
         backward(model, x, y)
         optimizer.step()
         model.zero_grad()
@@ -569,7 +513,7 @@ def zeros_kept(model: nn.Module, batches: Batches, backward: Backward) -> Any:
 
 @habit
 def accumulation_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = adamw(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step, (x, y) in enumerate(batches):
         backward(model, x, y)
         if step % 2:
@@ -592,32 +536,11 @@ def closure(model: nn.Module, batches: Batches, backward: Backward) -> Any:
 
 
 @habit
-def fused_adamw(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    for x, y in batches:
-        backward(model, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@habit
-def adafactor(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
-    for x, y in batches:
-        backward(model, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@habit
 def plateau(model: nn.Module, batches: Batches, backward: Backward) -> Any:
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-    for x, y in batches:
-        loss = backward(model, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step(loss)
+    for batch in batches:
+        scheduler.step(*loop(model, [batch], backward, optimizer=optimizer))
     return [group["lr"] for group in optimizer.param_groups]
 
 
@@ -625,42 +548,29 @@ def plateau(model: nn.Module, batches: Batches, backward: Backward) -> Any:
 def one_cycle(model: nn.Module, batches: Batches, backward: Backward) -> Any:
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=len(batches))
-    for x, y in batches:
-        backward(model, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+    loop(model, batches, backward, optimizer=optimizer, after=lambda step: scheduler.step())
 
 
-@habit
-def scaler(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer, scales = sgd(model), []
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-    for x, y in batches:
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scales.append(scaler.get_scale())
-    return scales
-
-
-@habit
-def scaler_that_skips(model: nn.Module, batches: Batches, backward: Backward) -> Any:
+def scaled_training(model: nn.Module, batches: Batches, clips: bool, skipped: int = -1) -> list[float]:
     optimizer, scales = sgd(model), []
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     for step, (x, y) in enumerate(batches):
         outputs = model(x)
-        if step == 2:
+        if step == skipped:
             outputs = outputs * torch.tensor([1.0, 1.0, float("inf")])
-        scaler.scale(F.mse_loss(outputs, y)).backward()
+        scaler.scale(F.mse_loss(outputs, y)).backward()  # type: ignore[no-untyped-call]
+        if clips:
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
     return scales
+
+
+HABITS["scaler"] = lambda model, batches, backward: scaled_training(model, batches, clips=True)
+HABITS["scaler that skips"] = lambda model, batches, backward: scaled_training(model, batches, clips=False, skipped=2)
 
 
 # Averages, copies and files -------------------------------------------------------------------------------------------
@@ -684,57 +594,37 @@ def average_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> A
 @habit
 def lookahead(model: nn.Module, batches: Batches, backward: Backward) -> Any:
     slow = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = sgd(model)
-    for step, (x, y) in enumerate(batches):
-        backward(model, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def after(step: int) -> None:
         if step % 2:
             with torch.no_grad():
                 for before_it, parameter in zip(slow, model.parameters()):
                     before_it.lerp_(parameter, 0.5)
                     parameter.copy_(before_it)
 
+    loop(model, batches, backward, after=after)
+
 
 @habit
 def weights_clamped(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = sgd(model)
-    for x, y in batches:
-        backward(model, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
-        for parameter in model.parameters():
-            parameter.data.clamp_(-0.2, 0.2)
+    loop(model, batches, backward, after=lambda step: [each.data.clamp_(-0.2, 0.2) for each in model.parameters()])
 
 
-@habit
-def evaluation_between(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    found = []
-
-    def then(step: int) -> None:
-        model.eval()
-        with torch.no_grad():
-            found.append(model(torch.ones(2, 6)))
-        model.train()
-
-    loop(model, batches, backward, then)
+@between
+def evaluation_between(model: nn.Module, step: int) -> Any:
+    model.eval()
+    with torch.no_grad():
+        found = model(torch.ones(2, 6))
+    model.train()
     return found
 
 
-@habit
-def layer_called_alone(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = sgd(model)
-    for x, y in batches:
-        (F.mse_loss(model(x), y) + 0.1 * model[0](x).pow(2).mean()).backward()  # type: ignore[index]
-        optimizer.step()
-        optimizer.zero_grad()
+@loss
+def layer_called_alone(model: Any, x: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(model(x), y) + 0.1 * model[0](x).pow(2).mean()
 
 
-@habit
-def weight_read_outside(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    optimizer = sgd(model)
-    for x, y in batches:
-        outputs = model(x)
-        (F.mse_loss(outputs, y) + 0.1 * (outputs @ model[5].weight).pow(2).mean()).backward()  # type: ignore[index]
-        optimizer.step()
-        optimizer.zero_grad()
+@loss
+def weight_read_outside(model: Any, x: Tensor, y: Tensor) -> Any:
+    outputs = model(x)
+    return F.mse_loss(outputs, y) + 0.1 * (outputs @ model[5].weight).pow(2).mean()
