@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,54 +67,32 @@ def mpi_reports_cuda() -> bool | None:
 def exchange(transport: Transport, device: torch.device, sizes: Sequence[int] = SIZES) -> list[str]:
     """Exchange buffers on ``device`` between all ranks; return a description of each wrong result on this rank."""
     wrong: list[str] = []
-    checks: dict[str, Callable[[Transport, torch.device, int], tuple[Tensor, Tensor]]] = {
-        "send and recv": _ring,
-        "broadcast": _broadcast,
-        "all_reduce": _all_reduce,
-        "all_gather": _all_gather,
-    }
-    for name, check in checks.items():
-        for numel in sizes:
-            found, wanted = check(transport, device, numel)
+    for numel in sizes:
+        for name, found, wanted in _results(transport, device, numel):
             wrong_values = int((found.cpu() != wanted).sum())
             if wrong_values:
                 wrong.append(f"{name} of {numel} elements brought {wrong_values} wrong ones to rank {transport.rank}")
     return wrong
 
 
-def _values(rank: int, numel: int) -> Tensor:
-    # Integers that are exact in float32; they differ between ranks and between neighbouring
-    # elements.
-    return (torch.arange(numel, dtype=torch.float32) * 7 + 13 * rank) % 8191 + 1
-
-
-def _ring(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
-    right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+def _results(transport: Transport, device: torch.device, numel: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each operation with its result and the expected values."""
+    rank, size = transport.rank, transport.size
+    # Integers that are exact in float32; they differ between ranks and between neighbouring elements.
+    values = [(torch.arange(numel, dtype=torch.float32) * 7 + 13 * other) % 8191 + 1 for other in range(size)]
+    own, right, left = values[rank].to(device), (rank + 1) % size, (rank - 1) % size
     found = torch.zeros(numel, device=device)
-    receive = transport.irecv(found, left)
-    send = transport.isend(_values(transport.rank, numel).to(device), right)
+    receive, send = transport.irecv(found, left), transport.isend(own, right)
     receive.wait()
     send.wait()
-    return found, _values(left, numel)
-
-
-def _broadcast(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
-    root = transport.size - 1
-    found = _values(transport.rank, numel).to(device)
-    transport.broadcast(found, root)
-    return found, _values(root, numel)
-
-
-def _all_reduce(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
-    found = _values(transport.rank, numel).to(device)
-    transport.all_reduce(found, "sum")
-    return found, torch.stack([_values(rank, numel) for rank in range(transport.size)]).sum(0)
-
-
-def _all_gather(transport: Transport, device: torch.device, numel: int) -> tuple[Tensor, Tensor]:
-    found = torch.zeros(numel * transport.size, device=device)
-    transport.all_gather(found, _values(transport.rank, numel).to(device))
-    return found, torch.cat([_values(rank, numel) for rank in range(transport.size)])
+    yield "send and recv", found, values[left]
+    transport.broadcast(found.copy_(own), size - 1)
+    yield "broadcast", found, values[-1]
+    transport.all_reduce(found.copy_(own), "sum")
+    yield "all_reduce", found, torch.stack(values).sum(0)
+    gathered = torch.zeros(numel * size, device=device)
+    transport.all_gather(gathered, own)
+    yield "all_gather", gathered, torch.cat(values)
 
 
 def judge(transport: Transport, device: torch.device, library: str, sizes: Sequence[int] = SIZES) -> ProbeResult:

@@ -82,29 +82,25 @@ class RemoteMemoryByMessages(RemoteMemory):
         if rank in self._node_ranks:
             return self._counters.fetch_add(self._node_ranks[rank], word, amount)
         before = torch.zeros(1, dtype=torch.int64)
-        self._request("count", rank, word, before, amount)
+        self._carry("count", rank, before, word, amount=amount)
         return int(before)
-
-    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
-        if rows is None:
-            self._request(operation, rank, start, values)
-        else:
-            self._request(operation, rank, start, values, rows.numel(), rows.contiguous())
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    def _request(
-        self, what: str, rank: int, start: int, values: Tensor, amount: int = 0, rows: Tensor | None = None
+    def _carry(
+        self, what: str, rank: int, values: Tensor, start: int, rows: Tensor | None = None, amount: int = 0
     ) -> None:
         """Send a request, and serve others until it is answered."""
         if self.recorder is not None:
             self.recorder.count(what, values.nbytes)
         tag = _ANSWER + next(self._tags) % _ANSWERS
+        amount = amount if rows is None else rows.numel()
         request = np.array([_CODES.index(what), start, values.numel(), amount, tag], dtype=np.int64)
         has_answer = what in ("get", "get_rows", "count")
         answer = memory(values) if has_answer else bytearray(1)
         pending = [self._comm.Irecv([answer, MPI.BYTE], rank, tag), self._comm.Isend(request, rank, _REQUEST)]
         if rows is not None:
+            rows = rows.contiguous()
             pending.append(self._comm.Isend([memory(rows), MPI.BYTE], rank, _ELEMENTS))
         if not has_answer:
             pending.append(self._comm.Isend([memory(values), MPI.BYTE], rank, _ELEMENTS))
@@ -275,14 +271,16 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
             self._window = MPI.Win.Create(memory, dtype.itemsize, comm=self._comm)
             self._window.Lock_all(MPI.MODE_NOCHECK)
 
-    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
-        if operation == "add_rows":
-            super()._carry(operation, rank, values, start, rows)
+    def _carry(
+        self, what: str, rank: int, values: Tensor, start: int, rows: Tensor | None = None, amount: int = 0
+    ) -> None:
+        if what in ("add_rows", "count"):
+            super()._carry(what, rank, values, start, rows, amount)
             return
         if self.recorder is not None:
-            self.recorder.count(operation, values.nbytes)
-        kind, reads = DTYPES[self.dtype], operation.startswith("get")
-        with waiting(f"{operation} in rank {rank}'s memory"):
+            self.recorder.count(what, values.nbytes)
+        kind, reads = DTYPES[self.dtype], what.startswith("get")
+        with waiting(f"{what} in rank {rank}'s memory"):
             if rows is not None:
                 indexed = kind.Create_indexed_block(values.shape[1], (rows * values.shape[1]).tolist()).Commit()
                 carry = self._window.Get if reads else self._window.Put
@@ -292,7 +290,7 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
                 return
             for spec in in_elements(values):
                 target = (start, spec[1], kind)
-                if operation == "add":
+                if what == "add":
                     self._window.Accumulate(spec, rank, target, MPI.SUM)
                 elif reads:
                     self._window.Get(spec, rank, target)

@@ -81,7 +81,7 @@ class RemoteMemory(Recordable, ABC):
         """Atomically add to a counter of a rank, and return its previous value. An amount of 0 reads it."""
 
     @abstractmethod
-    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
+    def _carry(self, what: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
         """Do one of ``OPERATIONS`` on elements or rows of a rank on another node; return when it has completed."""
 
     def progress(self) -> None:
@@ -217,5 +217,5 @@ class LocalMemory(RemoteMemory):
         """Release the memory."""
         self._memory = torch.empty(0, dtype=self.dtype)
 
-    def _carry(self, operation: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
+    def _carry(self, what: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:
         raise CommunicationError("a world of one rank has no other node")
