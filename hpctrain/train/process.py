@@ -49,10 +49,10 @@ class Allocator:
         """Use mmap for large allocations until the optimizer has made its first updates."""
         if self._raised or self._handle is not None:
             return
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from hpctrain.parallel.hooks import StepHooks
 
         self._set(LOW)
-        self._handle = register_optimizer_step_post_hook(self._count)
+        self._handle = StepHooks(self, after=Allocator._count)
 
     def raise_threshold(self) -> None:
         """Allocate from the shared heap from now on; return its free memory to the system."""
@@ -62,9 +62,10 @@ class Allocator:
         self._set(HIGH)
         self._libc.malloc_trim(0)
 
-    def _count(self, *_: Any) -> None:
-        self._updates += 1  # torch is iterating over its hooks, so this hook cannot be removed here
+    def _count(self, _: Any) -> None:
+        self._updates += 1
         if self._updates == UPDATES:
+            self._handle.remove()
             self.raise_threshold()
 
     def _set(self, threshold: int) -> None:
