@@ -19,6 +19,7 @@ from support.replicas import (
 from support.shards import VARIANTS, check_steps, communicator, shard, whole_gradients
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 from hpctrain.parallel.fsdp.collectives import StreamWork
 
@@ -83,15 +84,25 @@ def test_ranks_may_differ_in_the_order_of_the_first_pass(comm: Any, name: str) -
             model.zero_grad()
 
 
-def test_training_continues_after_a_forward_pass_without_backward(comm_and_some_variant: Any) -> None:
-    comm, variant = comm_and_some_variant
-    model, plain = make_mlp(), make_mlp()
+def forward_without_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    model(batch[0])
+    backward(model, batch)
 
-    def passes(each: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-        mse_loss(each(batch[0]), batch[1])  # no backward pass follows
-        backward(each, batch)
 
-    check_steps(comm, shard(model, comm, variant, **SMALL), plain, passes=passes)
+def two_forward_passes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    (mse_loss(model(batch[0]), batch[1]) + mse_loss(model(batch[0] * 2), batch[1])).backward()
+
+
+def reentrant_checkpoints(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    once = checkpoint(model, batch[0].clone().requires_grad_(), use_reentrant=True)
+    mse_loss(checkpoint(model, once, use_reentrant=True), batch[1]).backward()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("passes", [forward_without_backward, two_forward_passes, reentrant_checkpoints])
+def test_passes_of_any_form_give_the_gradients_of_one_process(comm_and_variant: Any, passes: Any) -> None:
+    comm, variant = comm_and_variant
+    check_steps(comm, shard(make_mlp(), comm, variant, **SMALL), make_mlp(), passes=passes)
 
 
 class Aside(nn.Module):
@@ -122,16 +133,24 @@ def test_backward_passes_may_begin_elsewhere_than_at_the_models_output(comm_and_
     check_steps(comm, strategy, plain, passes=passes)
 
 
-def test_units_stay_whole_until_their_last_gradient_is_computed(comm_and_variant: Any) -> None:
-    comm, variant = comm_and_variant
+class Twice(nn.Module):
+    """Model that runs one unit twice per pass, and uses a parameter that is independent of the inputs."""
 
-    def make() -> nn.Module:
+    def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(7)
-        return nn.Sequential(Beside(), Beside(), nn.Linear(WIDTH, WIDTH))
+        self.first, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.beside = Beside()
 
-    model, plain = make(), make()
-    strategy = shard(model, comm, variant, units=("Linear", "Beside"))
+    def forward(self, x: Tensor) -> Any:
+        return self.first(self.beside(self.again(torch.tanh(self.again(torch.tanh(self.first(x)))))))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["inputs", "leaf_inputs"])
+def test_units_stay_whole_until_their_last_gradient_is_computed(comm_and_variant: Any, early: bool) -> None:
+    comm, variant = comm_and_variant
+    strategy = shard(Twice(), comm, variant, units=("Linear", "Beside"))
     # Gradients of leaf inputs are computed as early as possible.
     check_steps(
-        comm, strategy, plain, passes=lambda each, batch: backward(each, (batch[0].clone().requires_grad_(), batch[1]))
+        comm, strategy, Twice(), passes=lambda model, batch: backward(model, (batch[0].requires_grad_(early), batch[1]))
     )

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import make_gpt, make_mlp, token_loss, tokens
+from support.replicas import make_gpt, token_loss, tokens
 from support.shards import check_steps, shard
-from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.parallel.recompute import recompute
@@ -42,19 +41,6 @@ def test_activation_checkpointing_does_not_change_gradients(comm_and_some_varian
 
         model.forward = forward
     check_steps(comm, strategy, alone, **GPT_STEPS)
-
-
-@pytest.mark.few(3)
-def test_reentrant_checkpointing_of_the_whole_model_does_not_change_gradients(comm_and_variant: Any) -> None:
-    comm, variant = comm_and_variant
-    model, alone = make_mlp(), make_mlp()
-    strategy = shard(model, comm, variant)
-
-    def passes(each: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        once = checkpoint(each, batch[0].clone().requires_grad_(), use_reentrant=True)
-        mse_loss(checkpoint(each, once, use_reentrant=True), batch[1]).backward()
-
-    check_steps(comm, strategy, alone, passes=passes)
 
 
 def test_reentrant_checkpointing_of_units_does_not_change_gradients(comm_and_some_variant: Any) -> None:
