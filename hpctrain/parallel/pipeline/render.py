@@ -117,14 +117,12 @@ _MARGINS = 2.1  # inches beside the rows
 _SMALLEST = 3.5  # points: smallest size of a number; smaller ones are omitted
 
 
-def figure(
-    timeline: Timeline, title: str, *, names: Sequence[str] | None = None, unit: str = "", live: bool = True
-) -> Any:
+def figure(timeline: Timeline, title: str, *, names: Sequence[str] | None = None, unit: str = "") -> Any:
     """Return the plot as a matplotlib figure. Raises ``UsageError`` without matplotlib.
 
-    The title shows the idle fraction of all ranks. Each row shows its own idle fraction and, unless
-    ``live`` is off, the largest number of microbatches that the rank holds. ``names`` are the names
-    of the rows, by default the stages; ``unit`` is the name of the unit of time.
+    The title shows the idle fraction of all ranks. Each row shows its own idle fraction, and the
+    largest number of microbatches that the rank holds. ``names`` are the names of the rows, by
+    default the stages; ``unit`` is the name of the unit of time.
     """
     width = _width(timeline)
     found = new_figure(width + _MARGINS, _ROW * len(timeline.rows) + 1.25)
@@ -132,7 +130,7 @@ def figure(
     scale = 72 * width / (timeline.makespan or 1.0)  # points per unit of time
     for rank, row in enumerate(timeline.rows):
         _draw_row(axis, row, rank, timeline, scale)
-    _draw_frame(axis, timeline, names or [f"stage {rank}" for rank in range(len(timeline.rows))], unit, live)
+    _draw_frame(axis, timeline, names or [f"stage {rank}" for rank in range(len(timeline.rows))], unit)
     axis.set_title(f"{without_math(title)}: bubble {timeline.bubble:.1%}", loc="left", fontsize=11, color=INK)
     _draw_legend(axis, timeline)
     return found
@@ -182,7 +180,7 @@ def _write_number(axis: Any, span: TimelineSpan, rank: int, origin: float, scale
         axis.text(middle, rank, text, fontsize=size, color=colour, zorder=4, **centred)
 
 
-def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, live: bool) -> None:
+def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str) -> None:
     ranks = range(len(timeline.rows))
     axis.set_xlim(0, timeline.makespan or 1.0)
     axis.set_ylim(len(ranks) - 0.45, -0.55)
@@ -192,9 +190,7 @@ def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, 
     axis.tick_params(axis="y", length=0)
     beside = axis.secondary_yaxis("right")
     whole = timeline.makespan or 1.0
-    texts = [f"idle {timeline.idle(rank) / whole:.0%}" for rank in ranks]
-    if live:
-        texts = [f"{timeline.most_live(rank)} live, {text}" for rank, text in zip(ranks, texts)]
+    texts = [f"{timeline.most_live(rank)} live, idle {timeline.idle(rank) / whole:.0%}" for rank in ranks]
     beside.set_yticks(ranks, texts, color=INK)
     beside.tick_params(length=0)
     beside.spines["right"].set_visible(False)

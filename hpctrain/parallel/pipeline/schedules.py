@@ -46,14 +46,8 @@ class Action:
 Actions = list[Action]  # of one rank, in execution order
 
 
-def forward(chunk: int, microbatch: int) -> Action:
-    """Return the forward pass of a microbatch on a chunk."""
-    return Action(ActionKind.FORWARD, chunk, microbatch)
-
-
-def backward(chunk: int, microbatch: int) -> Action:
-    """Return the whole backward pass of a microbatch on a chunk."""
-    return Action(ActionKind.BACKWARD, chunk, microbatch)
+# Passes of a chunk for a microbatch.
+forward, backward = partial(Action, ActionKind.FORWARD), partial(Action, ActionKind.BACKWARD)
 
 
 # Naive model parallelism, the baseline of the other schedules ---------------------------------------------------------

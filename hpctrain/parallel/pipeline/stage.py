@@ -37,6 +37,7 @@ class Outputs:
     structure: Any = ONE_TENSOR
 
 
+@dataclass(eq=False)
 class Chunk:
     """Contiguous layers of a model, with the names of the skip tensors that enter and leave them.
 
@@ -45,13 +46,10 @@ class Chunk:
     their skeleton.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], carried_in: Sequence[str] = (), carried_out: Sequence[str] = ()
-    ) -> None:
-        self.layers = tuple(layers)
-        self.carried_in = tuple(carried_in)
-        self.carried_out = tuple(carried_out)
-        self.after: After | None = None
+    layers: Sequence[Layer]
+    carried_in: tuple[str, ...]
+    carried_out: tuple[str, ...]
+    after: After | None = None
 
     def __call__(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: MicrobatchCall = NO_ARGUMENTS) -> Outputs:
         """Return the outputs of the layers for ``inputs``, then the outgoing skip tensors; integers stay unchanged.

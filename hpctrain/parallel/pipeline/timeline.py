@@ -140,7 +140,7 @@ def _satisfies(action: Action) -> Dependency | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of the passes of each chunk, of an update per chunk, and of a message from one rank to another."""
+    """Times of the passes of each chunk by ``ActionKind.word``, and of a message from one rank to another."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -153,11 +153,6 @@ class Costs:
         numbers = [self.send, *self.forward, *self.backward, *self.input, *self.weight, *self.update]
         if not all(0 <= number < float("inf") for number in numbers):
             raise UsageError("the time of a pass or a message must not be negative, nor infinite")
-
-    def of(self, action: Action) -> float:
-        """Return the time of an action."""
-        times: Sequence[float] = getattr(self, action.kind.word)
-        return times[action.chunk]
 
 
 def equal_costs(
@@ -194,7 +189,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         for need in _needs(action, schedule.chunks):
             when, where = ready[need]
             start = max(start, when if where == rank else when + costs.send)
-        free[rank] = start + costs.of(action)
+        free[rank] = start + getattr(costs, action.kind.word)[action.chunk]
         ready[_satisfies(action)] = (free[rank], rank)
         rows[rank].append(TimelineSpan(action.kind.word, start, free[rank], action.chunk, action.microbatch))
     return Timeline(tuple(map(tuple, rows)))

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ class PartialGradients:
         model: nn.Module,
         comm: Communicator,
         split: Iterable[Parallel],
-        entries: Mapping[nn.Module, str] = MappingProxyType({}),
+        entries: Mapping[nn.Module, str],
     ) -> None:
         self._comm, self._split, self._entries = comm, tuple(split), entries
         self._model = model

@@ -236,14 +236,14 @@ def apply(
     if region is not None:
         model.register_forward_hook(lambda *_: region.end(), always_call=True)
     partial_gradients = None
-    if not sequence:
+    if sequence:
+        split_sequences(model, comm, {each.module: each.kind for each in chosen}, list(split.values()), region, layers)
+    else:
         for entry in chosen:
             if entry.kind == "replicated":
                 replicate(entry.module, comm)
         partial_gradients = PartialGradients(model, comm, split.values(), {each.module: str(each) for each in chosen})
         model.register_forward_hook(lambda _, args, result: partial_gradients.after_forward(result))
-    if sequence:
-        split_sequences(model, comm, {each.module: each.kind for each in chosen}, list(split.values()), region, layers)
     named = {entry.name for entry in entries if entry.kind == "vocabulary"}
     heads = [one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)]
     return TensorSplit(comm, split, positions, heads, partial_gradients)

@@ -61,10 +61,10 @@ def test_title_and_margins_show_idle_time_and_memory() -> None:
     beside = [label.get_text() for label in found.axes[0].child_axes[0].get_yticklabels()]
     assert beside == ["4 live, idle 27%", "3 live, idle 27%", "2 live, idle 27%", "1 live, idle 27%"]
     assert [label.get_text() for label in found.axes[0].get_yticklabels()] == [f"stage {n}" for n in range(4)]
-    named = figure(timeline("1f1b", 2, 2), "", names=["one", "two"], unit="ms", live=False)
+    named = figure(timeline("1f1b", 2, 2), "", names=["one", "two"], unit="ms")
     assert [label.get_text() for label in named.axes[0].get_yticklabels()] == ["one", "two"]
     assert named.axes[0].get_xlabel() == "time (ms)"
-    assert named.axes[0].child_axes[0].get_yticklabels()[0].get_text() == "idle 33%"
+    assert named.axes[0].child_axes[0].get_yticklabels()[0].get_text() == "2 live, idle 33%"
 
 
 def legend(found: Any) -> list[str]:
