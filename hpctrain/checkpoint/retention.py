@@ -79,13 +79,8 @@ _STEP_FILE = re.compile(r"step_(\d+)\.h5")
 _LEFTOVER = re.compile(r"\.step_\d+\.h5\.tmp-.+")
 
 
-def step_file(step: int) -> str:
-    """Return the file name for a step: ``step_00001200.h5``."""
-    return f"step_{step:08d}.h5"
-
-
 def step_of(name: str) -> int | None:
-    """Return the step in a file name; ``None`` if it is not the name of a checkpoint."""
+    """Return the step in a file name such as ``step_00001200.h5``; ``None`` for the name of another file."""
     match = _STEP_FILE.fullmatch(name)
     return int(match[1]) if match else None
 

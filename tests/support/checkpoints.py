@@ -59,6 +59,11 @@ def same(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
+def step_file(step: int) -> str:
+    """Return the file name of a step's checkpoint."""
+    return f"step_{step:08d}.h5"
+
+
 def flip(path: Path, at: int) -> None:
     """Flip a bit of the byte at an offset of a file."""
     data = bytearray(path.read_bytes())

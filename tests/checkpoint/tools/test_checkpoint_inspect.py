@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import step_file
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.checkpoint.format.writer import write_file
-from hpctrain.checkpoint.retention import step_file
 from hpctrain.checkpoint.tools import inspect
 from hpctrain.errors import CheckpointError, UsageError
 
