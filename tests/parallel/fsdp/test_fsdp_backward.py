@@ -143,7 +143,7 @@ class Twice(nn.Module):
         self.beside = Beside()
 
     def forward(self, x: Tensor) -> Any:
-        return self.first(self.beside(self.again(torch.tanh(self.again(torch.tanh(self.first(x)))))))
+        return self.first(self.again(torch.tanh(self.again(torch.tanh(self.first(self.beside(x)))))))
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["inputs", "leaf_inputs"])
