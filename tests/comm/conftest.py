@@ -67,3 +67,18 @@ def nodes(comm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, list
     spread = on_nodes(comm, request.param)
     yield spread, groups(request.param, comm.size)
     spread.free()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(None, id="one_node"),
+        pytest.param(in_pairs, marks=pytest.mark.ranks(4), id="in_pairs"),
+        pytest.param(alternating, marks=pytest.mark.ranks(4), id="alternating"),
+    ],
+)
+def placed(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return a communicator of the ranks of this node, or one that reports two nodes."""
+    placed = comm.split(comm.node) if request.param is None else on_nodes(comm, request.param)
+    yield placed
+    placed.free()

@@ -12,7 +12,6 @@ import torch
 from support.nodes import by_memory, by_node, on_nodes, one_per_node
 from support.reductions import DTYPES, OPS, expected, ops_of, reduced, same_bits, values
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import CommunicationError
 
 Nodes = tuple[Any, list[list[int]]]
@@ -221,17 +220,6 @@ def test_split_communicators_are_freed_with_their_parent(comm: Any) -> None:
     whole.free()
     whole.free()
     assert all(part.transport.comm == MPI.COMM_NULL for part in (whole, early, late, inner, mesh.data, mesh.pipe))
-
-
-@pytest.mark.ranks
-def test_world_takes_any_communicator_of_mpi4py(comm: Any) -> None:
-    from mpi4py import MPI
-
-    half = MPI.COMM_WORLD.Split(comm.rank == 0, comm.rank)
-    made = Communicator.world(half)
-    assert made.size == (1 if comm.rank == 0 else comm.size - 1)
-    made.free()
-    half.Free()
 
 
 # Memory and counts ----------------------------------------------------------------------------------------------------

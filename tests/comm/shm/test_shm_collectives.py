@@ -133,10 +133,12 @@ def test_staged_operations_wait_for_operations_in_flight(own: Any) -> None:
     assert same_bits(second, expected(everyone(own), 1000, torch.float32, "sum", 1))
 
 
-# On one node and on two -----------------------------------------------------------------------------------------------
+# On two nodes ---------------------------------------------------------------------------------------------------------
 
 
-def check_moves(comm: Any) -> None:
+@pytest.mark.ranks(4)
+def test_hierarchical_data_movement_on_two_nodes(nodes: Nodes) -> None:
+    comm, _ = nodes
     for numel, dtype in product((*LENGTHS, LONG[1]), (torch.float32, torch.bfloat16)):
         whole = torch.cat([values(rank, numel, dtype) for rank in range(comm.size)])
         out, mine = comm.empty(whole.numel(), dtype), values(comm.rank, numel, dtype)
@@ -149,24 +151,16 @@ def check_moves(comm: Any) -> None:
             assert same_bits(comm.broadcast(tensor, root, algorithm="hierarchical"), values(root, numel, dtype))
 
 
-def check_reductions(comm: Any, ranks: list[list[int]], dtype: torch.dtype) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_hierarchical_reductions_on_two_nodes(nodes: Nodes, dtype: torch.dtype) -> None:
+    comm, ranks = nodes
     for numel, op in (*product((1, 17, 1000), ops_of(dtype)), (LONG[1], "sum")):
         mine, wanted = values(comm.rank, numel * comm.size, dtype), expected(ranks, numel * comm.size, dtype, op)
         out = torch.empty(numel, dtype=dtype)
         share = comm.reduce_scatter(out, lent(comm, mine), op, algorithm="hierarchical")
         assert same_bits(share, wanted[comm.rank * numel :][:numel]), (numel, op)
         assert same_bits(comm.all_reduce(mine, op, algorithm="hierarchical"), wanted), (numel, op)
-
-
-@pytest.mark.ranks(4)
-def test_hierarchical_data_movement_on_two_nodes(nodes: Nodes) -> None:
-    check_moves(nodes[0])
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_hierarchical_reductions_on_two_nodes(nodes: Nodes, dtype: torch.dtype) -> None:
-    check_reductions(*nodes, dtype)
 
 
 @pytest.mark.ranks(4)

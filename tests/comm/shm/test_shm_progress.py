@@ -32,8 +32,9 @@ def wanted(comm: Any, numel: int, dtype: torch.dtype, op: str, seed: int = 0) ->
     return expected(by_node(comm), numel * comm.size, dtype, op, seed).chunk(comm.size)[comm.rank]
 
 
-def check_bits(comm: Any, dtype: torch.dtype) -> None:
-    """Store shares in memory of every kind, and compare them with those of a blocking call."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_equal_those_of_a_blocking_call_in_memory_of_every_kind(placed: Any, dtype: torch.dtype) -> None:
+    comm = placed
     for numel, op in (*product(LENGTHS, ops_of(dtype)), (BLOCK + 7, "sum")):
         tensor = lent(comm, values(comm.rank, numel * comm.size, dtype))
         waited = comm.reduce_scatter(torch.empty(numel, dtype=dtype), tensor, op, algorithm=by_memory(comm))
@@ -43,19 +44,9 @@ def check_bits(comm: Any, dtype: torch.dtype) -> None:
             assert same_bits(out, waited), (numel, op)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_equal_those_of_a_blocking_call(own: Any, dtype: torch.dtype) -> None:
-    check_bits(own, dtype)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_on_two_nodes_equal_those_of_a_blocking_call(nodes: Nodes, dtype: torch.dtype) -> None:
-    check_bits(nodes[0], dtype)
-
-
-def check_order(comm: Any, seed: int) -> None:
-    """Start reductions of both kinds alternately, and wait for them in another order on every rank."""
+@pytest.mark.parametrize("seed", [0, 10, 20])
+def test_reductions_of_both_kinds_are_waited_for_in_any_order(placed: Any, seed: int) -> None:
+    comm = placed
     shares, works, checks = [100, 5000, 1, 777, 3000], [], []
     for number, share in enumerate(shares):
         tensor, out = lent(comm, values(comm.rank, share * comm.size, torch.float32, seed + number)), torch.empty(share)
@@ -69,19 +60,9 @@ def check_order(comm: Any, seed: int) -> None:
         assert works[number].done() and same_bits(*checks[number])
 
 
-def test_several_are_waited_for_in_any_order(own: Any) -> None:
-    for seed in (0, 10, 20):
-        check_order(own, seed)
-
-
-@pytest.mark.ranks(4)
-def test_several_on_two_nodes_are_waited_for_in_any_order(nodes: Nodes) -> None:
-    for seed in (0, 10, 20):
-        check_order(nodes[0], seed)
-
-
-def check_late_rank(comm: Any) -> None:
-    """Let the last rank call after the others have started, polled, and continued with other work."""
+@pytest.mark.limit(20)
+def test_a_late_rank_completes_what_the_others_started_before_other_work(placed: Any) -> None:
+    comm = placed
     works, outs = [], [torch.empty(500, dtype=torch.int64) for _ in range(3)]
     tensors = [lent(comm, values(comm.rank, 500 * comm.size, torch.int64, seed)) for seed in range(3)]
     late = comm.rank == comm.size - 1
@@ -97,17 +78,6 @@ def check_late_rank(comm: Any) -> None:
         pass
     for seed, out in enumerate(outs):
         assert works[seed].done() and same_bits(out, wanted(comm, 500, torch.int64, "sum", seed))
-
-
-@pytest.mark.limit(20)
-def test_a_late_rank_completes_what_the_others_started(own: Any) -> None:
-    check_late_rank(own)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.limit(20)
-def test_a_late_rank_on_two_nodes_completes_what_the_others_started(nodes: Nodes) -> None:
-    check_late_rank(nodes[0])
 
 
 @pytest.mark.limit(20)
