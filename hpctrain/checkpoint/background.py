@@ -236,9 +236,8 @@ class BackgroundWriter(ShareWriter):
 
 
 def _error(name: str, text: str) -> Exception:
-    kind = getattr(errors, name, None)
-    known = isinstance(kind, type) and issubclass(kind, HpctrainError)
-    return kind(text) if known and kind is not None else CheckpointError(f"{name}: {text}")
+    kind: type = getattr(errors, name, type(None))
+    return kind(text) if issubclass(kind, HpctrainError) else CheckpointError(f"{name}: {text}")
 
 
 def _launch(*descriptors: int) -> subprocess.Popen[bytes]:

@@ -20,6 +20,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -241,15 +242,10 @@ def by_tensor(table: Table, count: int) -> list[list[Extent]]:
 
 def check_extents(extents: Sequence[Extent], offset: int, nbytes: int, what: str) -> None:
     """Raise ``CheckpointError`` unless the extents cover each byte of a tensor once and in order."""
-    reached = offset
-    for extent in extents:
-        if extent.offset != reached or extent.nbytes <= 0:
-            break
-        reached += extent.nbytes
-    else:
-        if reached == offset + nbytes:
-            return
-    raise CheckpointError(f"{EXTENTS} does not cover {what}")
+    bounds = [*(extent.offset for extent in extents), offset + nbytes]
+    lengths = [extent.nbytes for extent in extents]
+    if bounds != list(accumulate(lengths, initial=offset)) or any(length <= 0 for length in lengths):
+        raise CheckpointError(f"{EXTENTS} does not cover {what}")
 
 
 # Canonical list of every object and attribute of a file; its digest detects missing or altered ones -------------------

@@ -82,14 +82,14 @@ def diff(first: str | Path, second: str | Path, progress: Progress | None = None
     """Compare two checkpoints. Raises ``CheckpointError`` if one of them is damaged."""
     with Reader(first) as one, Reader(second) as two:
         found = Diff(str(first), str(second))
-        for path in [*one.records, *(path for path in two.records if path not in one.records)]:
+        for path in one.records | two.records:
             difference = _tensor(one, two, path, progress)
             if difference is None:
                 found.equal += 1
             else:
                 found.tensors.append(difference)
         found.settings = _compare("config", _settings(one), _settings(two))
-        for group in [*one.groups, *(group for group in two.groups if group not in one.groups)]:
+        for group in one.groups | two.groups:
             _sort_out(found, _compare(group, _flat(one.values(group)), _flat(two.values(group))))
         return found
 
@@ -185,6 +185,5 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _compare(place: str, one: Mapping[str, str], two: Mapping[str, str]) -> list[ValueDifference]:
-    names = [*one, *(name for name in two if name not in one)]
-    found = [ValueDifference(place, name, one.get(name), two.get(name)) for name in names]
+    found = [ValueDifference(place, name, one.get(name), two.get(name)) for name in {**one, **two}]
     return [each for each in found if each.first != each.second]

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.faults import file_size_limit
 
 from hpctrain.checkpoint.format.plan import Source, box_of
 from hpctrain.checkpoint.format.reader import Reader, verify_file
@@ -105,18 +106,6 @@ def test_a_folder_that_cannot_be_flushed_is_reported(target: Path, monkeypatch: 
         write(target, OLD)
 
 
-def test_bytes_changed_by_the_write_are_never_committed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def swapped(data: memoryview) -> bytes:
-        return bytes(len(data)) if bytes(data) == NEW.tobytes() else bytes(data)
-
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda handle, data, offset: real(handle, swapped(data), offset))
-    with pytest.raises(CheckpointError, match="/model/w is wrong"):
-        write(target, NEW)
-    monkeypatch.undo()
-    assert holds(target, OLD) and os.listdir(target.parent) == [target.name]
-
-
 def test_reported_free_bytes_include_those_of_the_private_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
@@ -150,31 +139,10 @@ def test_an_interrupt_leaves_no_private_file(target: Path) -> None:
     assert os.listdir(target.parent) == [target.name] and holds(target, OLD)
 
 
-LIMITED = """
-import resource, sys
-import numpy as np
-from pathlib import Path
-from types import SimpleNamespace
-from hpctrain.checkpoint.format.plan import Source
-from hpctrain.checkpoint.format.writer import write_file
-from hpctrain.errors import CheckpointError
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
-array = np.ones(100_000, dtype="<f4")
-try:
-    write_file(Path(sys.argv[1]), [Source.of("/model/w", array)], {})
-except CheckpointError as error:
-    print(error)
-    sys.exit(7)
-"""
-
-
 @pytest.mark.parametrize("limit", [0, 1000, 5000, 200_000, 400_000])
 def test_a_file_size_limit_of_the_system_leaves_the_old_file(target: Path, limit: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, target, str(limit)], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 7, done.stderr
-    assert "file too large: 400000 bytes are needed" in done.stdout
+    with file_size_limit(limit), pytest.raises(CheckpointError, match="file too large: 400000 bytes are needed"):
+        write_file(target, [Source.of("/model/w", np.ones(100_000, dtype="<f4"))], {})
     assert holds(target, OLD) and os.listdir(target.parent) == [target.name]
     verify_file(target)
 
