@@ -56,7 +56,7 @@ class FirstStep:
         self._strategy, self._inner, self._tensor = strategy, inner, tensor
         self._model, self._sequence = strategy.model, sequence
         self._everywhere = tensor.comm.size == strategy.comm.size
-        self._update_hooks: StepHooks | None = StepHooks(self, FirstStep._before_update)
+        self._update_hooks = StepHooks(self, FirstStep._before_update)
         self._compared: WholeModel | None = None
         self._tracker: PassTracker | None = None
         if whole is not None:
@@ -66,13 +66,13 @@ class FirstStep:
             self._watch_stages(pipeline, {entry.module: entry.kind for entry in entries})
         else:
             watch(self._model, entries, sequence=sequence)
-            self._compare_first_pass()
+            if self._compared is not None:
+                self._compare_first_pass(self._compared)
 
     def close(self) -> None:
         """Remove the remaining hooks."""
         unwatch(self._model)
-        if self._update_hooks is not None:
-            self._update_hooks.remove()
+        self._update_hooks.remove()
 
     def join_pass(self) -> None:
         """Join the first training pass of the other data ranks, without a sample."""
@@ -90,10 +90,8 @@ class FirstStep:
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
-    def _compare_first_pass(self) -> None:
-        compared, model = self._compared, self._model
-        if compared is None:
-            return
+    def _compare_first_pass(self, compared: WholeModel) -> None:
+        model = self._model
 
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             if not compared.done and model.training and torch.is_grad_enabled():
@@ -158,9 +156,7 @@ class FirstStep:
         by_rank = self._tensor.comm.all_gather_object((bool(gradients), gradient_checksums(own)))
         if not any(given for given, _ in by_rank):
             return  # an optimizer that computes gradients itself, in a closure
-        if self._update_hooks is not None:
-            self._update_hooks.remove()
-            self._update_hooks = None
+        self._update_hooks.remove()
         with self._raising():
             check_same([sums for _, sums in by_rank])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -45,11 +46,8 @@ def trained(
     found: list[Tensor | None] = []
     for key, (x, gradient) in enumerate(zip(inputs, gradients)):
         x = x.detach().requires_grad_(wants)
-        if store is None:
-            y = F.linear(x, own, added)
-        else:
-            with store.deferring(key):
-                y = F.linear(x, weight=own, bias=added)
+        with store.deferring(key) if store is not None else nullcontext():
+            y = F.linear(x, weight=own, bias=added)
         y.backward(gradient)
         found += [y.detach(), x.grad]
     if store is not None:
@@ -104,23 +102,17 @@ class Twice(nn.Module):
         return self.three(self.one(self.two(x)))  # type: ignore[no-any-return]
 
 
-def run(
-    model: nn.Module, store: WeightGradStore | None, batches: int = 3, autocast: bool = False
-) -> list[Tensor | None]:
-    """Train on microbatches, with all weight gradients at the end; return losses and gradients."""
+def run(model: nn.Module, store: WeightGradStore | None, autocast: bool = False) -> list[Tensor | None]:
+    """Train on three microbatches, with all weight gradients at the end; return losses and gradients."""
     losses: list[Tensor | None] = []
-    for key in range(batches):
+    for key in range(3):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(key))
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            if store is None:
-                value = model(x).square().sum()
-            else:
-                with store.deferring(key):
-                    value = model(x).square().sum()
+        deferring = store.deferring(key) if store is not None else nullcontext()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), deferring:
+            value = model(x).square().sum()
         value.backward()
         losses.append(value.detach())
-    for key in range(batches if store is not None else 0):
-        assert store is not None
+    for key in range(3) if store is not None else ():
         store.flush(key)
     return [*losses, *gradients_of(model)]
 
