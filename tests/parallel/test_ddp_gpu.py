@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from support.replicas import hooked_modules
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -34,9 +33,7 @@ def train(model: nn.Module, inputs: torch.Tensor) -> nn.Module:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("compression", ["none", "bfloat16"])
-def test_ranks_that_share_a_gpu_train_like_one_process(
-    comm: Any, compression: Literal["none", "bfloat16"]
-) -> None:
+def test_ranks_that_share_a_gpu_train_like_one_process(comm: Any, compression: Literal["none", "bfloat16"]) -> None:
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
     alone = train(make(), inputs)
     model = make()
@@ -44,20 +41,3 @@ def test_ranks_that_share_a_gpu_train_like_one_process(
     train(model, inputs.chunk(comm.size)[comm.rank])
     for ours, plain in zip(model.parameters(), alone.parameters()):
         torch.testing.assert_close(ours, plain, rtol=TOLERANCE[compression], atol=TOLERANCE[compression])
-
-
-@pytest.mark.ranks
-def test_collectives_stage_device_tensors(comm: Any) -> None:
-    tensor = torch.full((1000,), float(comm.rank + 1), device="cuda")
-    comm.all_reduce(tensor)
-    assert tensor.eq(comm.size * (comm.size + 1) / 2).all()
-    gathered = torch.empty(2 * comm.size, device="cuda")
-    comm.all_gather(gathered, torch.full((2,), float(comm.rank), device="cuda"))
-    assert gathered.view(-1, 2)[:, 0].tolist() == list(range(comm.size))
-
-
-def test_one_rank_on_one_gpu_gets_no_hooks(comm: Any) -> None:
-    model = make()
-    DataParallel(model, comm)
-    assert not hooked_modules(model)
-    train(model, torch.randn(4, WIDTH, device="cuda"))

@@ -210,15 +210,6 @@ def test_copies_recompute_with_their_own_modules(copied: Callable[[nn.Module], A
     assert_same(weights(plain), weights(model))
 
 
-def test_replicas_of_torchs_data_parallel_run_their_own_modules() -> None:
-    model = Parts()
-    recompute([model.first])
-    replica = model.first._replicate_for_data_parallel()
-    replica.linear = nn.Linear(WIDTH, WIDTH)
-    replica(torch.ones(2, WIDTH)).sum().backward()
-    assert (replica.runs, model.first.runs) == (2, 0) and replica.linear.weight.grad is not None
-
-
 def test_modules_with_a_replaced_forward_are_refused_unchanged() -> None:
     model = Parts()
     model.second.forward = model.second.forward  # type: ignore[method-assign]

@@ -78,14 +78,9 @@ def compare(comm: Any, kind: str, counts: Sequence[int], steps: int = 3, **optio
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", SHAPES)
-def test_it_equals_plain_batch_norm_on_the_whole_batch(comm: Any, kind: str) -> None:
-    compare(comm, kind, even(comm))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("kind", SHAPES)
-def test_ranks_may_hold_different_numbers_of_samples(comm: Any, kind: str) -> None:
-    compare(comm, kind, uneven(comm))
+@pytest.mark.parametrize("counts_of", [even, uneven])
+def test_it_equals_plain_batch_norm_on_the_whole_batch(comm: Any, kind: str, counts_of: Any) -> None:
+    compare(comm, kind, counts_of(comm))
 
 
 @pytest.mark.ranks
@@ -144,9 +139,7 @@ def test_sixteen_bit_inputs_give_sixteen_bit_outputs(comm: Any) -> None:
     inputs, factors = (tensor.bfloat16() for tensor in whole_batch("2d", 0))
     wanted = run(plain, inputs.float(), factors.float())
     found = run(ours, cut(inputs, comm, even(comm)), cut(factors, comm, even(comm)))
-    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16} == {
-        nn.BatchNorm2d(FEATURES)(inputs).dtype
-    }
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16} == {nn.BatchNorm2d(FEATURES)(inputs).dtype}
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.float(), cut(wanted[name], comm, even(comm)), rtol=2e-2, atol=2e-2)
     assert ours.weight.grad.dtype is torch.float32
@@ -168,11 +161,6 @@ def test_invalid_inputs_are_refused(comm: Any) -> None:
     for shape in ((FEATURES,), (3, FEATURES + 1)):
         with pytest.raises(UsageError, match=r"^batch norm of 5 features got input of shape .*: allowed is \[samples,"):
             norm(torch.zeros(shape))
-
-
-def test_one_rank_equals_plain_batch_norm(comm: Any) -> None:
-    for kind in SHAPES:
-        compare(comm, kind, even(comm))
 
 
 # Conversion -----------------------------------------------------------------------------------------------------------

@@ -137,48 +137,32 @@ def attach_logged(comm: Any, caplog: Any, model: nn.Module, **parallel: Any) -> 
     return lines
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp"])
-def test_batch_norms_are_synchronised_over_data_ranks(comm: Any, caplog: Any, data: str) -> None:
-    model = net()
-    lines = attach_logged(comm, caplog, model, data=data)
-    assert isinstance(model[1], SyncBatchNorm) and isinstance(model[1], nn.BatchNorm1d)
-    said = f"INFO: batch norms: 1 synchronised over {comm.size} data ranks; parallel.sync_batchnorm = false switches"
-    assert [line.startswith(said) for line in lines] == ([] if comm.rank else [True]), lines
+SYNCED = "INFO: batch norms: 1 synchronised over {ranks} data ranks; parallel.sync_batchnorm = false switches"
+NOT_SYNCED = "WARNING: batch norms: 1 of class BatchNorm1d not synchronised, as "
+AUTOMATIC: dict[str, tuple[Any, dict[str, Any], str]] = {  # model, settings, and the begin of the message
+    **{data: (net, {"data": data}, SYNCED) for data in ("ddp", "zero1", "zero2", "fsdp")},
+    "switched off": (net, {"sync_batchnorm": False}, ""),
+    "no batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {}, ""),
+    "easgd": (net, {"data": "easgd"}, NOT_SYNCED + 'parallel.data is "easgd": each of'),
+    "itself": (lambda: nn.BatchNorm1d(4), {}, NOT_SYNCED + "the model itself is one"),
+}
 
 
 @pytest.mark.ranks
-def test_a_model_without_batch_norms_gives_no_message(comm: Any, caplog: Any) -> None:
-    assert attach_logged(comm, caplog, nn.Sequential(nn.Linear(4, 4))) == []
-
-
-@pytest.mark.ranks
-def test_sync_batchnorm_false_keeps_plain_batch_norms(comm: Any, caplog: Any) -> None:
-    model = net()
-    assert attach_logged(comm, caplog, model, sync_batchnorm=False) == []
-    assert type(model[1]) is nn.BatchNorm1d
+@pytest.mark.parametrize("case", AUTOMATIC)
+def test_batch_norms_are_synchronised_if_data_ranks_divide_the_samples(comm: Any, caplog: Any, case: str) -> None:
+    make, settings, said = AUTOMATIC[case]
+    model = make()
+    lines = attach_logged(comm, caplog, model, **settings)
+    model(torch.randn(4, 4)).square().sum().backward()
+    assert any(isinstance(each, SyncBatchNorm) for each in model.modules()) is (said is SYNCED)
+    expected = [True] if said and comm.rank == 0 else []
+    assert [line.startswith(said.format(ranks=comm.size)) for line in lines] == expected, lines
 
 
 def test_one_rank_keeps_plain_batch_norms(comm: Any, caplog: Any) -> None:
     model = net()
     assert attach_logged(comm, caplog, model) == [] and type(model[1]) is nn.BatchNorm1d
-
-
-@pytest.mark.ranks
-def test_asynchronous_strategies_give_a_warning(comm: Any, caplog: Any) -> None:
-    model = net()
-    lines = attach_logged(comm, caplog, model, data="easgd")
-    assert type(model[1]) is nn.BatchNorm1d
-    said = 'WARNING: batch norms: 1 of class BatchNorm1d not synchronised, as parallel.data is "easgd": each of'
-    assert [line.startswith(said) for line in lines] == ([] if comm.rank else [True]), lines
-
-
-@pytest.mark.ranks
-def test_a_model_that_is_a_batch_norm_is_not_replaced(comm: Any, caplog: Any) -> None:
-    model = nn.BatchNorm1d(FEATURES)
-    lines = attach_logged(comm, caplog, model)
-    model(torch.randn(4, FEATURES)).square().sum().backward()
-    assert ["as the model itself is one" in line for line in lines] == ([] if comm.rank else [True]), lines
 
 
 @pytest.mark.ranks

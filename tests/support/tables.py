@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,13 +65,21 @@ def values_of(model: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
 
 
-def plain(kind: str, orders: list[list[int]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def plain(kind: str, orders: list[list[int]]) -> Made:
+    """Make every update of a kind of lookups in one process."""
+    return replay(lambda: make_lookups(kind), passes, orders)
+
+
+def replay(make: Callable[[], Made], passes: Callable[[nn.Module, int, int], None], orders: list[list[int]]) -> Made:
     """Make every update in one process: gradients at the values that the worker had read, in the order of arrival."""
-    model, optimizer = make_lookups(kind)
+    model, optimizer = make()
     for step, order in enumerate(orders):
         read = {name: value.clone() for name, value in model.state_dict().items()}
         for rank in order:
-            twin, _ = make_lookups(kind)
+            twin, _ = make()
             twin.load_state_dict(read)
             passes(twin, rank, step)
             for parameter, other in zip(model.parameters(), twin.parameters()):

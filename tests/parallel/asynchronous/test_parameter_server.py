@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.asynchronous_fixtures import batch, flat, make_model, orders_of, take_turns
+from support.asynchronous_fixtures import batch, flat, make_model, make_worker, orders_of, take_turns
+from support.tables import replay
 from torch import nn
 
 from hpctrain.errors import SettingsError, UsageError
@@ -28,10 +29,14 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [two], "weight_decay": 0.0}, {"params": [one], "weight_decay": 0.1}]
 
 
-def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
+def make_alone(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make_model()
+    return model, KINDS[kind](groups_of(model))
+
+
+def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = make_alone(kind)
     strategy = ParameterServer(model, comm, AsynchronousSettings(**server))
-    optimizer = KINDS[kind](groups_of(model))
     strategy.check_optimizer(optimizer)
     return strategy, optimizer
 
@@ -39,24 +44,6 @@ def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimize
 def passes(model: nn.Module, rank: int, step: int) -> None:
     inputs, targets = batch(rank, step)
     nn.functional.mse_loss(model(inputs), targets).backward()
-
-
-def plain(kind: str, orders: list[list[int]]) -> nn.Module:
-    """Make every update in one process: gradients at the values that the worker had read, in the order of arrival."""
-    model = make_model()
-    optimizer = KINDS[kind](groups_of(model))
-    for step, order in enumerate(orders):
-        read = [parameter.detach().clone() for parameter in model.parameters()]
-        for rank in order:
-            twin = make_model()
-            with torch.no_grad():
-                for parameter, value in zip(twin.parameters(), read):
-                    parameter.copy_(value)
-            passes(twin, rank, step)
-            for parameter, other in zip(model.parameters(), twin.parameters()):
-                parameter.grad = other.grad
-            optimizer.step()
-    return model
 
 
 @pytest.mark.ranks
@@ -69,7 +56,7 @@ def test_a_scripted_order_of_arrivals_equals_that_of_one_process(own: Any, kind:
         passes(strategy.model, own.rank, step)
         strategy.drain()
         take_turns(strategy, optimizer, order)
-    expected = plain(kind, orders)
+    expected, _ = replay(lambda: make_alone(kind), passes, orders)
     with strategy.consensus_view():
         np.testing.assert_allclose(flat(strategy.model), flat(expected), rtol=1e-5, atol=1e-6)
         assert len(optimizer.state) == (0 if kind == "sgd" else 2)
@@ -79,56 +66,24 @@ def test_a_scripted_order_of_arrivals_equals_that_of_one_process(own: Any, kind:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_synchronous_mode_makes_one_update_with_the_mean_gradient(own: Any, kind: str) -> None:
-    strategy, optimizer = make(own, kind, mode="synchronous")
-    model = make_model()
-    alone = KINDS[kind](groups_of(model))
-    for step in range(5):
-        passes(strategy.model, own.rank, step)
-        assert float(strategy.clip_grad_norm(1e9)) > 0
-        optimizer.step()
-        for rank in range(own.size):
-            passes(model, rank, step)
-        for parameter in model.parameters():
-            parameter.grad /= own.size
-        alone.step()
-        alone.zero_grad()
-    with strategy.consensus_view():
-        np.testing.assert_allclose(flat(strategy.model), flat(model), rtol=1e-5, atol=1e-6)
-    strategy.detach()
-
-
-def moved_by_ones(own: Any, *, together: bool, lock: bool) -> np.ndarray[Any, Any]:
-    """Make M updates by one on N workers, each round ``together`` or each at its own pace; return their sum."""
-    strategy, optimizer = make(own, "sgd", lock=lock)
-    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1.0
-    optimizer.param_groups[1]["weight_decay"] = 0.0
+@pytest.mark.parametrize("data, lock", [("server", True), ("server", False), ("hogwild", False)])
+def test_all_updates_take_effect_with_the_lock_and_some_without(own: Any, data: str, lock: bool) -> None:
+    """N workers make M updates by one: N x M with the lock, each worker at its own pace; else M to N x M together."""
+    strategy, optimizer = make_worker(own, data, **({"lock": True} if lock else {}))
+    optimizer.param_groups[0]["lr"] = 1.0
     before = flat(strategy.model)
     for _ in range(60):
         for parameter in strategy.model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        if together:
+        if not lock:
             strategy.drain()
         optimizer.step()
-        if together:
+        if not lock:
             strategy.drain()
     with strategy.consensus_view():
         moved = before - flat(strategy.model)
     strategy.detach()
-    return moved
-
-
-@pytest.mark.ranks
-def test_with_the_lock_no_update_is_lost(own: Any) -> None:
-    moved = moved_by_ones(own, together=False, lock=True)
-    np.testing.assert_allclose(moved, np.full_like(moved, 60 * own.size), rtol=1e-5)
-
-
-@pytest.mark.ranks
-def test_without_the_lock_at_least_one_simultaneous_update_remains(own: Any) -> None:
-    moved = moved_by_ones(own, together=True, lock=False)
-    assert moved.max() <= 60 * own.size + 0.01 and moved.min() >= 60 - 0.01
+    assert moved.max() <= 60 * own.size + 0.01 and moved.min() >= 60 * (own.size if lock else 1) - 0.01
 
 
 @pytest.mark.ranks
