@@ -54,22 +54,22 @@ def factors(rank: int, total: int) -> Tensor:
 
 
 @DIVIDED
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_are_sums_over_all_ranks(comm: Any, counts: Any, weighted: bool) -> None:
-    """The sum is over weighted losses; a rank of weight 0 has a placeholder, which gets no gradient."""
+def test_gradients_are_sums_over_all_ranks(comm: Any, counts: Any) -> None:
+    """The sums are over weighted losses; a rank of weight 0 has a placeholder, which gets no gradient."""
     counts = counts[: comm.size]
     total, begin, count = sum(counts), sum(counts[: comm.rank]), counts[comm.rank]
-    weights = [each * comm.size / total if weighted else 1.0 for each in counts]
-    own = rows_of(comm.rank, count or int(weighted), torch.float64).requires_grad_()
-    gathered = comm.all_gather(own, weight=weights[comm.rank])
-    assert len(gathered) == total
-    (gathered.square() * factors(comm.rank, total)).sum().backward()
-    wanted = sum(2 * gathered.detach() * factors(rank, total) * weights[rank] for rank in range(comm.size))
-    assert own.grad is not None and isinstance(wanted, Tensor)
-    if weights[comm.rank]:
-        torch.testing.assert_close(own.grad, wanted[begin : begin + count] / weights[comm.rank])
-    else:
-        assert own.grad.eq(0).all()
+    for weights in ([1.0] * comm.size, [each * comm.size / total for each in counts]):
+        weight = weights[comm.rank]
+        own = rows_of(comm.rank, count if weight else 1, torch.float64).requires_grad_()
+        gathered = comm.all_gather(own, weight=weight)
+        assert len(gathered) == total
+        (gathered.square() * factors(comm.rank, total)).sum().backward()
+        wanted = sum(2 * gathered.detach() * factors(rank, total) * weights[rank] for rank in range(comm.size))
+        assert own.grad is not None and isinstance(wanted, Tensor)
+        if weight:
+            torch.testing.assert_close(own.grad, wanted[begin : begin + count] / weight)
+        else:
+            assert own.grad.eq(0).all()
 
 
 def test_gradients_flow_through_a_given_output_tensor(comm: Any) -> None:
