@@ -6,6 +6,7 @@ import copyreg
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -196,6 +197,72 @@ class AddedParameters:
                 everywhere=True,
             )
         self._known |= new  # of another model
+
+
+class PlainInUpdates:
+    """Parameters (by name) of the class ``guarded``, and exact ``nn.Parameter`` in updates and in ``suspend`` blocks.
+
+    Their gradients may be ``marked`` tensors, and are plain ones in updates.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], guarded: type[nn.Parameter], marked: type[Tensor]
+    ) -> None:
+        self.parameters, self._guarded, self._marked = dict(parameters), guarded, marked
+        self._held = {id(parameter) for parameter in self.parameters.values()}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # that have begun an update
+        self._suspensions = 0  # number of active ``suspend`` blocks, passes and updates
+        self._updating = False
+        self._handles: list[RemovableHandle | StepHooks] = [
+            StepHooks(self, PlainInUpdates._before_update, PlainInUpdates._after_update)
+        ]
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Make the parameters plain ``nn.Parameter`` for the ``with`` block."""
+        self._suspend()
+        try:
+            yield
+        finally:
+            self._resume()
+
+    def first_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Prepare an optimizer that begins its first update of the parameters."""
+
+    def _suspend(self) -> None:
+        self._suspensions += 1
+        if self._suspensions == 1:
+            self._set_class(nn.Parameter)
+
+    def _resume(self) -> None:
+        self._suspensions -= 1
+        if not self._suspensions and self._handles:
+            self._set_class(self._guarded)
+
+    def _set_class(self, kind: type[nn.Parameter]) -> None:
+        for parameter in self.parameters.values():
+            parameter.__class__ = kind
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._holds(optimizer):
+            return
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self.first_update(optimizer)
+        if not self._updating:  # still True if the last update has raised
+            self._updating = True
+            self._suspend()
+        for parameter in self.parameters.values():
+            if type(parameter.grad) is self._marked:
+                parameter.grad.__class__ = Tensor
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._updating and self._holds(optimizer):
+            self._updating = False
+            self._resume()
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(not self._held.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
 
 # In these optimizers, the new value of an element depends only on the gradients of that element and

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.errors import UsageError
 from hpctrain.parallel.guard import torch_functions
 from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, ShardTensor, mark, part_of
-from hpctrain.parallel.hooks import ModuleHook, StepHooks, around_forward, before_backward
+from hpctrain.parallel.hooks import ModuleHook, PlainInUpdates, around_forward, before_backward
 from hpctrain.parallel.strategy import SplitStrategy, Strategy
 from hpctrain.plain_tensors import on_shards, plain_tensors
 
@@ -62,30 +61,21 @@ def _own_part(strategy: SplitStrategy, name: str, held: Tensor, whole: Tensor) -
     return part
 
 
-# Switch of parameters between ``ShardParameter``, which refuses sums over parts, and plain ``nn.Parameter`` -----------
-
-
-class ParameterGuard:
+class ParameterGuard(PlainInUpdates):
     """Guard of the parameters (by name) of a strategy; ``description`` describes the part of a parameter in errors.
 
-    The parameters are ``ShardParameter`` except during updates, and during passes if the passes use
-    them (``in_passes``).
+    The parameters are ``ShardParameter``, which refuses sums over parts, except during updates, and
+    during passes if the passes use them (``in_passes``).
     """
 
     def __init__(
         self, strategy: SplitStrategy, parameters: Mapping[str, nn.Parameter], description: str, *, in_passes: bool
     ) -> None:
-        self.parameters = dict(parameters)
-        self._held = {id(parameter) for parameter in self.parameters.values()}
-        # optimizers whose states are marked
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._suspensions = 0  # number of active ``suspend`` blocks and passes
-        self._in_backward = self._updating = False
-        self._handles: list[RemovableHandle | StepHooks] = []
+        super().__init__(parameters, ShardParameter, ShardTensor)
+        self._in_backward = False
         owner = weakref.ref(strategy)
         for name, parameter in parameters.items():
             parameter.__dict__[ATTRIBUTE] = ShardInfo(name, owner, description)
-        self._handles.append(StepHooks(self, ParameterGuard._before_update, ParameterGuard._after_update))
         if in_passes:
             self._handles += around_forward(strategy.model, self._before_forward, self._after_forward)
         self._handles += _hooks_on_loading(strategy)
@@ -103,51 +93,9 @@ class ParameterGuard:
         for parameter in self.parameters.values():
             parameter.__dict__.pop(ATTRIBUTE, None)
 
-    @contextmanager
-    def suspend(self) -> Iterator[None]:
-        """Make the parameters plain ``nn.Parameter`` for the ``with`` block."""
-        self._suspend()
-        try:
-            yield
-        finally:
-            self._resume()
-
-    def _suspend(self) -> None:
-        self._suspensions += 1
-        if self._suspensions == 1:
-            self._set_class(nn.Parameter)
-
-    def _resume(self) -> None:
-        self._suspensions -= 1
-        if not self._suspensions and self._handles:
-            self._set_class(ShardParameter)
-
-    def _set_class(self, kind: type[nn.Parameter]) -> None:
-        for parameter in self.parameters.values():
-            parameter.__class__ = kind
-
-    # Updates ----------------------------------------------------------------------------------------------------------
-
-    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._holds(optimizer):
-            return
-        if optimizer not in self._optimizers:
-            self._optimizers.add(optimizer)
-            self._handles.append(optimizer.register_state_dict_post_hook(self._mark_states))
-            self._handles.append(optimizer.register_load_state_dict_post_hook(_unmark_states))
-        if not self._updating:  # still True if the last update has raised
-            self._updating = True
-            self._suspend()
-        for parameter in self.parameters.values():
-            unmark(parameter.grad)
-
-    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._updating and self._holds(optimizer):
-            self._updating = False
-            self._resume()
-
-    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(not self._held.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
+    def first_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles.append(optimizer.register_state_dict_post_hook(self._mark_states))
+        self._handles.append(optimizer.register_load_state_dict_post_hook(_unmark_states))
 
     def _mark_states(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> None:
         """Mark the tensors of an optimizer's ``state_dict()`` that are parts, so that writing them raises an error."""
@@ -191,8 +139,8 @@ def _marked_state(value: Any, parameter: nn.Parameter, part: ShardInfo) -> Any:
 def _unmark_states(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
-            if isinstance(value, torch.Tensor):
-                unmark(value)
+            if type(value) is ShardTensor:
+                value.__class__ = Tensor  # type: ignore[assignment]
 
 
 def protect(strategy: Strategy) -> None:
@@ -208,9 +156,3 @@ def unprotect(strategy: Strategy) -> None:
     if isinstance(strategy, SplitStrategy) and strategy.guard is not None:
         strategy.guard.close()
         strategy.guard = None
-
-
-def unmark(tensor: Tensor | None) -> None:
-    """Make a gradient a plain tensor again, for an optimizer."""
-    if type(tensor) is ShardTensor:
-        tensor.__class__ = Tensor  # type: ignore[assignment]
