@@ -263,14 +263,19 @@ def _not_standard(path: str, setting: str) -> str:
 
 def to_tree(settings: Any) -> Tree:
     """Return a settings dataclass as plain nested dictionaries, without unset (``None``) values."""
-    tree: Tree = {}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if dataclasses.is_dataclass(value):
-            tree[field.name] = to_tree(value)
-        elif value is not None:
-            tree[field.name] = list(value) if isinstance(value, tuple) else value
-    return tree
+    return dataclasses.asdict(settings, dict_factory=_without_unset)
+
+
+def _without_unset(items: list[tuple[str, Any]]) -> Tree:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in items if value is not None}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Tree:
+    """Return a tree as a flat dictionary with keys such as ``section.key``."""
+    flat: Tree = {}
+    for name, value in tree.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def to_toml(tree: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -70,17 +71,11 @@ def add(name: str, began: float, ended: float, **facts: Any) -> None:
 
 def wait(operation: str, began: float, ended: float) -> None:
     """Record a wait for other ranks, under a word for the operation: ``send``, ``receive``, ``reduce``, ``wait``."""
-    add(_word(operation), began, ended, operation=operation)
+    word = next((word for part, word in _WORDS.items() if part in operation), "wait")
+    add(word, began, ended, operation=operation)
 
 
-def _word(operation: str) -> str:
-    for part, word in _WORDS.items():
-        if part in operation:
-            return word
-    return "wait"
-
-
-def span(name: str, **facts: Any) -> _Open | _Nothing:
+def span(name: str, **facts: Any) -> AbstractContextManager[None]:
     """Record a ``with`` block as a span, under a name, with facts such as ``microbatch``."""
     return _Open(name, facts) if recording else _NOTHING
 
@@ -102,16 +97,4 @@ class _Open:
         add(self._name, self._began, time.monotonic(), **self._facts)
 
 
-class _Nothing:
-    """Empty span while recording is off."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()

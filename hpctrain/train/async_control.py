@@ -45,7 +45,7 @@ class _Seen:
 class StragglerDetector:
     """Periodic check of the ranks of a node; the lowest rank that is not a straggler itself logs the warning.
 
-    ``step_of`` returns a rank's step. ``sync_count`` returns the number of synchronizations of this rank.
+    ``step_of`` returns a rank's step, ``sync_count`` the number of synchronizations of this rank.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class StragglerDetector:
         seen = self._seen.get(rank)
         if seen is None or seen.step != its:
             self._seen[rank] = _Seen(its, now, step)
-            self._take_back(rank, now)
+            if (since := self._said.pop(rank, None)) is not None:
+                logger.warning("rank %d makes steps again, after %.1f s", rank, now - since)
             return False
         return its < step and now - seen.when >= self._limit and step - seen.own >= STEPS
 
@@ -96,13 +97,8 @@ class StragglerDetector:
                 "rank %d has made no step for %.1f s, other ranks continue: it is in step %d", rank, seconds, seen.step
             )
 
-    def _take_back(self, rank: int, now: float) -> None:
-        since = self._said.pop(rank, None)
-        if since is not None:
-            logger.warning("rank %d makes steps again, after %.1f s", rank, now - since)
 
-
-# Stop and save agreement for asynchronous ranks, without a wait at the end of every step ------------------------------
+# Stop and save agreement ----------------------------------------------------------------------------------------------
 #
 # All ranks must stop after the same step. Each rank publishes a step counter in memory that all ranks
 # can read: the step that it is about to make. Before this step, it checks whether rank 0 has paused
@@ -113,9 +109,9 @@ class StragglerDetector:
 # counter already includes the step that it makes. If rank 0 waits at a synchronization, requests
 # wait, too.
 
-
 _CLOCK, _REQUEST_STOP, _REQUEST_SAVE, _REQUEST_FINAL, _HOLD, _DECISION, _WORDS = range(7)
-_STOP, _SAVE, _FINAL, _FLAGS = 1, 2, 4, 8  # flags of a decision, in the bits below its step and its number
+_FLAGS = 8  # of a decision, in the bits below its step and its number
+_FLAG_OF = {"stop": (_REQUEST_STOP, 1), "save": (_REQUEST_SAVE, 2), "final": (_REQUEST_FINAL, 4)}  # word and flag
 _NUMBER = 1 << 40
 
 
@@ -166,10 +162,7 @@ def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) 
 
 
 class AsyncExchange:
-    """Average of the latest values logged on this node, and agreement on the step after which all stop or save.
-
-    ``sync_count`` returns the number of synchronizations of this rank.
-    """
+    """Average of the latest values logged on this node, and agreement on the step after which all stop or save."""
 
     def __init__(self, comm: Communicator, *, computes: bool = True, sync_count: Callable[[], int] = lambda: 0) -> None:
         self._comm = comm
@@ -183,11 +176,6 @@ class AsyncExchange:
         step_of = lambda rank: self._memory.fetch_add(rank, _CLOCK)
         self._stragglers = StragglerDetector(comm.rank, local_ranks, step_of, sync_count)
 
-    def start(self, step: int) -> None:
-        """Publish the first step that this rank is about to make. Collective."""
-        self._set_clock(step)
-        self._memory.barrier()
-
     def __call__(
         self, logged: Mapping[str, float], requests: StepRequests, step: int, step_state: StepState = StepState()
     ) -> tuple[dict[str, float], StepRequests]:
@@ -197,13 +185,14 @@ class AsyncExchange:
         self._notify_rank_0(requests)
         if self._comm.rank == 0:
             self._decide(step)
-        self._set_clock(step + 1)
+        rank = self._comm.rank
+        self._memory.fetch_add(rank, _CLOCK, step + 1 - self._memory.fetch_add(rank, _CLOCK))
         self._wait_if_paused()
         if self._computes:  # a rank that computes nothing is ahead of all others and waits
             self._stragglers.look(step + 1)
         due = bool(self._flags) and step >= self._until
-        asked = [due and bool(self._flags & flag) for flag in (_STOP, _SAVE, _FINAL)]
-        found = StepRequests(asked[0], asked[1], busy=True, final=asked[2])
+        asked = {name: due and bool(self._flags & flag) for name, (_, flag) in _FLAG_OF.items()}
+        found = StepRequests(**asked, busy=True)
         if due:
             self._flags = 0
         return averages, found
@@ -228,9 +217,8 @@ class AsyncExchange:
 
     def _notify_rank_0(self, requests: StepRequests) -> None:
         """Notify rank 0 once of each request."""
-        words = ((_REQUEST_STOP, requests.stop), (_REQUEST_SAVE, requests.save), (_REQUEST_FINAL, requests.final))
-        for word, requested in words:
-            if requested and word not in self._notified:
+        for name, (word, _) in _FLAG_OF.items():
+            if getattr(requests, name) and word not in self._notified:
                 self._notified.add(word)
                 self._memory.fetch_add(0, word, 1)
 
@@ -239,7 +227,7 @@ class AsyncExchange:
         if self._flags:
             return  # after the pending decision
         flags = 0
-        for word, flag in ((_REQUEST_STOP, _STOP), (_REQUEST_SAVE, _SAVE), (_REQUEST_FINAL, _FINAL)):
+        for word, flag in _FLAG_OF.values():
             count = self._memory.fetch_add(0, word)
             if count:
                 self._memory.fetch_add(0, word, -count)
@@ -265,7 +253,8 @@ class AsyncExchange:
         self._decided += 1
         operation = "rank 0's answer to a request to stop or save"
         with waiting(operation):
-            until(self._has_decided, operation, lambda: _timeout_message(operation), SPINS, period=1)
+            late = f"{operation}: nothing within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+            until(self._has_decided, operation, lambda: late, SPINS, period=1)
         self._apply(self._memory.fetch_add(rank, _DECISION))
 
     def _has_decided(self) -> bool:
@@ -275,14 +264,6 @@ class AsyncExchange:
     def _apply(self, decision: int) -> None:
         self._until, self._flags = decision % _NUMBER // _FLAGS, decision % _FLAGS
         self._notified.clear()
-
-    def _set_clock(self, step: int) -> None:
-        rank = self._comm.rank
-        self._memory.fetch_add(rank, _CLOCK, step - self._memory.fetch_add(rank, _CLOCK))
-
-
-def _timeout_message(operation: str) -> str:
-    return f"{operation}: nothing within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
 
 def _checksum(names: list[str]) -> float:

@@ -37,31 +37,22 @@ if TYPE_CHECKING:
 ROUNDING = 1e-9  # tolerance for a part's share
 
 
-class Backward:
-    """Implementation of ``run.backward``."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._checked: set[Any] = set()  # pipeline input signatures that have been checked
-
-    def __call__(self, batch: Any, compute: Compute, accumulate: int) -> Tensor:
-        """Leave the gradient of the loss over all ranks in the parameters; return that loss, a scalar."""
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise UsageError(f"run.backward(accumulate={accumulate!r}): must be a whole number of at least 1")
-        strategies = list(self._run.strategies.values())
-        weight = self._run.sample_weight
+def backward(run: Run, batch: Any, compute: Compute, accumulate: int, checked: set[Any]) -> Tensor:
+    """Implement ``run.backward``; ``checked`` are the input signatures of a pipeline that have been checked."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise UsageError(f"run.backward(accumulate={accumulate!r}): must be a whole number of at least 1")
+    strategies, weight = list(run.strategies.values()), run.sample_weight
+    for strategy in strategies:
+        strategy.set_sample_weight(float(weight > 0))  # losses are weighted here; placeholders count 0
+    try:
+        parts = parts_of(batch, accumulate)
+        with run.checks.weighted():
+            if strategies[0].pipe is not None:
+                return PipelineBackward(strategies[0], compute, checked, run.options.checks)(parts, weight)
+            return backward_by_parts(strategies, parts, compute, weight)
+    finally:
         for strategy in strategies:
-            strategy.set_sample_weight(float(weight > 0))  # losses are weighted here; placeholders count 0
-        try:
-            parts = parts_of(batch, accumulate)
-            with self._run.checks.weighted():
-                if strategies[0].pipe is not None:
-                    pipeline = PipelineBackward(strategies[0], compute, self._checked, self._run.options.checks)
-                    return pipeline(parts, weight)
-                return backward_by_parts(strategies, parts, compute, weight)
-        finally:
-            for strategy in strategies:
-                strategy.set_sample_weight(weight)
+            strategy.set_sample_weight(weight)
 
 
 class _Captured(Exception):
@@ -98,7 +89,8 @@ class PipelineBackward:
             with accumulating([strategy], reduce=number == len(parts) - 1):
                 loss = strategy.forward_backward(arguments, rows, objective, weight=share)
             total = total + loss.detach().cpu()
-        found = self._as_sums() if self._any_sums() else data_average(strategy, total)
+        any_sums = any(self._pipe.all_gather_object(bool(self._counted)))
+        found = self._as_sums() if any_sums else data_average(strategy, total)
         add_gradients(earlier)
         return found
 
@@ -203,9 +195,6 @@ class PipelineBackward:
         self._counted.append((float(loss.detach()), float(count)))
         microbatches = samples_in(part.samples) // len(rows)
         return loss * (microbatches / share)  # the pipeline scales this by share / microbatches
-
-    def _any_sums(self) -> bool:
-        return any(self._pipe.all_gather_object(bool(self._counted)))
 
     def _as_sums(self) -> Tensor:
         """Divide the gradients, which are gradients of sums, by the count; return the loss."""

@@ -75,13 +75,14 @@ def calibrate(
     comm = job.comm
     # Checked first: a minute of measuring must not be lost because the folder is not writable.
     earlier, path = on_first_rank(comm, lambda: _prepare(output))
-    load = load_now()
+    load = float(f"{os.getloadavg()[0] / (os.cpu_count() or 1):.2g}")  # average of the last minute per core
     measured = instruments.measure(comm, sizes, seconds, job.device, progress)
     verdict, description = on_first_rank(
         comm, lambda: _canary(earlier.machine, instruments) if try_canary else _NO_CANARY
     )
     measurement = _measurement(measured, load) if measured.times else None
-    found = _joined(earlier, measurement, verdict)
+    found = earlier if measurement is None else earlier.with_measurement(measurement)
+    found = found if verdict is None else found.with_verdict(verdict)
     stores = found is not earlier
     if stores:
         on_first_rank(comm, lambda: store_calibration(found, path))
@@ -149,11 +150,6 @@ def verdict_in_words(verdict: ProbeResult) -> str:
     return f"MPI {'accepts' if verdict.cuda_aware else 'is not given'} device pointers: {verdict.reason}"
 
 
-def load_now() -> float:
-    """Return the load average of the last minute per core of this node."""
-    return float(f"{os.getloadavg()[0] / (os.cpu_count() or 1):.2g}")
-
-
 def _measurement(measured: AlgorithmTimes, load: float) -> Measurement:
     times = {
         "/".join(key): {
@@ -164,8 +160,3 @@ def _measurement(measured: AlgorithmTimes, load: float) -> Measurement:
     }
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return Measurement(measured.table(), times, date, load)
-
-
-def _joined(earlier: Calibration, measurement: Measurement | None, verdict: ProbeResult | None) -> Calibration:
-    found = earlier if measurement is None else earlier.with_measurement(measurement)
-    return found if verdict is None else found.with_verdict(verdict)

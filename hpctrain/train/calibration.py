@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from hpctrain._version import __version__
 from hpctrain.comm.device.cuda_aware_probe import ProbeResult
@@ -30,6 +30,8 @@ from hpctrain.util.reading import read_json
 
 if TYPE_CHECKING:
     import torch
+
+    from hpctrain.comm.communicator import Communicator
 
 VARIABLE = "HPCTRAIN_CALIBRATION"
 FORMAT = "hpctrain-calibration 1"
@@ -103,16 +105,6 @@ def mpi_name() -> str:
     return " ".join(lines[0].strip("\0").split()) if lines and not answer.error else ""
 
 
-class Ranks(Protocol):
-    """Part of the interface of a communicator or transport that this module needs."""
-
-    rank: int
-    size: int
-
-    def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        """Return the root's object."""
-
-
 @dataclass(frozen=True)
 class Measurement:
     """Table of one layout and its raw data: seconds by rule, algorithm and bytes."""
@@ -132,15 +124,12 @@ class Calibration:
     verdict: ProbeResult | None = None
 
     def with_measurement(self, measurement: Measurement) -> Calibration:
-        """Return a copy with the measurement of one layout added or replaced."""
         return replace(self, measurements={**self.measurements, measurement.table.layout: measurement})
 
     def with_verdict(self, verdict: ProbeResult) -> Calibration:
-        """Return a copy with the verdict of the canary."""
         return replace(self, verdict=verdict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the calibration as plain values."""
         return {
             "format": FORMAT,
             "machine": asdict(self.machine),
@@ -186,13 +175,9 @@ def path_of(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Path 
     if named and _names_file(Path(named)):
         return Path(named)
     where = folder(environ)
-    return where / file_name(machine) if where else None
-
-
-def file_name(machine: NodeType) -> str:
-    """Return the file name for a machine; machines that differ in any field have different names."""
+    # Machines that differ in any field have different files.
     digest = hashlib.sha256(json.dumps(asdict(machine), sort_keys=True).encode()).hexdigest()
-    return f"{digest[:16]}.json"
+    return where / f"{digest[:16]}.json" if where else None
 
 
 def _names_file(path: Path) -> bool:
@@ -249,11 +234,13 @@ def find(machine: NodeType, environ: Mapping[str, str] = os.environ) -> Calibrat
 # In a job -------------------------------------------------------------------------------------------------------------
 
 
-def stored(ranks: Ranks, machine: Callable[[], NodeType] = lambda: this_machine(mpi_name())) -> Calibration | None:
+def stored(
+    comm: Communicator, machine: Callable[[], NodeType] = lambda: this_machine(mpi_name())
+) -> Calibration | None:
     """Return rank 0's calibration on all ranks, because all ranks must choose the same algorithms. Collective."""
-    if ranks.size == 1:
+    if comm.size == 1:
         return None  # no algorithms to choose, and possibly no MPI
-    found: Calibration | None = ranks.broadcast_object(_find_own(machine) if ranks.rank == 0 else None)
+    found: Calibration | None = comm.broadcast_object(_find_own(machine) if comm.rank == 0 else None)
     return found
 
 

@@ -13,6 +13,7 @@ from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError, CheckpointFaultError
 from hpctrain.log import logger
 from hpctrain.plain_tensors import on_shards
+from hpctrain.train.control import StopSaveFlags
 from hpctrain.train.options import RunOptions
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import TrainState
@@ -25,7 +26,8 @@ class RunCheckpoints:
     """Saves of a run's state; every method except ``close`` is collective.
 
     ``committed`` is the step of the newest checkpoint that this run has written or resumed from.
-    ``timed`` is called with the duration of each save in seconds.
+    ``check`` raises an error if replicated parameters differ between ranks. ``stops`` gets the
+    duration of each save.
     """
 
     def __init__(
@@ -33,13 +35,14 @@ class RunCheckpoints:
         state: TrainState,
         options: RunOptions,
         run_folder: RunFolder,
-        timed: Callable[[float], None] = lambda _: None,
+        stops: StopSaveFlags,
+        check: Callable[[str], None],
     ) -> None:
-        self._state, self._options, self._run_folder, self._timed = state, options, run_folder, timed
-        self._failures = FailedSaves(logs=state.comm.rank == 0)
+        self._state, self._options, self._run_folder = state, options, run_folder
+        self._stops, self._check = stops, check
+        self._failed = self._failed_in_a_row = 0
         self._saver: Saver | None = None
         self._pending: tuple[int, float] | None = None  # step of the checkpoint in progress, and its start
-        self.check: Callable[[str], None] = lambda when: None  # raises if replicated parameters differ between ranks
         self.committed = 0
         self._retries, self._retry_later = 0, False
         self._is_first = True
@@ -58,34 +61,20 @@ class RunCheckpoints:
     def save(self) -> Path:
         """Write the checkpoint of the current step and return when it is complete. Raises ``CheckpointError``."""
         self.wait()
-        while True:
-            try:
-                path = self._begin()
-                self._complete()
-                return path
-            except CheckpointFaultError as error:
-                self._pause(error)
+        return self._write(waits=True)
 
     @on_shards
     def save_due(self) -> None:
         """Write a periodic checkpoint; in the background, return as soon as the state is copied."""
         self.wait()
         self._retry_later = False
-        while True:
-            try:
-                self._begin()
-                if not self._options.background:
-                    self._complete()
-                return
-            except CheckpointError as error:
-                if not self._may_retry(error):
-                    self._record_failure(error, self._state.step)
-                    return
-                self._pause(error)
+        try:
+            self._write(waits=not self._options.background)
+        except CheckpointError as error:
+            self._record_failure(error, self._state.step)
 
     @on_shards
     def advance(self) -> None:
-        """Advance a pending checkpoint."""
         if self._pending is not None and self._saver is not None:
             with self._waiting():
                 self._try(self._saver.advance)
@@ -93,7 +82,6 @@ class RunCheckpoints:
             self.save_due()
 
     def wait(self) -> None:
-        """Wait for a pending checkpoint."""
         if self._pending is not None:
             self._try(self._complete)
 
@@ -113,13 +101,24 @@ class RunCheckpoints:
             self._saver.close()
         self._saver = self._pending = None
 
+    def _write(self, *, waits: bool) -> Path:
+        """Begin a checkpoint, and complete it if ``waits``; repeat this after transient faults."""
+        while True:
+            try:
+                path = self._begin()
+                if waits:
+                    self._complete()
+                return path
+            except CheckpointError as error:
+                self._pause(error)
+
     def _begin(self) -> Path:
         assert self._saver is not None
         if self._is_first:  # some schedulers are created after the run has started
             self._is_first = False
             self._state.find_schedulers()
         step, started = self._state.step, time.monotonic()
-        self.check(f"at the checkpoint of step {step}")
+        self._check(f"at the checkpoint of step {step}")
         with self._waiting(step=step), self._state.consensus_view():
             request = self._state.save_request()
             self._saver.start(request)
@@ -144,7 +143,7 @@ class RunCheckpoints:
             with trace.span("checkpoint", **facts):
                 yield
         finally:
-            self._run_folder.waited(time.monotonic() - began)
+            self._run_folder.accounting.waited(time.monotonic() - began)
 
     def _try(self, action: Callable[[], None]) -> None:
         """Advance a pending checkpoint; if the run may continue without it, record the failure."""
@@ -168,12 +167,17 @@ class RunCheckpoints:
         (step, started), self._pending = self._pending, None
         self.committed = step
         self._retries = 0
-        self._failures.succeeded(step)
+        if self._failed_in_a_row and self._state.comm.rank == 0:
+            logger.warning("step %d is saved, after %d failures", step, self._failed_in_a_row)
+        self._failed_in_a_row = 0
         seconds = time.monotonic() - started
-        self._timed(seconds)
+        self._stops.walltime_guard.save(seconds)
         self._run_folder.saved(step, seconds)
         if self._state.comm.rank == 0:
-            self._state.delete_superseded(self._state.path(step))
+            try:
+                self._state.retention.apply(verified=self._state.path(step))
+            except CheckpointError as error:
+                logger.warning("older checkpoints are kept: %s", error)
 
     def _may_retry(self, error: CheckpointError) -> bool:
         """Return, with the same result on all ranks, whether to retry after a transient fault."""
@@ -195,39 +199,20 @@ class RunCheckpoints:
         """Record a failed periodic save and continue; raise an error that this rank alone has met."""
         if self._options.on_error == "stop" or not error.everywhere:
             raise error
-        every, last = self._options.every, self._options.steps
-        next_step = (self._state.step // every + 1) * every
-        self._failures.failed(str(error), step, self._state.folder, min(next_step, last or next_step))
-        self._run_folder.failed_save(step, str(error), self._failures.total)
-
-
-class FailedSaves:
-    """Number of failed saves, ``total`` and ``in_a_row``; ``logs`` is true on the rank that writes the log."""
-
-    def __init__(self, *, logs: bool) -> None:
-        self.total = self.in_a_row = 0
-        self._logs = logs
-
-    def failed(self, reason: str, step: int, folder: Path, next_step: int) -> None:
-        """Record that a save into ``folder`` failed after ``step``; the next save is tried after ``next_step``."""
-        self.total += 1
-        self.in_a_row += 1
-        if self._logs:
-            count = "" if self.in_a_row == 1 else f" ({self.in_a_row} failures in a row)"
+        self._failed += 1
+        self._failed_in_a_row += 1
+        if self._state.comm.rank == 0:
+            every, last = self._options.every, self._options.steps
+            next_step = (self._state.step // every + 1) * every
             logger.warning(
                 "no checkpoint of step %d%s: %s; %s; continuing, the next is tried after step %d",
                 step,
-                count,
-                reason,
-                _newest(folder),
-                next_step,
+                f" ({self._failed_in_a_row} failures in a row)" if self._failed_in_a_row > 1 else "",
+                error,
+                _newest(self._state.folder),
+                min(next_step, last or next_step),
             )
-
-    def succeeded(self, step: int) -> None:
-        """Record a successful save."""
-        if self.in_a_row and self._logs:
-            logger.warning("step %d is saved, after %d failures", step, self.in_a_row)
-        self.in_a_row = 0
+        self._run_folder.failed_save(step, str(error), self._failed)
 
 
 def _newest(folder: Path) -> str:

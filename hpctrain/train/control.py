@@ -35,11 +35,9 @@ class WalltimeGuard:
         self._slowest_step = self._slowest_save = 0.0
 
     def step(self, seconds: float) -> None:
-        """Record the duration of a step."""
         self._slowest_step = max(self._slowest_step, seconds)
 
     def save(self, seconds: float) -> None:
-        """Record the duration of a checkpoint."""
         self._slowest_save = max(self._slowest_save, seconds)
 
     @property
@@ -48,14 +46,9 @@ class WalltimeGuard:
         return self._margin or 2 * self._slowest_save + self._slowest_step + RESERVE
 
     @property
-    def left(self) -> float:
-        """Return the seconds until the deadline."""
-        return self.deadline.time - self._clock() if self.deadline is not None else float("inf")
-
-    @property
     def is_due(self) -> bool:
         """Return whether the run must save and exit now."""
-        return self.left <= self.margin
+        return self.deadline is not None and self.deadline.time - self._clock() <= self.margin
 
 
 # Signal handlers that set a stop request, on which the ranks agree at the end of a step. Standard library only --------
@@ -66,7 +59,6 @@ class WalltimeGuard:
 # The batch system's early warning (``--signal=USR1@300``), and its final one.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 ASKED_BY = "HPCTRAIN_ASKED_BY"  # USR1: the job script passes every end of the job to the ranks as SIGUSR1, too
-
 
 INTERRUPTED = "interrupted"  # by SIGINT, also in records of a run's end
 
@@ -111,7 +103,11 @@ class StopRequest:
         """Return the seconds since SIGTERM arrived without SIGUSR1; 0.0 if none arrived or SIGUSR1 is not passed on."""
         if self._pipe is None:
             return 0.0
-        for number in self._arrived(self._pipe):
+        try:
+            arrived = os.read(self._pipe, 4096)
+        except BlockingIOError:
+            arrived = b""
+        for number in arrived:
             self._has_sigusr1 |= number == signal.SIGUSR1
             if number == signal.SIGTERM and self._terminated is None:
                 self._terminated = time.monotonic()
@@ -126,12 +122,6 @@ class StopRequest:
         if before != -1:
             signal.set_wakeup_fd(before)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-
-    def _arrived(self, pipe: int) -> bytes:
-        try:
-            return os.read(pipe, 4096)
-        except BlockingIOError:
-            return b""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
@@ -199,12 +189,11 @@ def _ignore() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-# Stop and save requests to a run: signals, the job's deadline, and files in the run folder ----------------------------
+# Requests known to a rank ---------------------------------------------------------------------------------------------
 #
 # A signal may reach a single rank. The deadline is checked by rank 0 alone, because clocks differ.
 # The files are also checked by rank 0, so that not every rank of a large job queries the filesystem.
 # At the end of each step, the ranks exchange their requests (``exchange``) and act together.
-
 
 STOP, SAVE = "STOP", "SAVE"
 _PAUSE = 1.0  # seconds between two checks of the folder
@@ -233,16 +222,11 @@ class StopSaveFlags:
         self.walltime_guard = WalltimeGuard(found, self._margin)
         for seconds in saves:
             self.walltime_guard.save(seconds)
-        self._forget_stop(self._started if begun is None else begun)
+        with suppress(FileNotFoundError):  # a STOP file created while this job was starting is meant for this job
+            if retries.call(os.stat, self._folder / STOP).st_mtime < (self._started if begun is None else begun):
+                retries.call(os.unlink, self._folder / STOP)
         if found is not None:
             logger.info("the job ends at %s, according to %s", _clock(found), found.source)
-
-    def _forget_stop(self, begun: float) -> None:
-        """Remove an old STOP file; a file created while this job was starting is meant for this job."""
-        path = self._folder / STOP
-        with suppress(FileNotFoundError):
-            if retries.call(os.stat, path).st_mtime < begun:
-                retries.call(os.unlink, path)
 
     def poll(self) -> tuple[bool, bool]:
         """Return whether this rank knows of a reason to save and exit, and of one to save."""

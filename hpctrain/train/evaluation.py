@@ -16,13 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.dataset import Dataset
-from hpctrain.data.loader import evaluation_batches
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import samples_in
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.strategy import Strategy, broadcast_buffers, consensus_view
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means
@@ -161,30 +158,3 @@ def _means(everyone: list[dict[str, list[float]]]) -> Any:
         amount, count = sum(pair[0] for pair in amounts), sum(pair[1] for pair in amounts)
         means[name] = amount / count if count else float("nan")
     return means[_ONLY] if list(means) == [_ONLY] else means
-
-
-@torch.no_grad()
-def evaluate(
-    strategy: Strategy,
-    objective: Objective,
-    dataset: Dataset,
-    *,
-    batch: int,
-    limit: int | None,
-    device: torch.device,
-) -> float:
-    """Return the mean loss over at most ``limit`` samples of the split. Collective."""
-    model, data = strategy.model, strategy.data
-    training = model.training
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64)
-    for part in evaluation_batches(dataset, batch=batch, rank=data.rank, size=data.size, limit=limit):
-        if part.samples:
-            part = part.to(device)
-            mean = strategy.measure(part.inputs, part.targets, objective)
-            sums += torch.tensor([float(mean) * part.samples, part.samples], dtype=torch.float64)
-        else:
-            strategy.join_empty(backward=False)
-    model.train(training)
-    data.all_reduce(sums)
-    return float(sums[0] / sums[1])

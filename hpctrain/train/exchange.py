@@ -95,9 +95,6 @@ class StepExchange:
         self._comm = comm
         self._numbers = torch.zeros(NUMBERS, dtype=torch.float64)
 
-    def start(self, step: int) -> None:
-        """Do nothing: no preparation is needed before the first step."""
-
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
 
@@ -133,31 +130,25 @@ class StepExchange:
         raise UsageError(_difference([one[:2] for one in everyone], step), everywhere=True)
 
 
+_DIFFERENCES = {  # messages by the flag that differs; {yes} is a rank that has it set
+    "saves": f"rank {{yes}} called run.save in step {{step}}, rank {{no}} did not; {EVERY_RANK}",
+    "left": "rank {yes} left the loop by break in step {step}, rank {no} did not; leave it on all ranks, or call "
+    'run.stop("reason"), which the ranks agree on',
+    "ended": "rank {yes}'s loader ended after the batch of step {step}, rank {no}'s has more; give every rank as many "
+    "batches, or pass a DataLoader that job.run splits",
+    "updated": "an optimizer stepped on rank {yes} in step {step}, none on rank {no}; step on all ranks or on none",
+}
+
+
 def _difference(everyone: Sequence[tuple[list[str], StepState]], step: int) -> str:
     """Return the message about the difference between the ranks at the end of an iteration."""
     states = [state for _, state in everyone]
     if rank := _first_different(one.call for one in states):
         return different_calls(states[0].call, rank, states[rank].call)
-    if rank := _first_different(one.saves for one in states):
-        saves, other = (rank, 0) if states[rank].saves else (0, rank)
-        return f"rank {saves} called run.save in step {step}, rank {other} did not; {EVERY_RANK}"
-    if rank := _first_different(one.left for one in states):
-        left, stays = (rank, 0) if states[rank].left else (0, rank)
-        return (
-            f"rank {left} left the loop by break in step {step}, rank {stays} did not; leave it on all ranks, or call "
-            'run.stop("reason"), which the ranks agree on'
-        )
-    if rank := _first_different(one.ended for one in states):
-        ended, more = (rank, 0) if states[rank].ended else (0, rank)
-        return (
-            f"rank {ended}'s loader ended after the batch of step {step}, rank {more}'s has more; give every rank as "
-            "many batches, or pass a DataLoader that job.run splits"
-        )
-    if rank := _first_different(one.updated for one in states):
-        stepped, other = (rank, 0) if states[rank].updated else (0, rank)
-        return (
-            f"an optimizer stepped on rank {stepped} in step {step}, none on rank {other}; step on all ranks or on none"
-        )
+    for name, message in _DIFFERENCES.items():
+        if rank := _first_different(getattr(one, name) for one in states):
+            yes, no = (rank, 0) if getattr(states[rank], name) else (0, rank)
+            return message.format(yes=yes, no=no, step=step)
     if rank := _first_different(one.checksum for one in states):
         return (
             f"the ranks draw the samples of step {step} in different orders (rank 0 and rank {rank}); seed the "

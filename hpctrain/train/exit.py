@@ -31,11 +31,6 @@ class LeavingTogether(SystemExit):
     """Exit of all ranks at the same time with one exit code, so that collective resources can be released."""
 
 
-def exit_code(error: BaseException) -> int:
-    """Return the exit code of a job that ended by this error."""
-    return error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
-
-
 def user_traceback(error: BaseException) -> str:
     """Return an error of the program as a traceback of the program's own frames; empty for other errors.
 

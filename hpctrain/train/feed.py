@@ -72,12 +72,10 @@ class Feed:
             return None
 
     def consumed(self) -> None:
-        """Count a batch that the loop has consumed."""
         self.batches += 1
         self.total += 1
 
     def end_pass(self) -> None:
-        """Advance to the next pass."""
         self.epoch, self.batches = self.epoch + 1, 0
         self._source = self._at_begin = None
 
@@ -182,7 +180,6 @@ class StatefulFeed(Feed):
 
     @property
     def is_endless(self) -> bool:
-        """Whether the loader is known to be endless."""
         return isinstance(self.loader, Loader) and self.loader.epochs is None
 
     def _start(self, skip: int) -> Iterator[Any]:
@@ -193,7 +190,6 @@ class StatefulFeed(Feed):
 
     @property
     def generators(self) -> Rng:
-        """Generator states to save."""
         return content.capture_rng() if self._before is None or self._all_consumed else self._before[1]
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -204,7 +200,6 @@ class StatefulFeed(Feed):
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore a saved state of the loader."""
         self._before = None
         self.loader.load_state_dict(state)
 
@@ -227,11 +222,9 @@ class FeedPosition:
         return self._saved is not None and self._saved != self._feed.position()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the position."""
         self._saved = self._feed.position()
         return self._saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position."""
         self._feed.resume(state)
         self._saved = self._feed.position()

@@ -10,7 +10,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, UsageError
@@ -28,25 +27,10 @@ from hpctrain.parallel.model_agreement import trainable
 from hpctrain.parallel.strategy import Strategy
 
 LOSSES = (
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cosine_embedding_loss",
-    "cross_entropy",
-    "gaussian_nll_loss",
-    "hinge_embedding_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "margin_ranking_loss",
-    "mse_loss",
-    "multi_margin_loss",
-    "multilabel_margin_loss",
-    "multilabel_soft_margin_loss",
-    "nll_loss",
-    "poisson_nll_loss",
-    "smooth_l1_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy"),
+    *("gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss"),
+    *("mse_loss", "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss"),
+    *("poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss"),
 )
 BY_CLASS = ("cross_entropy", "nll_loss")  # the mean of these is over the targets, weighted by the class weights
 MOST_NAMED = 4  # parameters that a message lists
@@ -86,8 +70,7 @@ class FirstStepChecks:
         self._comm, self._models, self._strategies, self._optimizers = comm, models, strategies, optimizers
         self._splits, self._loader = splits_loader, loader
         self._record_of_step = _FirstStepRecord()
-        self._handles: list[RemovableHandle] = []
-        self._plain: dict[str, Callable[..., Any]] = {}
+        self._hooks, self._attached = ExitStack(), False
         self._weighted = 0
         self.compiled = False  # whether a model was passed as returned by torch.compile
         # Asynchronous ranks must not wait for each other, and each has its own parameters.
@@ -122,23 +105,20 @@ class FirstStepChecks:
         Compiled models are skipped: a hook, or a replaced function in torch.nn.functional, would
         cause a recompilation.
         """
-        if self.compiled or any(_is_compiled(model) for model in self._models.values()):
+        modules = [module for model in self._models.values() for module in model.modules()]
+        if self.compiled or any("_orig_mod" in one._modules or one._compiled_call_impl is not None for one in modules):
             return
         for key, model in self._models.items():
             hook = ModuleHook(functools.partial(self._record, key))
-            self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-        for name in LOSSES:
-            plain = self._plain[name] = getattr(functional, name)
-            setattr(functional, name, _watched(name, plain, self._look))
+            handle = model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            self._hooks.callback(handle.remove)
+        self._hooks.enter_context(_watching(LOSSES, self._look))
+        self._attached = True
 
     def close(self) -> None:
         """Remove all hooks and replaced functions that ``attach`` installed."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for name, plain in self._plain.items():
-            setattr(functional, name, plain)
-        self._plain.clear()
+        self._attached = False
+        self._hooks.close()
 
     @contextmanager
     def weighted(self) -> Iterator[None]:
@@ -154,7 +134,7 @@ class FirstStepChecks:
     def _record(self, key: str, model: nn.Module, args: Any, kwargs: Any) -> None:
         strategy = self._strategies[key]
         # A rank without samples computes on a placeholder of weight 0, possibly that of another rank.
-        counts = strategy.sample_weight > 0 and bool(self._handles)  # else a compiled graph calls a removed hook
+        counts = strategy.sample_weight > 0 and self._attached  # else a compiled graph calls a removed hook
         if key in self._record_of_step.inputs or not (model.training and torch.is_grad_enabled() and counts):
             return
         tensors = [each for each in _tensors((args, kwargs), set()) if each.numel()]
@@ -234,15 +214,19 @@ class FirstStepChecks:
         )
 
 
-@contextmanager
-def watching_means(found: list[str]) -> Iterator[None]:
-    """Record losses in the ``with`` block whose mean is not over the samples."""
-    plain = {name: getattr(functional, name) for name in BY_CLASS}
+def watching_means(found: list[str]) -> AbstractContextManager[None]:
+    """Return a ``with`` block in which losses whose mean is not over the samples are added to ``found``."""
 
     def look(name: str, given: Mapping[str, Any]) -> None:
         if uneven := _not_over_samples(name, given):
             found.append(uneven)
 
+    return _watching(BY_CLASS, look)
+
+
+@contextmanager
+def _watching(names: Iterable[str], look: Callable[[str, Mapping[str, Any]], None]) -> Iterator[None]:
+    plain = {name: getattr(functional, name) for name in names}
     for name, original in plain.items():
         setattr(functional, name, _watched(name, original, look))
     try:
@@ -285,11 +269,6 @@ def _not_over_samples(name: str, given: Mapping[str, Any]) -> str:
 def model_name(key: str) -> str:
     """Return how messages call the model with a key."""
     return f"model {key!r}" if key else "the model"
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    modules = list(model.modules())
-    return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in modules)
 
 
 def _tensors(values: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -19,6 +19,7 @@ from hpctrain.cluster.resources import Binding, cpu_affinity
 from hpctrain.cluster.resources import table as binding_table
 from hpctrain.cluster.resources import threads_for
 from hpctrain.errors import DeviceError, MismatchError, SettingsError
+from hpctrain.settings import flatten
 from hpctrain.train import control
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ class Machine:
         world.use_device(device, verdict)
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the packages that affect the results of a run."""
         from hpctrain.train.process import versions
 
         return versions()
@@ -161,22 +161,17 @@ def _shape(sections: tuple[Any, Any, Any, Any], settings: Mapping[str, Any]) -> 
     from hpctrain.parallel.offload.config import offload_settings
 
     parallel, offload, asynchronous, server = sections
+    shape = parallel_settings(parallel), offload_settings(offload), asynchronous_settings(asynchronous, server)
     exchange = asynchronous if server is None else server
     given = {"parallel": parallel, "offload": offload, "asynchronous": exchange, "server": exchange}
-    shape = parallel_settings(parallel), offload_settings(offload), asynchronous_settings(asynchronous, server)
-    _refuse_unread(settings, given)
-    return shape
-
-
-def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
-    """Raise ``SettingsError`` for a section that is only in ``settings``, where it has no effect."""
-    for name, given in sections.items():
-        if name in settings and given is None:
+    for name, section in given.items():
+        if name in settings and section is None:
             argument = "asynchronous" if name == "server" else name
             raise SettingsError(
                 f"settings = {{{name!r}: ...}}: settings are compared over the ranks and not read; "
                 f"give hpctrain.init({argument}=...)"
             )
+    return shape
 
 
 def _equip(world: Communicator, device: torch.device, machine: Machine) -> None:
@@ -251,7 +246,7 @@ def exchange_handshakes(
 
     Raises ``MismatchError`` on all ranks if versions or settings differ.
     """
-    flat = flatten(settings)
+    flat = {name: repr(value) for name, value in flatten(settings).items()}
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     own = Handshake(
         host=socket.gethostname(),
@@ -296,14 +291,6 @@ def refuse_settings(first: Mapping[str, str], other: Mapping[str, str], rank: in
         "give all ranks the same file and --set",
         everywhere=True,
     )
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings as a flat dict from ``section.key`` to text."""
-    flat: dict[str, str] = {}
-    for name, value in settings.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: repr(value)}
-    return flat
 
 
 def threads(handshakes: list[Handshake], rank: int) -> int:

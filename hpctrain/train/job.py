@@ -28,10 +28,10 @@ from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from hpctrain.checkpoint.states import Stateful
     from hpctrain.data.job_loader import JobLoader
     from hpctrain.train.evaluation import Evaluation, Measure
     from hpctrain.train.run import Run
-    from hpctrain.train.state import Stateful
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -288,16 +288,9 @@ class Job:
 
     def describe(self) -> Mapping[str, Any]:
         """Return this rank's position in the job as plain values."""
-        return {
-            "rank": self.rank,
-            "size": self.size,
-            "local_rank": self.local_rank,
-            "local_size": self.local_size,
-            "node": self.node,
-            "nodes": self.nodes,
-            "device": str(self.device),
-            "launcher": self.launch.kind,
-        }
+        names = ("rank", "size", "local_rank", "local_size", "node", "nodes")
+        position = {name: getattr(self, name) for name in names}
+        return {**position, "device": str(self.device), "launcher": self.launch.kind}
 
     def circumstances(self) -> Mapping[str, Any]:
         """Return the cores and GPUs of all ranks, and id, scheduler and restarts of the batch job if there is one."""

@@ -51,11 +51,9 @@ class LoaderFeed(Feed):
 
     @property
     def length(self) -> int | None:
-        """Number of batches per pass; None if the loader does not report it."""
         return None if self._reads_samples else super().length
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the run as plain values."""
         now = [one.get_state() for one in self._generators] if self._at_begin is None else self._generators_at_begin
         states = [state.numpy().tobytes().hex() for state in now]
         position = {"parts": self._parts, "batch": self.loader.batch_size or 0, "generators": states}
@@ -198,7 +196,6 @@ def _log_split(loader: DataLoader[Any], parts: int) -> None:
 
 
 # Example inputs of a model from the first batch of a ``DataLoader``, without changing the state of the loader ---------
-
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

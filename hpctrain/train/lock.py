@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,10 @@ def why_over(holder: Holder, own: Holder) -> str | None:
     if holder.get("host") == own["host"]:
         if own["machine_id"] and holder.get("machine_id") == own["machine_id"] and not _same(holder, own, "boot_id"):
             return "its host has rebooted since"
+    # An unknown start counts as another one.
+    is_earlier = holder.get("start") is None or own["start"] is None or holder["start"] != own["start"]
     for name, text in (("job_id", "job"), ("chain", "chain of jobs")):
-        if own[name] and holder.get(name) == own[name] and _is_earlier(holder, own):
+        if own[name] and holder.get(name) == own[name] and is_earlier:
             return f"it belongs to an earlier start of this {text}, on {holder.get('host')}"
     return None
 
@@ -102,10 +105,9 @@ def process_started(pid: int) -> int | None:
 
     The process id alone is not sufficient: ids are reused after a reboot or after a long time.
     """
-    try:
+    with suppress(OSError):
         return _state(pid)
-    except OSError:
-        return None
+    return None
 
 
 def _state(pid: int) -> int | None:
@@ -114,11 +116,6 @@ def _state(pid: int) -> int | None:
     # Fields 3 and 22. Field 2 is the command name in parentheses, which may contain any character.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
-
-
-def _is_earlier(holder: Holder, own: Holder) -> bool:
-    """Return whether a holder of the same job or chain is from another start; an unknown start counts as one."""
-    return holder.get("start") is None or own["start"] is None or holder["start"] != own["start"]
 
 
 def _start(environ: Mapping[str, str]) -> str | None:
@@ -142,17 +139,15 @@ def _same(holder: Holder, own: Holder, name: str) -> bool:
 
 
 def _text(path: str) -> str | None:
-    try:
+    with suppress(OSError):
         return Path(path).read_text(encoding="ascii", errors="replace").strip()[:100] or None
-    except OSError:
-        return None
+    return None
 
 
 def _link(path: str) -> str | None:
-    try:
+    with suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return None
+    return None
 
 
 @dataclass(frozen=True)
@@ -173,10 +168,9 @@ class FolderLock:
     therefore never see a partial file, even if the writer is killed. On filesystems without hard
     links, the file is created with ``O_CREAT | O_EXCL``.
 
-    A stale lock is taken over at once in two cases: its holder has certainly ended, or its holder
-    is an earlier start of the same job or chain of jobs (see ``lock_holder``). In all other cases
-    the user has to decide. The holder calls ``check`` before it writes. ``patience`` is the number
-    of seconds that another job may take to write its lock or to remove a stale one.
+    A stale lock is taken over at once if ``why_over`` gives a reason. In all other cases the user
+    has to decide. The holder calls ``check`` before it writes. ``patience`` is the number of seconds
+    that another job may take to write its lock or to remove a stale one.
     """
 
     def __init__(

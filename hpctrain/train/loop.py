@@ -8,12 +8,10 @@ and stops occur at the end of a step (``steps``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from hpctrain import trace
-from hpctrain.comm.communicator import Communicator
-from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.train.async_control import AsyncExchange
@@ -30,15 +28,13 @@ class Loop:
 
     def __init__(
         self,
-        comm: Communicator,
         feed: Feed,
-        streams: RandomStreams,
         state: TrainState,
         exchange: StepExchange | AsyncExchange,
         steps: Steps,
         last_step: int | None,
     ) -> None:
-        self.comm, self.feed, self.streams, self.state = comm, feed, streams, state
+        self.comm, self.feed, self.streams, self.state = state.comm, feed, feed.streams, state
         self.exchange, self.steps, self.last_step = exchange, steps, last_step
         self.in_epochs = False
         self._stop_reason: str | None = None  # the reason that this rank gave to run.stop
@@ -80,11 +76,6 @@ class Loop:
     def stop(self, reason: str) -> None:
         """Request that all ranks end the run for good after this step."""
         self._stop_reason = reason
-
-    @property
-    def may_save(self) -> bool:
-        """Whether the weights and the data position are consistent: no step is in progress."""
-        return self._iteration is None and not self.steps.pending
 
     def begin_update(self) -> int:
         """Return the number of the next update. Raises ``UsageError`` outside of an iteration."""
@@ -278,26 +269,23 @@ class Loop:
             strategy.set_sample_weight(1.0)
         if self._left_epochs:
             self._end_pass()
-        if self._left_epochs or self.steps.holds_row:
-            self._take_tail()
+        if self._left_epochs or self.steps.held_row is not None:
+            self._take_tail(StepRequests(), left=self._left_epochs)
         self.steps.flush(last=True)
 
-    def _take_tail(self) -> None:
-        """Add the values logged after the loop to the row of the last step. Collective."""
-        averages: Mapping[str, float] = self.steps.log.averaged
+    def _take_tail(self, own: StepRequests, *, left: bool = False) -> StepRequests:
+        """Add the values logged after the loop to the row of the last step; return all requests. Collective."""
+        averages, requests = self.steps.log.averaged, StepRequests()
         if not self.steps.asynchronous:
-            step_state = StepState(updated=False, left=self._left_epochs, saves=self.steps.save_requested)
-            averages, _ = self.exchange(averages, StepRequests(), self.state.step, step_state)
+            step_state = StepState(updated=False, left=left, saves=self.steps.save_requested)
+            averages, requests = self.exchange(averages, own, self.state.step, step_state)
         self.steps.add_to_row(averages)
+        return requests
 
     def _end_tail(self) -> None:
         """Run the exchange after the loop of an epoch: the ranks agree on whether the run continues."""
-        steps, averages, requests = self.steps, dict(self.steps.log.averaged), StepRequests()
-        if not steps.asynchronous:
-            own = steps.requests(final=self._stop_reason is not None, inside=False)
-            step_state = StepState(updated=False, saves=steps.save_requested)
-            averages, requests = self.exchange(averages, own, self.state.step, step_state)
-        steps.add_to_row(averages)
+        steps = self.steps
+        requests = self._take_tail(steps.requests(final=self._stop_reason is not None, inside=False))
         if requests.final:
             steps.agree_on_stop(self._stop_reason)
         steps.save_requested |= requests.save

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
 HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are summed over the run
 # Values of a row without a curve of their own, or with a curve that is added separately.
-_APART = (*CURVES, *HISTOGRAMS, "step", "validation_loss", "tokens", "skipped", "step_seconds", "communication_seconds")
+_APART = (*CURVES, *HISTOGRAMS, "step", "tokens", "skipped", "step_seconds", "communication_seconds")
 LONGEST = 10_000  # points per curve in a checkpoint: more than a plot shows, less than 1 MB in total
 _STEPS = 2**53  # more steps than any run makes
 
@@ -39,7 +40,7 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; NaN is written as null, because JSON has no NaN."""
-        line = json.dumps({key: _finite(value) for key, value in row.items()})
+        line = json.dumps(finite(row))
         atomic.append_line(self._handle, line, call=retries.call)
 
     def has_moved(self) -> bool:
@@ -64,7 +65,6 @@ class Metrics:
         self._handle, self._identity = self._shortened(last_step, rows)
 
     def close(self) -> None:
-        """Close the file."""
         if self._handle >= 0:
             handle, self._handle = self._handle, -1
             os.close(handle)
@@ -116,9 +116,12 @@ def _row(line: str | None) -> dict[str, Any] | None:
     return None
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
+def finite(value: Any) -> Any:
+    """Return plain values with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -142,22 +145,16 @@ class Curves:
         for name in ("step", *CURVES):
             self.columns.setdefault(name, []).append(float(row.get(name, math.nan)))
         self._thin("step", *CURVES)
-        if "validation_loss" in row:
-            self.columns.setdefault("validation_step", []).append(float(row["step"]))
-            self.columns.setdefault("validation_loss", []).append(float(row["validation_loss"]))
-            self._thin("validation_step", "validation_loss")
         for name, value in row.items():
             if name not in _APART and not name.endswith("_step") and isinstance(value, (int, float)):
-                self._add_sparse(name, float(row["step"]), float(value))
+                steps = "validation_step" if name == "validation_loss" else f"{name}_step"
+                self.columns.setdefault(steps, []).append(float(row["step"]))
+                self.columns.setdefault(name, []).append(float(value))
+                self._thin(steps, name)
         for name in HISTOGRAMS:
             if name in row:
-                _add_up(self.columns.setdefault(name, []), row[name])
-
-    def _add_sparse(self, name: str, step: float, value: float) -> None:
-        """Add a number that may be missing in some steps; its steps are a curve of their own."""
-        self.columns.setdefault(f"{name}_step", []).append(step)
-        self.columns.setdefault(name, []).append(value)
-        self._thin(f"{name}_step", name)
+                pairs = itertools.zip_longest(self.columns.get(name, []), row[name], fillvalue=0.0)
+                self.columns[name] = [total + count for total, count in pairs]
 
     def _thin(self, by: str, *others: str) -> None:
         """Remove points if there are too many; the result depends on the points only, so a resumed run agrees."""
@@ -172,14 +169,7 @@ class Curves:
                 self.columns[name] = [self.columns[name][index] for index in last.values()]
 
 
-def _add_up(total: list[float], counts: Sequence[float]) -> None:
-    total.extend([0.0] * (len(counts) - len(total)))
-    for index, count in enumerate(counts):
-        total[index] += count
-
-
 # Progress display of a run, on rank 0 only: a bar on a terminal, otherwise a log line every few seconds ---------------
-
 
 SAMPLES = "samples"  # since the beginning of the run: in rows of data without tokens
 LINE_EVERY = 10.0  # seconds between two lines without a terminal
@@ -233,13 +223,11 @@ class Progress:
             logger.info("%s", self._line(step, now, shown))
 
     def expect(self, last: int) -> None:
-        """Set the number of the last step."""
         self._last = last
         if self._bar is not None:
             self._bar.total = last
 
     def close(self) -> None:
-        """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
 

@@ -15,7 +15,6 @@ from hpctrain.parallel.model_agreement import trainable
 from hpctrain.settings import call_named, function_named, unknown
 from hpctrain.train.config import OPTIMIZER_ARGUMENTS, OptimizerSettings
 
-DEFAULT = "adamw"
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _REFUSED = {
     "LBFGS": "it computes the loss several times per update, hpctrain train once",
@@ -77,7 +76,8 @@ def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer
     try:
         return factory(groups, **given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise SettingsError(f"optimizer.name = {settings.name!r} with {_listed(given)}: {error}") from error
+        listed = ", ".join(f"{name} = {value}" for name, value in given.items())
+        raise SettingsError(f"optimizer.name = {settings.name!r} with {listed}: {error}") from error
 
 
 def state_per_element(settings: OptimizerSettings) -> float:
@@ -94,7 +94,6 @@ def state_per_element(settings: OptimizerSettings) -> float:
 
 
 def arguments(factory: OptimizerFactory, settings: OptimizerSettings) -> dict[str, Any]:
-    """Return the keyword arguments for the class or factory."""
     takes = _parameters(factory)
     given = _set(settings)
     if factory is torch.optim.AdamW:
@@ -150,10 +149,6 @@ def _parameters(factory: OptimizerFactory) -> Mapping[str, inspect.Parameter] | 
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found):
         return None
     return {each.name: each for each in found[1:]}
-
-
-def _listed(given: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in given.items())
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:

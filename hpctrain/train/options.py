@@ -24,6 +24,7 @@ from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 from hpctrain.train.config import check_trace_steps
+from hpctrain.train.schedulers import free_name
 from hpctrain.train.updates import Policy
 from hpctrain.util.text import short_repr
 
@@ -49,7 +50,8 @@ def adoptable(
     found: dict[str, nn.Module] = {}
     for module in candidates:
         if id(module) not in inner:
-            found[_name(module, {*models, *found, SINGLE})] = module
+            base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(module).__name__).lower()
+            found[free_name(base, {*models, *found, SINGLE}, "_")] = module
     return found
 
 
@@ -96,15 +98,6 @@ def _ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def _name(module: nn.Module, taken: set[str]) -> str:
-    base = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(module).__name__).lower()
-    name, number = base, 0
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
-    return name
-
-
 def _origin(parameter: torch.Tensor) -> str:
     """Return the attribute and module class of a parameter, e.g. ``Linear.weight``, for an error message."""
     tables = [one for one in gc.get_referrers(parameter) if type(one) is dict]
@@ -120,20 +113,10 @@ def _origin(parameter: torch.Tensor) -> str:
 
 # Options of a run, checked at construction ----------------------------------------------------------------------------
 
-
 Resume = Literal["auto", "never", "must", "reopen"]
 OnError = Literal["stop", "continue"]
 
 _AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0}
-_ALLOWED = {
-    "resume": get_args(Resume),
-    "on_nonfinite": get_args(Policy),
-    "on_error": get_args(OnError),
-    "best": get_args(Best),
-    "io": get_args(IO),
-}
-
-
 _ITEMS = {"start_skip": "patterns", "hints": "name=value"}
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
@@ -177,10 +160,6 @@ class RunOptions:
             count = getattr(self, name)
             if count is not None and count < least:
                 raise UsageError(f"a run with {name} = {count}: must be at least {least}", everywhere=True)
-        for name, allowed in _ALLOWED.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(allowed)}", everywhere=True)
         if self.background and self.io == "mpiio":
             raise UsageError("a run with background and io = 'mpiio': take io = 'posix'", everywhere=True)
         if self.walltime:
@@ -197,7 +176,7 @@ class RunOptions:
             value = getattr(self, field.name)
             if value is None and field.default in (None, ""):
                 value = field.default
-            elif get_origin(hint) is not Literal:  # the allowed values are compared later
+            else:
                 value = _converted(field.name, hint, value)
             object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
@@ -229,6 +208,10 @@ class RunOptions:
 def _converted(name: str, hint: Any, value: Any) -> Any:
     """Return a value of the type that an option has."""
     kinds = get_args(hint) or (hint,)
+    if get_origin(hint) is Literal:
+        if value in kinds:
+            return value
+        raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(kinds)}", everywhere=True)
     if get_origin(hint) is Sequence:
         if isinstance(value, (list, tuple)) and all(_is_a(kinds[0], one) for one in value):
             return value

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
-from hpctrain.data.loader import Batch, Loader
+from hpctrain.data.loader import Batch, Loader, evaluation_batches
 from hpctrain.data.settings import open_dataset
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
@@ -34,7 +34,6 @@ from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
 from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings, check_sizes
-from hpctrain.train.evaluation import evaluate
 from hpctrain.train.init import init
 from hpctrain.train.job import Job
 from hpctrain.train.metrics import SAMPLES
@@ -149,7 +148,6 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
 
 
 def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> Run:
-    """Return the run that the settings describe."""
     return job.run(
         model,
         optimizer,
@@ -172,7 +170,6 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
 
 
 def open_corpus(settings: Settings) -> Corpus:
-    """Open both splits of the data."""
     window = settings.model.window
     return Corpus(open_dataset(settings.data, "train", window), open_dataset(settings.data, "validation", window))
 
@@ -193,7 +190,6 @@ def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of torch, NumPy and Python."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -214,16 +210,22 @@ def is_due(number: int, settings: Settings) -> bool:
 
 
 def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
-    """Return the loss on the validation split, computed in float32."""
-    with consensus_view(step.strategy):
-        return evaluate(
-            step.strategy,
-            replace(step.objective, dtype=None),
-            corpus.validation,
-            batch=settings.train.batch,
-            limit=settings.data.validation_samples or None,
-            device=step.device,
-        )
+    """Return the mean loss over the validation split, or its first samples, in float32. Collective."""
+    strategy, objective, data = step.strategy, replace(step.objective, dtype=None), step.strategy.data
+    share: dict[str, Any] = {"rank": data.rank, "size": data.size, "limit": settings.data.validation_samples or None}
+    training, sums = strategy.model.training, torch.zeros(2, dtype=torch.float64)
+    with consensus_view(strategy), torch.no_grad():
+        strategy.model.eval()
+        for part in evaluation_batches(corpus.validation, batch=settings.train.batch, **share):
+            if part.samples:
+                part = part.to(step.device)
+                mean = strategy.measure(part.inputs, part.targets, objective)
+                sums += torch.tensor([float(mean) * part.samples, part.samples], dtype=torch.float64)
+            else:
+                strategy.join_empty(backward=False)
+        strategy.model.train(training)
+        data.all_reduce(sums)
+    return float(sums[0] / sums[1])
 
 
 def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:
@@ -258,7 +260,9 @@ def check_loss(settings: Settings, model: nn.Module, dataset: FileDataset) -> No
         _check_dtype(name, targets, dataset.path)
     compare = loss_named(name)
     named = settings.model.factory is None and name in LOSSES
-    outputs = None if named or _lacks_values(model) else _outputs(model, inputs)
+    held: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
+    lacks_values = any(each.is_meta or is_lazy(each) for each in held)
+    outputs = None if named or lacks_values else _outputs(model, inputs)
     if outputs is None:
         return
     try:
@@ -285,12 +289,6 @@ def _check_dtype(name: str, targets: Tensor, path: str) -> None:
             f"train.loss = 'mse' takes floats, the targets of {path} are whole numbers: set "
             'train.loss = "cross_entropy", or write the targets as floats'
         )
-
-
-def _lacks_values(model: nn.Module) -> bool:
-    """Return whether a model has parameters or buffers without values: meta tensors or lazy parameters."""
-    held: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
-    return any(each.is_meta or is_lazy(each) for each in held)
 
 
 def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:

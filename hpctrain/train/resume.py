@@ -15,7 +15,6 @@ from torch import nn
 
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint import retention as files
-from hpctrain.checkpoint.local_state import by_key
 from hpctrain.checkpoint.restore import is_skipped, load
 from hpctrain.checkpoint.tools.inspect import newest_of
 from hpctrain.comm.agreement import on_first_rank
@@ -24,65 +23,29 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.jobs.request import FOLDER
 from hpctrain.log import logger
 from hpctrain.parallel.asynchronous.config import FORMER_SECTION, SECTION
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.settings import flatten
 from hpctrain.train.control import StopSaveFlags, warn_if_unwatched
 from hpctrain.train.feed import Feed
 from hpctrain.train.options import RunOptions
-from hpctrain.train.receipt.write import number
+from hpctrain.train.receipt.write import earlier_attempts, number
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import FEED, TrainState
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
     from hpctrain.train.job import Job
 
 # Provenance keys of the checkpoint from which the run started; each resume keeps them.
 FACTS = ("start_from", "start_step", "start_skip")
 # Settings that affect when a run stops, saves, evaluates and logs, but not the numbers that it computes.
-_WITHOUT_EFFECT = {
+_WITHOUT_EFFECT = {  # besides all of the section checkpoint
     "run": {"folder", "resume", "strict", "walltime", "margin", "oversubscribe"},
     "train": {"evaluate_every", "start_from", "start_skip", "trace", "trace_steps", "prompt"},
 }
-_SECTIONS_WITHOUT_EFFECT = {"checkpoint"}
 # Entries of a param_group that are not compared: its parameters, and how torch computes the update.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 _MISSING = object()
 _LONGEST = 60  # characters of a value
-
-
-def start_from(
-    path: str | Path,
-    model: nn.Module | Mapping[str, nn.Module],
-    comm: Communicator,
-    skip: Sequence[str],
-    strategy: Strategy | Mapping[str, Strategy] | None = None,
-) -> dict[str, Any]:
-    """Load a model from a checkpoint and return the provenance entries that record it. Collective.
-
-    If ``path`` is a run folder, its newest valid checkpoint is used. Several models, and their
-    strategies, are mappings with the keys of the file. Tensors whose names match a pattern of
-    ``skip`` (``fnmatch`` syntax) need not fit and keep their initial values. Optimizer state, data
-    position and generator states are not loaded.
-
-    Raises on all ranks: ``CheckpointError`` if the file is missing, damaged or does not fit;
-    ``UsageError`` if a pattern matches no name.
-    """
-    given = Path(path)
-    path = on_first_rank(comm, lambda: _newest(given))
-    try:
-        strategies = by_key(strategy, "strategy")
-        splits = {key: one.split for key, one in strategies.items()}
-        loaded = load(path, model=model, comm=comm, skip=tuple(skip), split=splits)
-    except CheckpointError as error:
-        hint = "name tensors that may differ in start_skip"
-        raise CheckpointError(f"cannot start from {path} ({hint}): {error}", everywhere=error.everywhere) from error
-    for one in strategies.values():
-        one.refresh()
-    if comm.rank == 0:
-        _log_start(path, loaded.step, by_key(model, "model"), skip)
-    facts: dict[str, Any] = {"start_from": str(Path(path).resolve()), "start_step": loaded.step}
-    return {**facts, "start_skip": list(skip)} if skip else facts
 
 
 def carried(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +65,7 @@ def _newest(path: Path) -> Path:
     return found
 
 
-def _log_start(path: str | Path, step: int, models: Mapping[str, nn.Module], skip: Sequence[str]) -> None:
+def _log_start(path: Path, step: int, models: Mapping[str, nn.Module], skip: Sequence[str]) -> None:
     several = len(models) > 1
     logger.info("starting from the model%s of %s, written after step %d", "s" if several else "", path, step)
     names = [f"{key}/{name}" if key else name for key, model in models.items() for name in model.state_dict()]
@@ -131,12 +94,28 @@ class Opening:
     def start_from_another(self) -> dict[str, Any]:
         """Load another run's model, unless there is a checkpoint to resume from; return the provenance entries.
 
-        Collective. Writes nothing if the model does not fit.
+        Collective. If ``start_from`` is a run folder, its newest valid checkpoint is used. Tensors
+        whose names match a pattern of ``start_skip`` (``fnmatch`` syntax) need not fit and keep
+        their initial values. Optimizer state, data position and generator states are not loaded.
+
+        Raises on all ranks: ``CheckpointError`` if the file is missing, damaged or does not fit;
+        ``UsageError`` if a pattern matches no name. Nothing has been written then.
         """
-        options, state = self._options, self._state
-        if not options.start_from or on_first_rank(self._job.comm, state.newest) is not None:
+        given, skip, state, comm = self._options.start_from, self._options.start_skip, self._state, self._job.comm
+        if not given or on_first_rank(comm, lambda: bool(files.list_checkpoints(state.folder))):
             return {}
-        return start_from(options.start_from, state.models, self._job.comm, options.start_skip, state.strategies)
+        path = on_first_rank(comm, lambda: _newest(Path(given)))
+        try:
+            loaded = load(path, model=state.models, comm=comm, skip=tuple(skip), split=state.splits)
+        except CheckpointError as error:
+            hint = "name tensors that may differ in start_skip"
+            raise CheckpointError(f"cannot start from {path} ({hint}): {error}", everywhere=error.everywhere) from error
+        for strategy in state.strategies.values():
+            strategy.refresh()
+        if self._job.rank == 0:
+            _log_start(path, loaded.step, state.models, skip)
+        facts: dict[str, Any] = {"start_from": str(path.resolve()), "start_step": loaded.step}
+        return {**facts, "start_skip": list(skip)} if skip else facts
 
     def take_folder(self) -> None:
         """Lock the folder on rank 0; all checks that need no writing are made first."""
@@ -162,7 +141,7 @@ class Opening:
         changed: list[str] = []
         loaded = state.restore(found, before=lambda groups: changed.extend(overwritten(groups, state.optimizers)))
         if FEED not in loaded.train.get("states", {}):
-            feed.resume_old(state.batches, self._fresh, loaded.rng)
+            feed.resume_old(int(loaded.train.get("batches", loaded.step)), self._fresh, loaded.rng)
         if feed.splits:
             broadcast_generators(self._job.comm)
         if self._options.resume == "reopen":
@@ -182,8 +161,8 @@ class Opening:
         """Begin an attempt in the run's records on rank 0."""
         files.remove_leftovers(self._state.folder)
         warn_if_unwatched(self._folder, os.environ.get(FOLDER))
-        saves = [number(attempt, "last_save_seconds") for attempt in self._run_folder.attempts]
-        stops.open(saves, time.time() - self._run_folder.elapsed)
+        saves = [number(attempt, "last_save_seconds") for attempt in earlier_attempts(self._folder)]
+        stops.open(saves, time.time() - self._run_folder.accounting.elapsed)
         known = {**facts, **self._job.circumstances(), "tokens_before": self._state.tokens}
         self._run_folder.open(self._state.step, config, known)
 
@@ -194,9 +173,8 @@ class Opening:
 def changed_settings(before_toml: str | None, now_toml: str | None) -> list[str]:
     """Return one line per setting that changed: ``optimizer.learning_rate 0.001 -> 0.5``.
 
-    Settings without effect on the computed numbers are skipped: all of ``run`` except ``device``,
-    all of ``checkpoint``, and ``evaluate_every``, ``start_from``, ``start_skip``, ``trace``,
-    ``trace_steps`` and ``prompt`` of ``train``. Text that is not TOML is compared as a whole.
+    Settings without effect on the computed numbers are skipped. Text that is not TOML is compared
+    as a whole.
     """
     if before_toml is None or now_toml is None or before_toml == now_toml:
         return []
@@ -251,7 +229,7 @@ def _moved(group: Mapping[str, Any]) -> set[str]:
 
 def _has_effect(name: str) -> bool:
     section, _, key = name.partition(".")
-    return section not in _SECTIONS_WITHOUT_EFFECT and key not in _WITHOUT_EFFECT.get(section, ())
+    return section != "checkpoint" and key not in _WITHOUT_EFFECT.get(section, ())
 
 
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -259,14 +237,7 @@ def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any],
     for one, other in ((before, now), (now, before)):
         if FORMER_SECTION in one and SECTION in other and not (SECTION in one or FORMER_SECTION in other):
             one[SECTION] = one.pop(FORMER_SECTION)
-    return _flat(before), _flat(now)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
+    return flatten(before), flatten(now)
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.local_state import by_key
+from hpctrain.checkpoint.states import Stateful
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import UsageError
@@ -31,7 +32,7 @@ from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.accumulate import Compute
 from hpctrain.train.async_control import check_call, exchange_for
-from hpctrain.train.backward import Backward
+from hpctrain.train.backward import backward
 from hpctrain.train.checkpointing import RunCheckpoints
 from hpctrain.train.control import StopSaveFlags, install, interrupt_message, starting
 from hpctrain.train.evaluation import Evaluation, Measure
@@ -46,7 +47,7 @@ from hpctrain.train.profile.record import Tracing
 from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.train.resume import Opening
 from hpctrain.train.run_folder import RunFolder
-from hpctrain.train.state import FEED, LOADER, SAVED_FOR, Stateful, TrainState
+from hpctrain.train.state import FEED, LOADER, SAVED_FOR, TrainState
 from hpctrain.train.steps import Steps
 from hpctrain.train.updates import Health, UpdateHooks
 
@@ -100,7 +101,7 @@ class Run:
         self._run_folder = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._run_folder)
         self._checkpoints = RunCheckpoints(
-            self.state, options, self._run_folder, lambda seconds: self._stops.walltime_guard.save(seconds)
+            self.state, options, self._run_folder, self._stops, self._updates.replicas.compare
         )
         synchronize = lambda point: self._steps.synchronize(point)
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, synchronize)
@@ -113,15 +114,14 @@ class Run:
             loader=f"the {type(loader).__name__}",
         )
         self.checks.compiled = any(given[key] is not one for key, one in named.items())
-        self._checkpoints.check = self._updates.replicas.compare
         self._steps: Steps = Steps(
             job, self.state, self._updates, options, self._checkpoints, self._stops, self._run_folder, self._tracing
         )
         if self._steps.asynchronous and options.background:
             raise UsageError("checkpoint.background: not possible with asynchronous workers", everywhere=True)
         exchange = exchange_for(job.comm, strategy)
-        self._loop = Loop(job.comm, self.feed, self.streams, self.state, exchange, self._steps, options.steps)
-        self._backward = Backward(self)
+        self._loop = Loop(self.feed, self.state, exchange, self._steps, options.steps)
+        self._checked_inputs: set[Any] = set()  # by run.backward, in a pipeline
         self._evaluation = Evaluation(job.comm, self.strategies, self.streams)
 
     def _make_state(self, states: Mapping[str, Stateful]) -> TrainState:
@@ -242,7 +242,7 @@ class Run:
         must call the model once, and is called again for each microbatch. It must therefore draw no
         random numbers for the model's inputs.
         """
-        return self._backward(batch, compute, accumulate)
+        return backward(self, batch, compute, accumulate, self._checked_inputs)
 
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
         """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
@@ -263,7 +263,7 @@ class Run:
         if best is not None:
             self._steps.log.note({}, {SAVED_FOR: float(best)})
             self.state.keep_best()
-        if not self._loop.inside and not self._loop.in_epochs and self._loop.may_save:
+        if not (self._loop.inside or self._loop.in_epochs or self._steps.pending):
             self._check_call("run.save")
             self._loop.close()
             return self._checkpoints.save()

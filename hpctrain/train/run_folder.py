@@ -13,7 +13,7 @@ from hpctrain.log import logger
 from hpctrain.train import metrics as rows
 from hpctrain.train.lock import FolderLock, process_started
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.receipt.write import NAME, Receipt, earlier_attempts, first_line
+from hpctrain.train.receipt.write import NAME, Receipt, first_line
 from hpctrain.util import atomic
 from hpctrain.util.atomic import Claim
 from hpctrain.util.reading import reason as why
@@ -49,7 +49,7 @@ class RunFolder:
         self._lock = FolderLock(folder, job_id)
         self._metrics: Metrics | None = None
         self._receipt: Receipt | None = None
-        self._accounting = TimeAccounting()
+        self.accounting = TimeAccounting()
         self._checked = 0.0  # last time the lock was found to be this run's, in monotonic seconds
         self._lost = False
 
@@ -62,22 +62,12 @@ class RunFolder:
         """Return the claim to verify before a file is written into the folder; None on ranks without the lock."""
         return self._lock.claim if self._lock.held else None
 
-    @property
-    def elapsed(self) -> float:
-        """Return the seconds since this attempt, and its process, began."""
-        return self._accounting.elapsed
-
-    @property
-    def attempts(self) -> list[dict[str, Any]]:
-        """Return the records of the earlier attempts."""
-        return earlier_attempts(self.folder)
-
     def open(self, last_step: int, config: str | None, facts: Mapping[str, Any]) -> None:
         """Begin an attempt that continues after ``last_step``."""
         atomic.remove_leftovers(self.folder, _RECORDS)
         # The receipt first: it accounts for the steps after last_step, which are then removed from the metrics.
-        begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._accounting.facts()}
-        before, started = self._rows(), time.time() - self.elapsed
+        begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self.accounting.facts()}
+        before, started = self._rows(), time.time() - self.accounting.elapsed
         with writing(self.folder / NAME):
             self._receipt = self._make_receipt(self.folder, begun, rows=before, started=started)
         with writing(self.folder / rows.NAME):
@@ -90,18 +80,17 @@ class RunFolder:
         """Record the metrics of a step."""
         if self._metrics is None or self._receipt is None:
             return
-        metrics, receipt, is_first = self._metrics, self._receipt, self._accounting.is_starting
-        self._accounting.step(row)
+        metrics, is_first = self._metrics, self.accounting.step(row)
         timed = {**row, "unix_time": round(time.time(), 3)}
         self._note(metrics.path, lambda: metrics.write(timed), age=self._check_every)
         if is_first:
-            self._note(receipt.path, lambda: receipt.update(**self._accounting.facts()))
+            self._update_receipt(**self.accounting.facts())
 
     def rewind(self, last_step: int) -> None:
         """Remove the steps after ``last_step``."""
         if self._metrics is not None and self._receipt is not None:
             before = self._rows()
-            self._accounting.rewind(last_step)
+            self.accounting.rewind(last_step)
             with writing(self._receipt.path):
                 self._receipt.rewind(before, last_step)
             with writing(self._metrics.path):
@@ -122,22 +111,17 @@ class RunFolder:
             logger.warning("%s: %s left out, the first in line %d", path, count, damaged[0])
         return found
 
-    def waited(self, seconds: float) -> None:
-        """Add the seconds of a wait for a checkpoint."""
-        self._accounting.waited(seconds)
-
     def saved(self, step: int, seconds: float) -> None:
         """Record a checkpoint and its duration; the receipt is written, so it survives a kill."""
-        if self._receipt is not None:
-            receipt = self._receipt
-            facts = {"saved_step": step, "last_save_seconds": round(seconds, 3), **self._accounting.facts()}
-            self._note(receipt.path, lambda: receipt.update(**facts))
+        self._update_receipt(saved_step=step, last_save_seconds=round(seconds, 3), **self.accounting.facts())
 
     def failed_save(self, step: int, reason: str, count: int) -> None:
         """Record a checkpoint that could not be written, the ``count``-th of this attempt."""
-        if self._receipt is not None:
-            receipt, last = self._receipt, {"step": step, "reason": reason}
-            self._note(receipt.path, lambda: receipt.update(failed_saves=count, last_failed_save=last))
+        self._update_receipt(failed_saves=count, last_failed_save={"step": step, "reason": reason})
+
+    def _update_receipt(self, **facts: Any) -> None:
+        if (receipt := self._receipt) is not None:
+            self._note(receipt.path, lambda: receipt.update(**facts))
 
     def close(self, status: str, step: int, reason: str | None, failed_rank: int | None = None) -> None:
         """Record how the attempt ended and release the folder; after a failure, write errors do not raise."""
@@ -152,7 +136,7 @@ class RunFolder:
             if self._receipt is not None:
                 facts = {"reason": reason and first_line(reason), "failed_rank": failed_rank}
                 more = {name: value for name, value in facts.items() if value is not None}
-                receipt, facts = self._receipt, {**self._accounting.facts(), "step": step, **more}
+                receipt, facts = self._receipt, {**self.accounting.facts(), "step": step, **more}
                 self._note(receipt.path, lambda: receipt.end(status, **facts), lenient=failed)
         finally:
             self._lock.release()
@@ -234,29 +218,23 @@ class TimeAccounting:
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the attempt began."""
         return self._clock() - self._began
 
-    @property
-    def is_starting(self) -> bool:
-        """Return whether no step has been completed yet."""
-        return self._startup is None
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of a step that has just ended."""
-        seconds = row.get("step_seconds", 0.0)
-        if self._startup is None:
+    def step(self, row: Mapping[str, Any]) -> bool:
+        """Add the metrics of a step that has just ended; return whether it is the first one."""
+        seconds, is_first = row.get("step_seconds", 0.0), self._startup is None
+        if is_first:
             self._startup = max(self.elapsed - self._save_seconds - seconds, 0.0)
         self._step, self._tokens = row["step"], row.get("tokens", self._tokens)
         self._steps += 1
         self._step_seconds += seconds
+        return is_first
 
     def rewind(self, last_step: int) -> None:
         """Roll back to a step; the time already spent is kept."""
         self._step = last_step
 
     def waited(self, seconds: float) -> None:
-        """Add the seconds of a wait for a checkpoint."""
         self._save_seconds += seconds
 
     def facts(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ that sets ``lr``, is not found: if it has a state, name it in ``states``.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -21,7 +22,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
@@ -29,7 +30,6 @@ from hpctrain.log import logger
 
 NAME = "scheduler"
 SCALER = "scaler"
-_KINDS = (LRScheduler, ReduceLROnPlateau)  # in older versions of torch, the second is not a subclass of the first
 _ENDS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType, FunctionType, MethodType, str, bytes)
 _MOST = 100_000  # objects visited inside objects that are already saved
 
@@ -41,7 +41,7 @@ def find_schedulers(optimizers: Mapping[str, torch.optim.Optimizer], states: Map
     are ``scheduler.KEY``. If one optimizer has several independent schedulers, the second and later
     ones are numbered (``scheduler.1``). Their order follows from their classes and settings, so it
     is the same in every process. Parts of a SequentialLR or ChainedScheduler are saved by it, so
-    they are not returned. Hand-written schedulers are not found.
+    they are not returned.
     """
     found = _holders(optimizers.values())
     if len(found) > len(optimizers):
@@ -54,7 +54,7 @@ def find_schedulers(optimizers: Mapping[str, torch.optim.Optimizer], states: Map
         own = [one for one in found if one.optimizer is optimizer and id(one) not in inside]
         base = f"{NAME}.{key}" if key else NAME
         for one in sorted(own, key=_settings):
-            named[_free(base, {*states, *named})] = one
+            named[free_name(base, {*states, *named}, ".")] = one
     return named
 
 
@@ -140,11 +140,11 @@ def _holders(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
     """Return the schedulers that refer to one of the optimizers, in no particular order."""
     wanted = list(optimizers)
     referrers = gc.get_referrers(*wanted) if wanted else []
-    found = {id(one): one for one in referrers if isinstance(one, _KINDS)}
+    found = {id(one): one for one in referrers if isinstance(one, LRScheduler)}
     # The dict of a scheduler may be the referrer instead; no other dict has this pair of keys.
     dicts = [one for one in referrers if type(one) is dict and "optimizer" in one and "_last_lr" in one]
     for one in gc.get_referrers(*dicts) if dicts else []:
-        if isinstance(one, _KINDS):
+        if isinstance(one, LRScheduler):
             found[id(one)] = one
     return [one for one in found.values() if any(getattr(one, "optimizer", None) is each for each in wanted)]
 
@@ -173,9 +173,7 @@ def _settings(scheduler: Any) -> tuple[str, str]:
     return f"{kind.__module__}.{kind.__qualname__}", text
 
 
-def _free(base: str, taken: Collection[str]) -> str:
-    name, number = base, 0
-    while name in taken:
-        number += 1
-        name = f"{base}.{number}"
-    return name
+def free_name(base: str, taken: Collection[str], sign: str) -> str:
+    """Return a name that is not taken: the base, or the base with a sign and the first free number."""
+    names = itertools.chain([base], (f"{base}{sign}{number}" for number in itertools.count(1)))
+    return next(name for name in names if name not in taken)

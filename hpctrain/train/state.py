@@ -24,7 +24,7 @@ from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.checkpoint.local_state import Models, by_key
 from hpctrain.checkpoint.restore import Loaded, load, load_rank_local
 from hpctrain.checkpoint.retention import RetentionPolicy
-from hpctrain.checkpoint.states import Leaf, Stateful, is_plain, pack_states, restore_state, state_of, to_numpy
+from hpctrain.checkpoint.states import Leaf, is_plain, pack_states, restore_state, state_of, to_numpy
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
@@ -38,8 +38,6 @@ from hpctrain.util.text import printable
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-
-__all__ = ["LOADER", "Stateful", "TrainState"]
 
 LOADER = "loader"  # the state that contains the data position, for a loader with a state of its own
 FEED = "feed"  # the state that contains the pass over the loader and the progress in it
@@ -75,7 +73,6 @@ class TrainState:
         self.folder = folder
         self.retention = files.Retention(folder, keep)
         self.step = 0
-        self.batches = 0  # consumed from the loader; more than the steps if a rollback skipped some
         self.tokens = 0
         self.curves = Curves()
         self.logged: dict[str, float] = {}  # in the current step, by name
@@ -91,7 +88,6 @@ class TrainState:
         return {key: strategy.split for key, strategy in self.strategies.items()}
 
     def path(self, step: int) -> Path:
-        """Return the path of a step's checkpoint."""
         return self.folder / f"step_{step:08d}.h5"
 
     def note(self, row: Mapping[str, Any]) -> None:
@@ -116,7 +112,7 @@ class TrainState:
         self._warn_if_unrated()
         train = {
             "step": self.step,
-            "batches": self.batches,
+            "batches": 0,  # of earlier versions, which counted those of all passes; now a part of the feed's state
             "tokens": self.tokens,
             "states": self._states(),
             "curves": self.curves.columns,
@@ -202,18 +198,6 @@ class TrainState:
                 name,
             )
 
-    def delete_superseded(self, written: Path) -> None:
-        """Delete old checkpoints; an unreadable folder logs a warning and does not end the run."""
-        try:
-            self.retention.apply(verified=written)
-        except CheckpointError as error:
-            logger.warning("older checkpoints are kept: %s", error)
-
-    def newest(self) -> Path | None:
-        """Return the newest checkpoint that rank 0 sees, valid or not."""
-        found = files.list_checkpoints(self.folder)
-        return found[-1] if found else None
-
     def find(self, *, strict: bool) -> Path | None:
         """Return on all ranks the newest valid checkpoint that rank 0 sees."""
         return on_first_rank(self.comm, lambda: files.newest_valid(self.folder, strict=strict))
@@ -270,7 +254,8 @@ class TrainState:
         train = loaded.train
         with _plain_values(path):
             states = dict(train.get("states", {}))
-            batches, tokens = _count(train.get("batches", loaded.step)), _count(train.get("tokens", 0))
+            _count(train.get("batches", loaded.step))  # used to resume if there is no state of a feed
+            tokens = _count(train.get("tokens", 0))
             logged = {str(name): float(value) for name, value in dict(train.get(files.LOGGED, {})).items()}
             curves = {str(name): list(map(float, values)) for name, values in dict(train.get("curves", {})).items()}
         missing = sorted(set(self.parts) - set(states) - {FEED})
@@ -283,8 +268,6 @@ class TrainState:
         for name, part in self.parts.items():
             if name in states and (rewind_data or name not in (LOADER, FEED)):
                 agreed(self.comm, partial(restore_state, part, states[name], _described_state(name)))
-        if rewind_data:
-            self.batches = batches
         if loaded.rng is not None:
             content.restore_rng(loaded.rng)
         for strategy in self.strategies.values():

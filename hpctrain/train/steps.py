@@ -67,7 +67,7 @@ class Steps:
         self.pending = 0  # iterations since the last update
         self.save_requested = False  # whether a checkpoint is requested at the end of the step
         self._partial: dict[str, list[float]] = {}  # values logged in these iterations
-        self._held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
+        self.held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -81,11 +81,6 @@ class Steps:
     def over(self) -> bool:
         """Whether no further iteration follows."""
         return self.finished or self.stopped_by is not None
-
-    @property
-    def holds_row(self) -> bool:
-        """Whether the row of the last step has not been written yet."""
-        return self._held_row is not None
 
     def requests(self, *, final: bool, inside: bool = True) -> StepRequests:
         """Return the requests of this rank; ``final`` if the program has called run.stop, ``inside`` if in the loop."""
@@ -151,7 +146,7 @@ class Steps:
         row["communication_seconds"] = round(waiting.total - iteration.waited, 6)
         if any(health.skipped for health in self._healths.values()):
             row["skipped"] = True
-        self._held_row = row
+        self.held_row = row
         self.save_requested |= requests.save
         if not (held or self.over or requests.stop):
             self.flush(busy=requests.busy)
@@ -177,7 +172,7 @@ class Steps:
         A row with a checkpoint, and the ``last`` row of the run, contain the metrics of the
         strategies.
         """
-        row, self._held_row = self._held_row, None
+        row, self.held_row = self.held_row, None
         save_now = self.save_requested and not self.pending
         due = row is not None and not self.pending and self._state.step % self._options.every == 0 and not self.over
         if save_now or due or last:
@@ -207,13 +202,13 @@ class Steps:
 
     def add_to_row(self, averages: Mapping[str, float]) -> None:
         """Add what was logged after the loop to the row of the last step."""
-        if self._held_row is not None:
-            self._held_row |= {**averages, **self.log.same}
+        if self.held_row is not None:
+            self.held_row |= {**averages, **self.log.same}
         self.log.clear()
 
     def abandon(self) -> None:
         """Write the row of the last step if it is held back: this rank ends by an error, possibly alone."""
-        row, self._held_row = self._held_row, None
+        row, self.held_row = self.held_row, None
         if row is not None:
             self._record(row)
 

@@ -59,11 +59,6 @@ class Health:
         self.replay: Callable[[], object] | None = None
         self._buffers: list[Tensor] = []
 
-    @property
-    def _is_collective(self) -> bool:
-        """Return whether all ranks make the same decision."""
-        return not self.strategy.asynchronous
-
     def begin_step(self) -> None:
         """Clear the last norm; save buffers that a forward pass with NaN would corrupt beyond its own step."""
         self.norm = None
@@ -116,15 +111,15 @@ class Health:
                 yield f"the {kind} of {name} is not finite"
 
     def _decide(self, what: str) -> None:
+        everywhere = not self.strategy.asynchronous
         if self.policy == "abort":
-            raise NonFiniteError(f"{what}; see train.on_nonfinite for alternatives", everywhere=self._is_collective)
+            raise NonFiniteError(f"{what}; see train.on_nonfinite for alternatives", everywhere=everywhere)
         if self.policy == "skip":
             for buffer, before in zip(self.model.buffers(), self._buffers):
                 buffer.copy_(before)
             self.skipped += 1
             if self.skipped > MOST_SKIPS:
-                text = f"{what}; {MOST_SKIPS} updates in a row were skipped"
-                raise NonFiniteError(text, everywhere=self._is_collective)
+                raise NonFiniteError(f"{what}; {MOST_SKIPS} updates in a row were skipped", everywhere=everywhere)
             if self.comm.rank == 0:
                 logger.warning("%s; skipping this update", what)
             return
@@ -163,7 +158,6 @@ def watch_scalers(optimizers: Sequence[torch.optim.Optimizer], note: Callable[[]
 
 
 # Parameters and buffers that must be equal on several ranks -----------------------------------------------------------
-
 
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes; the widest is summed fastest
 
@@ -246,9 +240,6 @@ def _sum_of_bits(tensor: Tensor) -> int:
 # Hooks around every update --------------------------------------------------------------------------------------------
 
 
-Optimizers = Mapping[str, torch.optim.Optimizer]
-
-
 class UpdateHooks:
     """Hooks on the optimizers of a run; ``healths`` and ``strategies`` have the keys of the models.
 
@@ -259,7 +250,7 @@ class UpdateHooks:
         self,
         comm: Communicator,
         models: Mapping[str, nn.Module],
-        optimizers: Optimizers,
+        optimizers: Mapping[str, torch.optim.Optimizer],
         strategies: Mapping[str, Strategy],
         policy: Policy,
     ) -> None:
@@ -290,7 +281,6 @@ class UpdateHooks:
             self.checks.attach()
 
     def detach(self) -> None:
-        """Remove all hooks."""
         self._unwatch()
         for handle in self._handles:
             handle.remove()

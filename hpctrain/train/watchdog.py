@@ -1,4 +1,15 @@
-"""Failure detection: ends the job if a rank raises, exits early, loses a thread or waits without end."""
+"""Failure detection: ends the job if a rank raises, exits early, loses a thread or waits without end.
+
+A rank that raises must abort. Otherwise it would wait in ``MPI_Finalize`` for the other ranks,
+which wait for it in a collective, and no launcher would end the job. Uncaught exceptions are
+therefore printed once, followed by ``MPI_Abort``.
+
+A rank that exits early without an error (``sys.exit(0)``) may be correct, if the other ranks need
+no more data from it. Only a rank that waits for it can tell. A leaving rank therefore notifies the
+others, and a watchdog thread aborts a rank that keeps waiting after that. The same thread enforces
+``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps, and polls MPI only while its rank
+waits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +32,7 @@ from hpctrain.comm.transport.waiting import timeout_seconds, waiting
 from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, DeadlineError, HpctrainError, LockError
 from hpctrain.log import logger
 from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
-from hpctrain.train.exit import exit_code, leave_with, user_traceback, wait_until_read
+from hpctrain.train.exit import leave_with, user_traceback, wait_until_read
 from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.util.text import printable_lines
 
@@ -37,19 +48,6 @@ def print_stacks(whose: str) -> None:
         text = file.read()
     sys.stderr.flush()
     os.write(2, f"hpctrain: the stacks of {whose}:\n".encode() + text)
-
-
-# Failure detection: ends the job if a rank raises, exits early, loses a thread or waits without end -------------------
-#
-# A rank that raises must abort. Otherwise it would wait in ``MPI_Finalize`` for the other ranks,
-# which wait for it in a collective, and no launcher would end the job. Uncaught exceptions are
-# therefore printed once, followed by ``MPI_Abort``.
-#
-# A rank that exits early without an error (``sys.exit(0)``) may be correct, if the other ranks need
-# no more data from it. Only a rank that waits for it can tell. A leaving rank therefore notifies the
-# others, and a watchdog thread aborts a rank that keeps waiting after that. The same thread enforces
-# ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps, and polls MPI only while its rank
-# waits.
 
 
 LOOK_EVERY = 0.5  # seconds between two checks of the watchdog
@@ -108,7 +106,8 @@ class Watchdog:
         text = user_traceback(error) or "".join(traceback.format_exception(kind, error, trace))
         late = issubclass(kind, DeadlineError)
         elsewhere = self._elsewhere(str(error)) if late else ""
-        self._end(f"{kind.__name__}: {error}{elsewhere}", text, exit_code(error), stacks=late)
+        code = error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
+        self._end(f"{kind.__name__}: {error}{elsewhere}", text, code, stacks=late)
 
     def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the error as Python does and exit with its code, by which a job script decides whether to retry."""
@@ -144,7 +143,10 @@ class Watchdog:
         since_lone_sigterm = self._ending.acquire(blocking=False)
         if since_lone_sigterm and (self._heartbeat is None or self._heartbeat.claim(CLAIM_WAIT)):
             if stacks:
-                self._collect_stacks()
+                if self._heartbeat is not None:
+                    self._heartbeat.request_stacks()
+                self._print_stacks()
+                time.sleep(2 * LOOK_EVERY)  # the watchdogs of the other ranks check within this time
             at = "" if self.step is None else f" in step {self.step}"
             where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
             text = printable_lines(f"{text}hpctrain: {where} ends the job: {why}")
@@ -202,12 +204,6 @@ class Watchdog:
         others = [one for one in statuses if one.rank != self._transport.rank and one.operation]
         found = [one for one in others if not own.startswith(one.operation)]
         return "".join(f"; {status}" for status in found[:MOST])
-
-    def _collect_stacks(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.request_stacks()
-        self._print_stacks()
-        time.sleep(2 * LOOK_EVERY)  # the watchdogs of the other ranks check within this time
 
     def _print_stacks(self) -> None:
         if self._stacks_printed.acquire(blocking=False):

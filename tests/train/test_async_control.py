@@ -33,7 +33,6 @@ def own(comm: Any) -> Iterator[Any]:
 def walk(exchange: Any, rank: int, requests: dict[int, StepRequests], *, first: int = 1) -> tuple[list[int], int]:
     """Run steps, each rank at another pace, until a stop; return the steps that are saved, and the last one."""
     saved = []
-    exchange.start(first)
     for step in range(first, STEPS):
         for _ in range(30 * rank):
             os.sched_yield()
@@ -67,7 +66,6 @@ def test_requests_of_several_ranks_are_served_in_turn(own: Any, exchange: Any) -
 
 
 def test_means_use_the_last_values_of_neighbours(own: Any, exchange: Any) -> None:
-    exchange.start(1)
     exchange({"loss": float(own.rank), "rate": 2.0}, StepRequests(), 1)
     own.barrier()
     averages, found = exchange({"loss": float(own.rank), "rate": 2.0}, StepRequests(), 2)

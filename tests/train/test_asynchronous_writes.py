@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hpctrain import AsynchronousSettings
 from hpctrain.errors import UsageError
 
+pytestmark = pytest.mark.ranks(2)
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "server": ("server", {"mode": "synchronous"}),
     "server at its own pace": ("server", {}),
@@ -46,7 +47,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
 
 
 @pytest.mark.few(3)
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_loaded_inside_of_unshard_are_used_by_the_run(job: Any, shared_tmp_path: Path, form: str) -> None:
     model = _wrap(job, form)
@@ -64,7 +64,6 @@ def test_weights_loaded_inside_of_unshard_are_used_by_the_run(job: Any, shared_t
         assert name == "1.num_batches_tracked" or torch.equal(value, best[name]), name
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "hogwild"])
 def test_weights_loaded_outside_of_unshard_are_refused(job: Any, shared_tmp_path: Path, form: str) -> None:
     model = _wrap(job, form)
@@ -75,7 +74,6 @@ def test_weights_loaded_outside_of_unshard_are_refused(job: Any, shared_tmp_path
     run.__exit__(Exception, Exception(), None)
 
 
-@pytest.mark.ranks(2)
 def test_in_place_changes_of_server_parameters_are_an_error(job: Any, shared_tmp_path: Path) -> None:
     model, batches = _wrap(job, "server"), _batches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

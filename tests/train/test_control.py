@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from support.training_fixtures import Training, checkpoints_of, make_batches, re
 
 from hpctrain.cluster.deadline import VARIABLE, Deadline
 from hpctrain.train import control
-from hpctrain.train.control import RESERVE, StopRequest, WalltimeGuard
+from hpctrain.train.control import RESERVE, SIGNALS, StopRequest, WalltimeGuard, install, stop_request
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +121,40 @@ def test_a_stop_file_written_during_startup_applies_to_the_job(tmp_path: Path, l
     found = control.StopSaveFlags(tmp_path, StopRequest(), first=True)
     found.open([], begun)
     assert ((tmp_path / control.STOP).exists(), found.poll()[0]) == (stays, stays)
+
+
+# Signal handlers, which only set a flag -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_sets_the_stop_request(number: signal.Signals) -> None:
+    assert install() is stop_request and stop_request.name is None
+    os.kill(os.getpid(), number)
+    assert stop_request.signal == number and stop_request.name == number.name
+
+
+def test_a_thread_keeps_the_handlers_of_its_process() -> None:
+    before = [signal.getsignal(number) for number in SIGNALS]
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(install()))
+    thread.start()
+    thread.join()
+    assert found == [stop_request] and [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_handlers_are_installed_before_torch_is_imported() -> None:
+    code = "import sys, hpctrain.train.control as s; s.install()"
+    check = "; assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code + check], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_does_not_kill_an_exiting_rank(number: signal.Signals) -> None:
+    # Objects of a module are destroyed after Python has removed all handlers.
+    code = (
+        "import sys, hpctrain.train.control as s; s.install(); s.install()\n"
+        "class Late:\n"
+        f"    def __del__(self, kill=__import__('os').kill, pid=__import__('os').getpid()): kill(pid, {int(number)})\n"
+        "late = Late(); sys.exit(75)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 75

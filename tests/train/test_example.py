@@ -37,7 +37,6 @@ class Model(nn.Module):
     """Model of two inputs."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return the product of the inputs."""
         return x * mask
 
 

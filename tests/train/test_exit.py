@@ -14,16 +14,11 @@ from typing import Any
 import pytest
 from support.pace import scaled
 
-from hpctrain.errors import DataError, HpctrainError
-from hpctrain.train.exit import exit_code, wait_until_read
+from hpctrain.train.exit import wait_until_read
 
 
 def _run(code: str) -> Any:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-
-
-def test_each_error_has_its_exit_code() -> None:
-    assert [exit_code(error) for error in (DataError("x"), HpctrainError("x"), KeyError("x"))] == [2, 1, 1]
 
 
 def test_a_process_that_ends_by_an_exception_has_the_requested_code() -> None:

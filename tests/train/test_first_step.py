@@ -37,23 +37,14 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(batch)))  # type: ignore[no-any-return]
 
 
-class Lines(logging.Handler):
-    """Handler that collects the package's messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    logger, handler = logging.getLogger("hpctrain"), Lines()
+    """Yield the package's messages so far."""
+    logger, handler, found = logging.getLogger("hpctrain"), logging.Handler(), list[str]()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
-    yield handler.lines
+    yield found
     logger.removeHandler(handler)
     logger.propagate = propagates
 

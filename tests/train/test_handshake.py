@@ -10,8 +10,17 @@ import torch
 from fakes.machine import FakeMachine
 from support.pace import scaled
 
-from hpctrain.errors import MismatchError
-from hpctrain.train.init import Handshake, exchange_handshakes, flatten, resources, table, threads
+from hpctrain.errors import DeviceError, MismatchError
+from hpctrain.train.init import (
+    Handshake,
+    Machine,
+    check_unshared,
+    exchange_handshakes,
+    resources,
+    select_device,
+    table,
+    threads,
+)
 from hpctrain.train.process import versions
 
 CPU = torch.device("cpu")
@@ -64,10 +73,6 @@ def test_different_settings_on_one_rank_are_an_error(comm: Any) -> None:
     assert found.value.everywhere
 
 
-def test_settings_are_flattened_to_dotted_names() -> None:
-    assert flatten({"a": {"b": {"c": 1}}, "d": "x", "e": {}}) == {"a.b.c": "1", "d": "'x'"}
-
-
 def test_threads_follow_omp_num_threads_and_the_cores(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hellos = exchange_handshakes(comm, CPU, {})
     for text, expected in (("3", 3), ("999", 999), ("0", len(hellos[0].cpus)), ("many", len(hellos[0].cpus))):
@@ -85,3 +90,42 @@ def test_resources_shared_by_ranks_are_counted_once() -> None:
     assert resources(shared) == {"cpus": 5}
     gpus = [one("a", (0,), "cuda:0", "x"), one("a", (1,), "cuda:0", "x"), one("b", (0,), "cuda:0", "x")]
     assert resources(gpus) == {"cpus": 3, "gpus": 2}
+
+
+# Devices by local rank, and the refusal to share a GPU unless requested; GPUs are simulated ---------------------------
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_gpus_are_assigned_by_local_rank(wanted: str) -> None:
+    two, one = FakeMachine(("a", "b")), FakeMachine(("c",))
+    assert [str(select_device(wanted, rank, two)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert str(select_device(wanted, 3, one)) == "cuda:0"  # a single visible GPU is used by any local rank
+
+
+def test_without_gpus_auto_is_the_cpu_and_cuda_is_an_error() -> None:
+    machine = FakeMachine(())
+    device = select_device("auto", 1, machine)
+    assert device.type == "cpu" and Machine().identity(device) == "cpu"
+    with pytest.raises(DeviceError, match="no GPU is visible .*CUDA_VISIBLE_DEVICES") as found:
+        select_device("cuda", 0, machine)
+    assert found.value.exit_code == 2
+
+
+def test_the_cpu_can_be_chosen_and_an_unknown_device_is_an_error() -> None:
+    assert select_device("cpu", 0, FakeMachine(("a",))).type == "cpu"
+    with pytest.raises(DeviceError, match="known are auto, cpu, cuda"):
+        select_device("tpu", 0)
+
+
+def test_two_ranks_on_one_gpu_are_refused_with_the_table() -> None:
+    owners = [("n1", "a"), ("n1", "b"), ("n2", "a"), ("n1", "b")]
+    with pytest.raises(DeviceError) as found:
+        check_unshared(owners, "THE TABLE")
+    said = str(found.value)
+    assert "ranks 1, 3 share one GPU of n1" in said and "run.oversubscribe = true" in said
+    assert said.endswith("\nTHE TABLE")
+    assert found.value.everywhere
+
+
+def test_equal_identities_on_two_hosts_and_cpus_are_not_shared() -> None:
+    check_unshared([("n1", "a"), ("n2", "a"), ("n1", "cpu"), ("n1", "cpu")], "")

@@ -11,6 +11,7 @@ import pytest
 from fakes.machine import join_quietly
 from support.corpus import make_project, plain_losses
 from support.pace import scaled
+from support.train_runs import shared_project
 from support.training_fixtures import checkpoints_of, contents, metrics_of, receipt_of
 
 from hpctrain.errors import HpctrainError
@@ -24,15 +25,7 @@ STEPS = 50
 @pytest.fixture
 def project(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a corpus, a model and a config; this process works there."""
-    error: Exception | None = None
-    if comm.rank == 0:
-        try:
-            make_project(shared_tmp_path)
-        except Exception as caught:
-            error = caught
-    comm.barrier()
-    if error:
-        raise error
+    shared_project(comm, shared_tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(shared_tmp_path)
     monkeypatch.syspath_prepend(str(shared_tmp_path))

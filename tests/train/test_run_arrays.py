@@ -18,6 +18,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.train.config import load
 from hpctrain.train.recipe import train
 
+pytestmark = pytest.mark.ranks(1, 2)
 STEPS, BATCH, SAMPLES = 12, 8, 40
 CONFIG = f"""
 [data]
@@ -94,7 +95,6 @@ def plain_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.ranks(1, 2)
 def test_float_targets_train_by_mse(project: Path, comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
     train(load("arrays.toml"), init=join_quietly)
     said = capsys.readouterr()
@@ -108,7 +108,6 @@ def test_float_targets_train_by_mse(project: Path, comm: Any, capsys: pytest.Cap
         assert " samples/s " in said.err and "tokens" not in said.err
 
 
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -132,7 +131,6 @@ def test_a_loss_that_does_not_fit_is_refused(project: Path, comm: Any, words: li
     assert not (project / "out").exists()
 
 
-@pytest.mark.ranks(1, 2)
 def test_an_output_may_omit_the_dimension_of_one_number(project: Path, comm: Any) -> None:
     train(load("arrays.toml", ["model.factory=nets_of_test:flat", "model.options={}"]), init=join_quietly)
     comm.barrier()

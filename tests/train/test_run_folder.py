@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ import pytest
 from support.disks import shared_disk
 from support.training_fixtures import metrics_of, receipt_of
 
+from hpctrain.cli.main import main
 from hpctrain.errors import FileSystemError, LockError, UsageError
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.receipt import write
 from hpctrain.train.receipt.write import Receipt
-from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.run_folder import RunFolder, TimeAccounting
 from hpctrain.util.retry import VARIABLE
 
 
@@ -27,7 +31,7 @@ def test_an_attempt_writes_records_from_lock_to_release(tmp_path: Path) -> None:
     run_folder.record({"step": 4, "step_seconds": 0.5})
     run_folder.record({"step": 5, "step_seconds": 0.25})
     run_folder.rewind(4)
-    run_folder.waited(0.125)
+    run_folder.accounting.waited(0.125)
     run_folder.saved(4, 0.12345)
     with pytest.raises(LockError):
         RunFolder(tmp_path, "43").lock()
@@ -285,3 +289,123 @@ def test_a_kill_between_receipt_and_metrics_loses_no_count(tmp_path: Path) -> No
     first, second, _ = receipt_of(tmp_path)["attempts"]
     assert (first["status"], first["steps"], first["repeated_steps"]) == ("killed", 3, 1)
     assert (second["status"], second["steps"], second.get("repeated_steps")) == ("killed", 0, None)
+
+
+# Time of an attempt by category, with a clock that the test sets ------------------------------------------------------
+
+
+def test_every_second_has_a_category() -> None:
+    now = [100.0]
+    tally = TimeAccounting(age=4.0, clock=lambda: now[0])
+
+    def pass_(seconds: float) -> None:
+        now[0] += seconds
+
+    pass_(2.0)
+    assert tally.facts()["startup_seconds"] == tally.elapsed == 6.0
+    for step in (11, 12):
+        pass_(3.0)
+        assert tally.step({"step": step, "step_seconds": 3.0, "tokens": 10 * step}) is (step == 11)
+    pass_(0.5)
+    tally.waited(0.5)
+    pass_(1.0)  # in no category
+    facts = tally.facts()
+    assert facts == {
+        "elapsed_seconds": 13.5,
+        "startup_seconds": 6.0,
+        "step_seconds": 6.0,
+        "save_seconds": 0.5,
+        "steps": 2,
+        "step": 12,
+        "tokens": 120,
+    }
+    tally.rewind(11)
+    assert tally.facts() == facts | {"step": 11}
+
+
+def test_a_wait_before_the_first_step_is_not_counted_twice() -> None:
+    now = [0.0]
+    tally = TimeAccounting(age=0.0, clock=lambda: now[0])
+    now[0] = 5.0
+    tally.waited(2.0)
+    assert tally.facts()["startup_seconds"] == 3.0
+    now[0] = 6.0
+    tally.step({"step": 1, "step_seconds": 1.0})
+    assert tally.facts()["startup_seconds"] == 3.0 and "tokens" not in tally.facts()
+
+
+def test_the_first_attempt_of_a_process_starts_with_the_process() -> None:
+    code = (
+        "from hpctrain.train.run_folder import TimeAccounting, process_age; age = process_age(); "
+        "print(TimeAccounting().elapsed - age, TimeAccounting().elapsed - age)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = map(float, done.stdout.split())
+    assert first >= 0 > second
+
+
+def test_the_age_of_a_process_is_measured() -> None:
+    code = "import time; from hpctrain.train.run_folder import process_age; time.sleep(0.3); print(process_age())"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.3 <= float(done.stdout) <= time.monotonic() - began + 0.05
+
+
+# Folders of runs prepared with links: no file outside of the folder is written, no history is lost --------------------
+
+
+RECORDS = ("config.toml", "run.json", "metrics.jsonl", "failure.json")
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    path = tmp_path / "bashrc"
+    path.write_text("keep me\n")
+    return path
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_records_are_not_written_through_links(tmp_path: Path, precious: Path, dangling: bool) -> None:
+    folder, planted = tmp_path / "run", tmp_path / "planted"
+    folder.mkdir()
+    for name in RECORDS:
+        if name != "run.json" or dangling:
+            (folder / name).symlink_to(planted if dangling else precious)
+    for pid in range(os.getpid() - 3, os.getpid() + 3):
+        for name in RECORDS:
+            (folder / f".{name}.tmp-{pid}").symlink_to(precious)
+    run_folder = RunFolder(folder, None)
+    run_folder.lock()
+    run_folder.open(0, "x = 1\n", {})
+    run_folder.record({"step": 1})
+    write.FailureRecord(folder, 0).say("an end", 1)
+    run_folder.rewind(0)
+    run_folder.close("finished", 1, None)
+    assert precious.read_text() == "keep me\n" and not planted.exists()
+    assert (folder / "config.toml").read_text() == "x = 1\n"
+    assert not any((folder / name).is_symlink() for name in RECORDS)
+
+
+def test_metrics_are_not_written_through_hard_links(tmp_path: Path, precious: Path) -> None:
+    (tmp_path / "metrics.jsonl").hardlink_to(precious)
+    metrics = Metrics(tmp_path, 0)
+    metrics.write({"step": 1})
+    metrics.close()
+    assert precious.read_text() == "keep me\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["modulefile", "lua", "--root", "/apps/x", "-o", "out.svg"],
+        ["plan", "--schedule", "1f1b", "--pipe", "2", "--microbatches", "2", "-o", "out.svg"],
+        ["data", "pack", "bashrc", "-o", "out.svg", "--force"],
+    ],
+)
+def test_outputs_replace_links(
+    tmp_path: Path, precious: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("out.svg").symlink_to(precious)
+    assert main(words) == 0
+    assert precious.read_text() == "keep me\n" and Path("out.svg").stat().st_size and not Path("out.svg").is_symlink()

@@ -12,6 +12,7 @@ from support.train_runs import Legs, losses, shared_project
 
 from hpctrain.errors import HpctrainError
 
+pytestmark = pytest.mark.ranks(1, 2)
 STEPS = 12
 OWN = """
 import torch
@@ -74,7 +75,6 @@ def smoothed(outputs: Any, targets: Any) -> Any:
 
 
 @pytest.mark.few(1)
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
 def test_another_optimizer_and_loss_equal_a_plain_loop(leg: Legs, project: Path, name: str) -> None:
     words = [*SGD, *SMOOTHED, f"train.steps={STEPS}"]
@@ -94,7 +94,6 @@ def test_pipeline_stages_equal_a_plain_loop(leg: Legs, project: Path) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_an_optimizer_of_the_user_resumes(leg: Legs, project: Path, name: str) -> None:
     words = [*MOMENTUM, "parallel.elementwise=Momentum", "optimizer.schedule=constant"]
@@ -106,7 +105,6 @@ def test_an_optimizer_of_the_user_resumes(leg: Legs, project: Path, name: str) -
     assert losses(planned) == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     "name, words, said",
     [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.train_runs import Legs, shared_project
+from support.train_runs import Legs
 from support.training_fixtures import Training, make_batches
 
 from hpctrain import trace
@@ -18,7 +19,7 @@ from hpctrain.trace import Recording, Span
 from hpctrain.train.config import TrainSettings
 from hpctrain.train.options import RunOptions
 from hpctrain.train.profile.read import read
-from hpctrain.train.profile.record import events, merge_traces
+from hpctrain.train.profile.record import clock_offsets, events, merge_traces
 
 STEPS = 8
 
@@ -153,9 +154,7 @@ def test_a_failed_run_discards_spans_and_the_next_may_trace(job: Any, shared_tmp
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_unwritable_trace_is_a_warning(
-    job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_trace_is_a_warning(job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if job.rank == 0:
         (shared_tmp_path / "trace.json" / "in the way").mkdir(parents=True)
     job.comm.barrier()
@@ -181,19 +180,12 @@ def test_all_ranks_are_aligned_to_one_clock(comm: Any, shared_tmp_path: Path) ->
     assert names == [f"rank {rank} (pipe {rank})" for rank in range(comm.size)]
 
 
-@pytest.fixture(scope="module")
-def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a corpus, a model and a config."""
-    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
-
-
 @pytest.mark.few(1)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_run_from_a_file_traces(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    Legs(comm, project, monkeypatch)(
-        name, f"traced_{name}", "train.steps=6", "train.accumulate=2", "train.trace=true", "train.trace_steps=[2, 4]"
-    )
+def test_a_run_from_a_file_traces(leg: Legs, comm: Any, project: Path, name: str) -> None:
+    words = ["train.steps=6", "train.accumulate=2", "train.trace=true", "train.trace_steps=[2, 4]"]
+    leg(name, f"traced_{name}", *words)
     comm.barrier()
     folder = project / f"traced_{name}"
     for rank in range(comm.size):
@@ -269,3 +261,34 @@ def test_wrong_ranges_of_steps_are_refused(steps: tuple[int, ...]) -> None:
         TrainSettings(trace_steps=steps)
     with pytest.raises(UsageError, match="a run with trace_steps = "):
         RunOptions(trace_steps=steps)
+
+
+# Clock offsets between nodes, without messages on one node ------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_ranks_of_one_node_share_a_clock(comm: Any) -> None:
+    if comm.nodes > 1:
+        assert len(set(clock_offsets(comm))) <= comm.nodes
+        return
+    with comm.transport.recording() as sent:
+        assert clock_offsets(comm, clock=lambda: comm.rank * 1000.0) == [0.0] * comm.size
+    assert not sent.calls["send"] and not sent.calls["isend"]
+
+
+@pytest.mark.ranks
+def test_clock_offsets_are_measured(comm: Any) -> None:
+    """Each rank simulates a node whose clock is 1000 s ahead per rank; an answer takes far less than the tolerance."""
+    nodes = list(range(comm.size))
+    found = clock_offsets(comm, clock=lambda: time.monotonic() + 1000.0 * comm.rank, nodes=nodes)
+    base = comm.all_gather_object(time.monotonic())
+    assert max(base) - min(base) < 100 or comm.nodes > 1
+    assert found == pytest.approx([1000.0 * rank for rank in nodes], abs=1.0)
+    assert comm.all_gather_object(found) == [found] * comm.size
+
+
+@pytest.mark.ranks(3, 4)
+def test_ranks_use_the_clock_of_the_first_rank_of_their_node(comm: Any) -> None:
+    nodes = [0, *([1] * (comm.size - 1))]
+    found = clock_offsets(comm, clock=lambda: time.monotonic() + 1000.0 * comm.rank, nodes=nodes)
+    assert found[0] == 0 and found[1] == pytest.approx(1000, abs=1.0) and set(found[1:]) == {found[1]}

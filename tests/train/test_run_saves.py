@@ -11,11 +11,10 @@ from typing import Any
 import h5py
 import pytest
 from fakes.machine import join_quietly
-from support.corpus import make_project
 from support.disks import PLENTY, shared_disk
+from support.train_runs import shared_project
 from support.training_fixtures import checkpoints_of, metrics_of, receipt_of
 
-from hpctrain.errors import HpctrainError
 from hpctrain.train.config import load
 from hpctrain.train.recipe import train
 
@@ -25,10 +24,7 @@ HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
 @pytest.fixture
 def config(shared_tmp_path: Path, comm: Any) -> Path:
     """Return the config of a small run, the same file on all ranks."""
-    if comm.rank == 0:
-        make_project(shared_tmp_path)
-    comm.barrier()
-    return shared_tmp_path / "tiny.toml"
+    return shared_project(comm, shared_tmp_path) / "tiny.toml"
 
 
 @pytest.fixture
@@ -72,19 +68,6 @@ def test_the_best_checkpoint_by_the_validation_loss_is_kept(
         assert json.loads(file["train"].attrs["logged.json"])["validation_loss"] == losses[best]
 
 
-def test_the_best_checkpoint_by_any_logged_number_is_kept(trained_here: Any, tmp_path: Path) -> None:
-    words = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=learning_rate", "checkpoint.best=highest"]
-    trained_here(tmp_path / "out", *words, "train.steps=10", "optimizer.warmup=4")  # the rate is highest in step 4
-    assert checkpoints_of(tmp_path / "out") == ["step_00000004.h5", "step_00000010.h5"]
-
-
-def test_a_number_that_is_never_logged_is_warned_about(
-    trained_here: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained_here(tmp_path / "out", "checkpoint.every=2", "checkpoint.keep_best=accuracy", "train.steps=6")
-    assert capsys.readouterr().err.count("logged no finite number called accuracy") == 1
-
-
 @pytest.mark.slow
 @pytest.mark.limit(120)
 def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(
@@ -125,24 +108,3 @@ def _refused(done: Any) -> str:
     found = re.search(r"/(step_[0-9]+\.h5): no space left on device", errors[0])
     assert found, errors
     return found[1]
-
-
-@pytest.mark.ranks(2)
-def test_a_run_starts_from_the_model_of_another_run(
-    trained_here: Any, comm: Any, shared_tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders = [shared_tmp_path / name for name in ("first", "second", "third")]
-    first = folders[0] / "checkpoints/step_00000030.h5"
-    trained_here(folders[0], "train.steps=30")
-    comm.barrier()
-    capsys.readouterr()
-    trained_here(folders[1], "train.steps=3", f"train.start_from={first}", "optimizer.learning_rate=0")
-    comm.barrier()
-    said = capsys.readouterr().err
-    assert comm.rank or f"starting from the model of {first}, written after step 30" in said
-    losses = [[row["loss"] for row in metrics_of(folder)] for folder in folders[:2]]
-    assert losses[1][0] < losses[0][0] - 0.3, "the model had learnt something"
-    with pytest.raises(HpctrainError, match="does not fit this program") as refused:
-        trained_here(folders[2], f"train.start_from={first}", "model.options.width=16")
-    assert refused.value.exit_code == 2 and "embedding.weight" in str(refused.value)
-    assert not folders[2].exists()

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from hpctrain.errors import UsageError
 
+pytestmark = pytest.mark.ranks(2)
 SPLIT = ("zero1", "zero2", "fsdp")
 SAMPLES = 12
 
@@ -55,7 +56,6 @@ def _expect(job: Any, model: nn.Module, plain: nn.Module, tolerance: float = 1e-
 
 
 @pytest.mark.few(2)
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
 @pytest.mark.parametrize("form", ["after", "before", "in place"])
 def test_compiled_models_train_like_plain_ones(job: Any, strategy: str, form: str) -> None:
@@ -78,7 +78,6 @@ def test_compiled_models_train_like_plain_ones(job: Any, strategy: str, form: st
 
 
 @pytest.mark.few(1)
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_accepts_a_compiled_model_and_saves_plain_names(job: Any, tmp_path: Path, strategy: str) -> None:
     import hpctrain
@@ -103,7 +102,6 @@ def test_a_run_accepts_a_compiled_model_and_saves_plain_names(job: Any, tmp_path
         torch.testing.assert_close(fresh.state_dict()[name], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.ranks(2)
 def test_synchronised_batch_norms_stay_out_of_compiled_graphs(job: Any) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -118,7 +116,6 @@ def test_synchronised_batch_norms_stay_out_of_compiled_graphs(job: Any) -> None:
 # Conversions ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_ddp_reduces_in_the_dtype_that_a_model_was_converted_to(job: Any) -> None:
     model, plain, (x, y) = make_model(), make_model().double(), _batch(torch.float64)
     job.wrap(model, "ddp")
@@ -130,7 +127,6 @@ def test_ddp_reduces_in_the_dtype_that_a_model_was_converted_to(job: Any) -> Non
     _expect(job, model, plain, 1e-14)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_shards_refuse_another_dtype_and_stay_unchanged(job: Any, strategy: str) -> None:
     model, plain, (x, y) = make_model(), make_model(), _batch()
@@ -169,7 +165,6 @@ def test_whole_tensors_are_loaded_after_wrapping(job: Any, strategy: str) -> Non
         model.load_state_dict({**plain.state_dict(), "0.weight": torch.zeros(9, 7)})
 
 
-@pytest.mark.ranks(2)
 def test_assigning_tensors_to_a_sharded_model_is_refused(job: Any) -> None:
     model = make_model()
     job.wrap(model, "fsdp")
@@ -187,7 +182,6 @@ def _saved(thing: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.ranks(2)
 def test_replicas_are_saved_and_copied_like_plain_models(job: Any) -> None:
     model, plain, (x, y) = make_model(), make_model(), _batch()
     job.wrap(model, "ddp")
@@ -200,7 +194,6 @@ def test_replicas_are_saved_and_copied_like_plain_models(job: Any) -> None:
     assert _saved(optimizer.state_dict())["state"][0]["exp_avg"].shape == (9, 6)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_shards_refuse_to_be_saved(job: Any, strategy: str) -> None:
     model, (x, y) = make_model(), _batch()
@@ -219,7 +212,6 @@ def test_shards_refuse_to_be_saved(job: Any, strategy: str) -> None:
 # LBFGS ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_lbfgs_under_ddp_equals_one_process_and_resumes(job: Any, tmp_path: Path) -> None:
     folder = Path(job.comm.broadcast_object(str(tmp_path)))
     x, y = _batch(torch.float64)
@@ -248,7 +240,6 @@ def test_lbfgs_under_ddp_equals_one_process_and_resumes(job: Any, tmp_path: Path
     _expect(job, model, plain, 1e-12)
 
 
-@pytest.mark.ranks(2)
 def test_lbfgs_line_search_is_the_same_on_all_ranks(job: Any) -> None:
     x, y = _batch(torch.float64)
 
@@ -277,7 +268,6 @@ def test_lbfgs_line_search_is_the_same_on_all_ranks(job: Any) -> None:
 # Replaced parameters --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
 def test_functional_calls_give_the_numbers_of_one_process_or_an_error(job: Any, strategy: str) -> None:
     plain, model, (x, _) = make_model(), job.wrap(make_model(), strategy), _batch()
@@ -295,7 +285,6 @@ def test_functional_calls_give_the_numbers_of_one_process_or_an_error(job: Any, 
         torch.testing.assert_close(model(x), plain(x))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_parameters_replaced_after_wrap_are_refused(job: Any, strategy: str) -> None:
     model, (x, _) = job.wrap(make_model(), strategy), _batch()
@@ -307,7 +296,6 @@ def test_parameters_replaced_after_wrap_are_refused(job: Any, strategy: str) -> 
 # Indexing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
 def test_indices_into_a_shard_are_not_those_of_the_whole_tensor(job: Any, strategy: str) -> None:
     model, plain, (x, y) = make_model(), make_model(), _batch()
@@ -351,7 +339,6 @@ def test_indices_into_a_shard_are_not_those_of_the_whole_tensor(job: Any, strate
     _expect(job, model, plain)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
 def test_no_rank_reads_later_writes_of_another(job: Any, strategy: str) -> None:
     model = job.wrap(make_model(), strategy)
@@ -403,7 +390,6 @@ class Decoder(nn.Module):
         return result
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_recomputed_layers_find_the_caches_of_the_first_pass(job: Any, strategy: str) -> None:
     torch.manual_seed(2)
@@ -434,7 +420,6 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.short(x))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resnet_with_synchronised_norms_equals_the_whole_batch(job: Any, strategy: str) -> None:
     """The model is float64: in float32, rounding decides the sign of a ReLU's input, and training amplifies that."""

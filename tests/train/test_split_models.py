@@ -15,6 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective
 
+pytestmark = pytest.mark.ranks(2, 4)
 SAMPLES = 8
 FORMS = {
     "pipe": ParallelSettings(pipe=2, microbatches=4),
@@ -40,15 +41,14 @@ def _backward(strategy: Any, x: Tensor, y: Tensor) -> None:
         F.mse_loss(strategy.model(x[part]), y[part]).backward()
 
 
-def _wrapped(job: Any, form: str) -> nn.Module:
+def _wrapped(job: Any, form: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     settings = FORMS[form]
     if job.size % (settings.pipe * settings.tensor):
         pytest.skip("needs more ranks")
-    model: nn.Module = job.wrap(_model(), settings)
+    model: nn.Module = job.wrap(_model().to(dtype), settings)
     return model
 
 
-@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
 def test_norms_equal_those_of_one_process(job: Any, form: str) -> None:
     plain, model = _model(), _wrapped(job, form)
@@ -70,13 +70,9 @@ def test_norms_equal_those_of_one_process(job: Any, form: str) -> None:
     torch.testing.assert_close(get_total_norm(model.parameters()), wanted, rtol=1e-5, atol=0)
 
 
-@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
 def test_clipping_in_double_precision_equals_one_process(job: Any, form: str) -> None:
-    settings = FORMS[form]
-    if job.size % (settings.pipe * settings.tensor):
-        pytest.skip("needs more ranks")
-    plain, model = _model().double(), job.wrap(_model().double(), settings)
+    plain, model = _model().double(), _wrapped(job, form, torch.float64)
     strategy = job.strategy(model)
     x, y = torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randn(SAMPLES, 4, dtype=torch.float64)
     F.mse_loss(plain(x), y).backward()
@@ -86,7 +82,6 @@ def test_clipping_in_double_precision_equals_one_process(job: Any, form: str) ->
     torch.testing.assert_close(strategy.clip_grad_norm(0.1), wanted.new_tensor(0.1), rtol=1e-5, atol=0)
 
 
-@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_refuse_operations_on_the_whole_parameter(job: Any, tmp_path: Path, form: str) -> None:
     model = _wrapped(job, form)
@@ -103,7 +98,6 @@ def test_parts_refuse_operations_on_the_whole_parameter(job: Any, tmp_path: Path
         part.as_subclass(torch.Tensor).norm()
 
 
-@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", ["pipe", "tensor"])
 def test_hooks_on_parameters_are_errors(job: Any, form: str) -> None:
     settings, hooked = FORMS[form], _model()
@@ -116,7 +110,6 @@ def test_hooks_on_parameters_are_errors(job: Any, form: str) -> None:
             next(model.parameters()).register_hook(lambda gradient: gradient)
 
 
-@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
 def test_closing_the_job_restores_plain_parameters(job: Any, form: str) -> None:
     model = _wrapped(job, form)

@@ -206,7 +206,6 @@ class Again(Attention):
     """Attention that is recomputed in the backward pass, so that autograd's graph does not show its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, length, WIDTH]`` to the same shape."""
         return checkpoint(super().forward, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from hpctrain.errors import UsageError
 from hpctrain.parallel.objective import Objective
 
+pytestmark = pytest.mark.ranks(2)
 WIDTH, LENGTH = 8, 6
 
 
@@ -58,7 +59,16 @@ def _model(middle: str, *, own: bool = False) -> Model:
     return Model(made, own=own).double()
 
 
-@pytest.mark.ranks(2)
+def _check_gradients(model: nn.Module, plain: nn.Module) -> None:
+    wanted, held = dict(plain.named_parameters()), dict(model.named_parameters())
+    assert held
+    for name, one in held.items():
+        found, grad = one.grad, wanted[name].grad
+        assert found is not None and grad is not None
+        if found.shape == grad.shape:  # others are slices
+            torch.testing.assert_close(found.as_subclass(Tensor), grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("middle", ["identity", "norm", "linear"])
 def test_gradients_before_scatter_equal_those_of_one_process(job: Any, middle: str, recompute: bool) -> None:
@@ -70,15 +80,9 @@ def test_gradients_before_scatter_equal_those_of_one_process(job: Any, middle: s
         for one in (plain, model):
             one.zero_grad()
             one(tokens).square().mean().backward()
-        wanted = {name: one.grad for name, one in plain.named_parameters()}
-        for name, one in model.named_parameters():
-            expected = wanted[name]
-            assert one.grad is not None and expected is not None
-            if one.grad.shape == expected.shape:  # others are slices
-                torch.testing.assert_close(one.grad.as_subclass(Tensor), expected, rtol=1e-10, atol=1e-12, msg=name)
+        _check_gradients(model, plain)
 
 
-@pytest.mark.ranks(2)
 def test_parameters_of_the_model_itself_are_refused(job: Any) -> None:
     model = _model("identity", own=True)
     job.wrap(model, {"tensor": 2, "sequence": True, "tensor_plan": PLAN})
@@ -92,7 +96,6 @@ class Late(Model):
         return logits
 
 
-@pytest.mark.ranks(2)
 def test_a_table_of_positions_after_scatter_is_refused(job: Any) -> None:
     model = Late(nn.Identity())
     job.wrap(model, {"tensor": 2, "sequence": True, "tensor_plan": PLAN})
@@ -123,11 +126,4 @@ def test_stages_agree_where_sequences_are_split(job: Any, partition: str, called
     expected = F.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten())
     expected.backward()
     torch.testing.assert_close(loss, expected.detach().float())
-    wanted = {name: one.grad for name, one in plain.named_parameters()}
-    held = dict(model.named_parameters())
-    assert held
-    for name, one in held.items():
-        grad = wanted[name]
-        assert one.grad is not None and grad is not None
-        if one.grad.shape == grad.shape:  # others are slices
-            torch.testing.assert_close(one.grad.as_subclass(Tensor), grad, rtol=1e-10, atol=1e-12, msg=name)
+    _check_gradients(model, plain)

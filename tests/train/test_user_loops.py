@@ -106,52 +106,59 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-class Plain:
-    """Program without hpctrain, in one process."""
+class Program:
+    """Model, optimizer, scheduler and loader of a program."""
 
-    def __init__(self, loader: str) -> None:
+    def __init__(self, loader: str, wrap: Any = lambda model: model) -> None:
         _seed()
-        self.model = _net()
+        self.model = wrap(_net())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
         self.loader = LOADERS[loader]()
         self.losses: list[float] = []
 
+    def backward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def update(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = self.backward(x, y)
+        self.step()
+        return loss
+
+
+class Plain(Program):
+    """Program without hpctrain, in one process."""
+
     def go(self, epochs: int = 3) -> Plain:
         for _ in range(epochs):
-            for x, y in self.loader:
-                loss = nn.functional.mse_loss(self.model(x), y)
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.losses.append(float(loss.detach()))
+            self.losses += [float(self.update(x, y)) for x, y in self.loader]
             self.scheduler.step()
         return self
 
 
-class Own:
+class Own(Program):
     """Same program with the lines of hpctrain."""
 
     def __init__(self, job: Any, loader: str, strategy: str = "ddp") -> None:
-        _seed()
-        self.job = job
-        self.model = job.wrap(_net(), strategy)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.7)
-        self.loader = LOADERS[loader]()
-        self.ends: list[int] = []
+        super().__init__(loader, lambda model: job.wrap(model, strategy))
+        self.job, self.ends = job, list[int]()
+
+    def run(self, folder: Path, **options: Any) -> Any:
+        return self.job.run(self.model, self.optimizer, self.loader, checkpoints=str(folder), **options)
 
     def go(self, folder: Path, epochs: int = 3, halt: int = 0, **options: Any) -> Own:
-        with self.job.run(self.model, self.optimizer, self.loader, checkpoints=str(folder), **options) as run:
+        with self.run(folder, **options) as run:
             for epoch in run.epochs(epochs):
                 for step, (x, y) in run:
                     if step == halt:
                         raise Halt
-                    loss = nn.functional.mse_loss(self.model(x), y)
-                    loss.backward()
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
-                    run.log(loss=loss)
+                    run.log(loss=self.update(x, y))
                 self.scheduler.step()
                 self.ends.append(epoch)
         return self
@@ -232,12 +239,10 @@ def test_the_end_of_an_epoch_runs_once_over_resumes(job: Any, shared_tmp_path: P
         folder = shared_tmp_path / moment
         own = Own(job, "shuffled")
         with pytest.raises(Halt):
-            with job.run(own.model, own.optimizer, own.loader, checkpoints=str(folder), every=1) as run:
+            with own.run(folder, every=1) as run:
                 for epoch in run.epochs(3):
                     for _, (x, y) in run:
-                        nn.functional.mse_loss(own.model(x), y).backward()
-                        own.optimizer.step()
-                        own.optimizer.zero_grad()
+                        own.update(x, y)
                     if epoch == 1 and place == 0:
                         raise Halt
                     own.scheduler.step()
@@ -261,12 +266,11 @@ def test_accumulation_by_hand_equals_accumulation_by_backward(job: Any, shared_t
         loss.backward()
         plain.losses.append(float(loss.detach()))
         if number % 2 == 0 or number == len(plain.loader):
-            plain.optimizer.step()
-            plain.optimizer.zero_grad()
+            plain.step()
 
     own = Own(job, "shuffled", strategy)
     losses = []
-    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+    with own.run(shared_tmp_path) as run:
         for number, (_, batch) in enumerate(run, 1):
 
             def compute(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,8 +279,7 @@ def test_accumulation_by_hand_equals_accumulation_by_backward(job: Any, shared_t
 
             losses.append(float(run.backward(batch, compute, accumulate=3)))
             if number % 2 == 0 or number == len(own.loader):
-                own.optimizer.step()
-                own.optimizer.zero_grad()
+                own.step()
     _same(own.weights(), plain.model)
     assert losses == pytest.approx(plain.losses, abs=1e-6) and run.step == 2
 
@@ -294,23 +297,21 @@ def test_accumulation_by_an_index_continues_over_a_resume(
     plain = Plain(loader)
     for _ in range(3):
         for number, (x, y) in enumerate(plain.loader):
-            nn.functional.mse_loss(plain.model(x), y).backward()
+            plain.backward(x, y)
             if due(number, number == 2):
-                plain.optimizer.step()
-                plain.optimizer.zero_grad()
+                plain.step()
 
     def train(halt: int) -> Own:
         own, seen = Own(job, loader), 0
-        with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path), every=1) as run:
+        with own.run(shared_tmp_path, every=1) as run:
             for _ in run.epochs(3):
                 for number, (_, (x, y)) in enumerate(run):
                     seen += 1
                     if seen == halt:
                         raise Halt
-                    nn.functional.mse_loss(own.model(x), y).backward()
+                    own.backward(x, y)
                     if due(run.batch, run.last) if index == "of the run" else due(number, number == 2):
-                        own.optimizer.step()
-                        own.optimizer.zero_grad()
+                        own.step()
         return own
 
     with pytest.raises(Halt):
@@ -333,13 +334,12 @@ def test_backward_with_means_gives_the_numbers_of_one_process(
 ) -> None:
     plain = Plain("in order").go(1)
     own = Own(job, "in order", strategy)
-    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+    with own.run(shared_tmp_path) as run:
         for step, batch in run:
             loss = run.backward(
                 batch, lambda part: nn.functional.mse_loss(own.model(part[0]), part[1]), accumulate=accumulate
             )
-            own.optimizer.step()
-            own.optimizer.zero_grad()
+            own.step()
             run.log(loss=loss)
             assert float(loss) == pytest.approx(plain.losses[step - 1], abs=1e-6)
     _same(own.weights(), plain.model)
@@ -477,14 +477,13 @@ def test_evaluation_is_exact_and_has_no_side_effects(job: Any, shared_tmp_path: 
     assert found["loss"] == pytest.approx(expected, rel=1e-6) and sums == pytest.approx(expected, rel=1e-6)
     assert alone == pytest.approx(expected, rel=1e-6)
     assert own.model.training and model.training
-    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+    with own.run(shared_tmp_path) as run:
         for _, (x, y) in run:
             states = [torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()]
             run.evaluate(loader, lambda batch: nn.functional.mse_loss(own.model(batch[0]) * torch.rand(1), batch[1]))
             assert torch.equal(torch.get_rng_state(), states[0])
             assert [np.random.get_state()[1].tolist(), random.getstate()] == states[1:]
-            nn.functional.mse_loss(own.model(x), y).backward()
-            own.optimizer.step()
+            own.update(x, y)
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -494,19 +493,14 @@ def test_validation_between_epochs_keeps_the_order_of_a_plain_program(job: Any, 
     found = []
     for _ in range(3):
         for x, y in plain.loader:
-            loss = nn.functional.mse_loss(plain.model(x), y)
-            loss.backward()
-            plain.optimizer.step()
-            plain.optimizer.zero_grad()
+            plain.update(x, y)
         with torch.no_grad():
             found.append(sum(float(nn.functional.mse_loss(plain.model(x), y, reduction="sum")) for x, y in validation))
     own = Own(job, "shuffled")
-    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+    with own.run(shared_tmp_path) as run:
         for epoch in run.epochs(3):
             for _, (x, y) in run:
-                nn.functional.mse_loss(own.model(x), y).backward()
-                own.optimizer.step()
-                own.optimizer.zero_grad()
+                own.update(x, y)
             mean = run.evaluate(validation, lambda batch: nn.functional.mse_loss(own.model(batch[0]), batch[1]))
             assert mean * SAMPLES == pytest.approx(found[epoch], abs=1e-5)
     _same(own.weights(), plain.model)
@@ -540,10 +534,9 @@ def test_an_evaluation_by_means_over_targets_is_warned_about(job: Any, caplog: p
 def test_an_update_outside_of_the_loop_is_refused(job: Any, shared_tmp_path: Path) -> None:
     own = Own(job, "in order")
     with pytest.raises(UsageError, match="steps outside of the run's loop.*for step, batch in run") as found:
-        with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)):
+        with own.run(shared_tmp_path):
             for x, y in own.loader:
-                nn.functional.mse_loss(own.model(x), y).backward()
-                own.optimizer.step()
+                own.update(x, y)
     assert found.value.everywhere
 
 
@@ -566,12 +559,10 @@ def test_another_dataset_in_the_middle_of_an_epoch_is_warned_about(
 def test_stop_is_agreed_and_final(job: Any, shared_tmp_path: Path) -> None:
     def train(**options: Any) -> int:
         own = Own(job, "in order")
-        with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path), **options) as run:
+        with own.run(shared_tmp_path, **options) as run:
             for epoch in run.epochs(4):
                 for step, (x, y) in run:
-                    nn.functional.mse_loss(own.model(x), y).backward()
-                    own.optimizer.step()
-                    own.optimizer.zero_grad()
+                    own.update(x, y)
                     if step == 4 and job.rank == job.size - 1:
                         run.stop("converged")
                 own.ends.append(epoch)
@@ -589,11 +580,10 @@ def test_stop_is_agreed_and_final(job: Any, shared_tmp_path: Path) -> None:
 def test_break_on_one_rank_raises_on_all(job: Any, shared_tmp_path: Path, when: str) -> None:
     own = Own(job, "in order")
     with pytest.raises(UsageError, match=r"left the loop by break") as found:
-        with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+        with own.run(shared_tmp_path) as run:
             for _ in run.epochs(3):
                 for step, (x, y) in run:
-                    nn.functional.mse_loss(own.model(x), y).backward()
-                    own.optimizer.step()
+                    own.update(x, y)
                     if step == 2 and job.rank == 1 and when == "after the update":
                         break
                 if job.rank == 1 and when == "of epochs":
@@ -606,18 +596,14 @@ def test_an_inner_break_ends_the_epoch_as_in_plain_python(job: Any, shared_tmp_p
     plain = Plain("shuffled")
     for _ in range(2):
         for number, (x, y) in enumerate(plain.loader):
-            nn.functional.mse_loss(plain.model(x), y).backward()
-            plain.optimizer.step()
-            plain.optimizer.zero_grad()
+            plain.update(x, y)
             if number == 1:
                 break
     own = Own(job, "shuffled")
-    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+    with own.run(shared_tmp_path) as run:
         for _ in run.epochs(2):
             for number, (_, (x, y)) in enumerate(run):
-                nn.functional.mse_loss(own.model(x), y).backward()
-                own.optimizer.step()
-                own.optimizer.zero_grad()
+                own.update(x, y)
                 if number == 1:
                     break
     _same(own.weights(), plain.model)
@@ -631,8 +617,7 @@ def test_loaders_of_different_lengths_are_named_at_once(job: Any, shared_tmp_pat
     with pytest.raises(UsageError, match="rank 0's loader ended after the batch of step 2, rank 1's has more") as found:
         with job.run(own.model, own.optimizer, batches, checkpoints=str(shared_tmp_path)) as run:
             for _, (x, y) in run:
-                nn.functional.mse_loss(own.model(x), y).backward()
-                own.optimizer.step()
+                own.update(x, y)
     assert found.value.everywhere
 
 
@@ -650,8 +635,7 @@ def test_different_orders_on_ranks_are_an_error(job: Any, shared_tmp_path: Path)
     with pytest.raises(UsageError, match="draw the samples of step 1 in different orders"):
         with job.run(own.model, own.optimizer, loader, checkpoints=str(shared_tmp_path)) as run:
             for _, (x, y) in run:
-                nn.functional.mse_loss(own.model(x), y).backward()
-                own.optimizer.step()
+                own.update(x, y)
 
 
 @pytest.mark.ranks(1, 2)
@@ -675,24 +659,19 @@ def test_unsupported_loaders_are_refused(job: Any, shared_tmp_path: Path, loader
 def test_a_second_loop_is_refused(job: Any, tmp_path: Path) -> None:
     own = Own(job, "in order")
     with pytest.raises(UsageError, match=r"for epoch in run.epochs\(n\)"):
-        with job.run(own.model, own.optimizer, own.loader, checkpoints=str(tmp_path)) as run:
+        with own.run(tmp_path) as run:
             for _ in range(2):
                 for _, (x, y) in run:
-                    nn.functional.mse_loss(own.model(x), y).backward()
-                    own.optimizer.step()
+                    own.update(x, y)
 
 
 @pytest.mark.ranks(1, 2)
 def test_steps_beyond_an_epoch_continue_with_the_next(job: Any, shared_tmp_path: Path) -> None:
     plain = Plain("shuffled").go(4)
     own = Own(job, "shuffled")
-    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path), steps=8) as run:
+    with own.run(shared_tmp_path, steps=8) as run:
         for _, (x, y) in run:
-            loss = nn.functional.mse_loss(own.model(x), y)
-            loss.backward()
-            own.optimizer.step()
-            own.optimizer.zero_grad()
-            run.log(loss=loss)
+            run.log(loss=own.update(x, y))
     job.comm.barrier()
     losses = [row["loss"] for row in metrics_of(shared_tmp_path)]
     assert run.step == 8 and losses[:3] == pytest.approx(plain.losses[:3], abs=1e-6) and run.epoch == 2
@@ -702,12 +681,11 @@ def test_steps_beyond_an_epoch_continue_with_the_next(job: Any, shared_tmp_path:
 def test_dropout_masks_differ_by_rank_and_the_program_draws_equal_numbers(job: Any, shared_tmp_path: Path) -> None:
     own = Own(job, "shuffled")
     drawn, outside = [], []
-    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+    with own.run(shared_tmp_path) as run:
         for _ in run.epochs(2):
             for _, (x, y) in run:
                 drawn.append((torch.rand(1).item(), np.random.rand()))
-                nn.functional.mse_loss(own.model(x), y).backward()
-                own.optimizer.step()
+                own.update(x, y)
             outside.append((torch.rand(1).item(), np.random.rand(), random.random()))
     everyone = job.comm.all_gather_object((drawn, outside))
     assert all(one[1] == outside for one in everyone)

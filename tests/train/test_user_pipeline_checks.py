@@ -16,6 +16,7 @@ from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective
 
+pytestmark = pytest.mark.ranks(2)
 WIDTH, SAMPLES = 6, 8
 MSE = Objective(F.mse_loss)
 
@@ -49,7 +50,6 @@ class Row(nn.Module):
         return [*self.parts, self.norm]
 
     def forward(self, x: Tensor) -> Any:
-        """Map ``[batch, width]`` to the same shape."""
         self.calls += 1
         if self.how == "raises":
             raise NotImplementedError("use the layers")
@@ -65,7 +65,6 @@ def step(job: Any, model: nn.Module) -> Tensor:
     return job.strategy(wrapped).forward_backward(*batch(), MSE)  # type: ignore[no-any-return]
 
 
-@pytest.mark.ranks(2)
 def test_layers_that_are_not_the_model_are_an_error_on_all_ranks(job: Any) -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -85,7 +84,6 @@ def test_layers_that_are_not_the_model_are_an_error_on_all_ranks(job: Any) -> No
         step(job, Row(forward="pair"))
 
 
-@pytest.mark.ranks(2)
 def test_the_comparison_has_no_side_effects_and_happens_once(job: Any, told: pytest.LogCaptureFixture) -> None:
     """Generators, statistics of batch norms and gradients equal those of a step without comparison."""
     found = []
@@ -105,7 +103,6 @@ def test_the_comparison_has_no_side_effects_and_happens_once(job: Any, told: pyt
     assert not told.records
 
 
-@pytest.mark.ranks(2)
 def test_dropout_in_only_one_of_layers_and_forward_is_a_warning(job: Any, told: pytest.LogCaptureFixture) -> None:
     step(job, Row(dropout=0.5))
     assert [("agree in evaluation mode and not in training mode" in each.message) for each in told.records] == (
@@ -113,7 +110,6 @@ def test_dropout_in_only_one_of_layers_and_forward_is_a_warning(job: Any, told: 
     )
 
 
-@pytest.mark.ranks(2)
 def test_models_that_cannot_be_compared_are_reported(
     job: Any, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +128,6 @@ def test_models_that_cannot_be_compared_are_reported(
     assert all(one.startswith(text) for one, text in zip(said, wanted))
 
 
-@pytest.mark.ranks(2)
 def test_models_are_compared_at_wrap_with_an_example_or_not_if_checks_are_off(job: Any, shared_tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not compute what its forward"):
         job.wrap(Row(scale=1.5), {"pipe": 2}, example=batch()[0])
@@ -161,7 +156,6 @@ class Drop(nn.Module):
         self.weight, self.seen = nn.Parameter(torch.ones(())), []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop half of the input."""
         kept = F.dropout(torch.ones_like(x), 0.5, self.training)
         if x.shape[0] == SAMPLES // 2 and self.training:
             self.seen.append(kept)
@@ -195,7 +189,6 @@ def test_stages_and_data_ranks_draw_different_masks_and_generators_stay_equal(jo
     assert all(torch.equal(one, other) for one, other in zip(mine, again, strict=True))
 
 
-@pytest.mark.ranks(2)
 def test_recomputation_draws_the_same_masks(job: Any) -> None:
     plain = masks(job, pipe=2)[1]
     twice = masks(job, pipe=2, recompute=True, units=("Drop",))[1]
@@ -211,7 +204,6 @@ def test_tensor_ranks_of_a_stage_draw_equal_masks(job: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*line, strict=True))
 
 
-@pytest.mark.ranks(2)
 def test_without_a_pipeline_masks_come_from_the_generator_of_the_program(job: Any) -> None:
     model = job.wrap(nn.Sequential(Drop()), "ddp")
     torch.manual_seed(1)
@@ -232,7 +224,6 @@ class Masked(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map ``[batch, width]`` to the same shape."""
         return self.linear(x) * (1.0 if mask is None else mask)  # type: ignore[no-any-return]
 
 
@@ -244,11 +235,9 @@ class Chain(nn.Module):
         self.parts = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Masked(), Masked()])
 
     def layers(self) -> nn.ModuleList:
-        """Return them."""
         return self.parts
 
     def forward(self, x: Tensor, mask: Tensor | None = None, other: Tensor | None = None) -> Tensor:
-        """Map ``[batch, width]`` to the same shape."""
         x = self.parts[0](x)
         for part in self.parts[1:]:
             x = part(x, mask)
@@ -270,7 +259,6 @@ class Scaled(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
-        """Map ``[batch, width]`` to the same shape."""
         result: Tensor = self.linear(x) * scale
         return result
 
@@ -283,16 +271,13 @@ class Defaults(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), Scaled()
 
     def layers(self) -> list[nn.Module]:
-        """Return them."""
         return [self.first, self.second]
 
     def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
-        """Map ``[batch, width]`` to the same shape."""
         result: Tensor = self.second(self.first(x), scale)
         return result
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("given", [{}, {"scale": 0.5}])
 def test_a_default_of_the_model_reaches_the_layer_that_names_it(job: Any, given: dict[str, float]) -> None:
     torch.manual_seed(0)
@@ -325,7 +310,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("text", REFUSED)
 def test_inputs_that_do_not_fit_are_refused_by_all_ranks(job: Any, shared_tmp_path: Path, text: str) -> None:
     model = job.wrap(Chain(), {"pipe": 2})
@@ -335,7 +319,6 @@ def test_inputs_that_do_not_fit_are_refused_by_all_ranks(job: Any, shared_tmp_pa
     assert str(error.value).startswith(text) and error.value.everywhere
 
 
-@pytest.mark.ranks(2)
 def test_a_matrix_with_as_many_rows_as_samples_is_not_split(job: Any, shared_tmp_path: Path) -> None:
     """A mask of all pairs of positions has no sample dimension, which its shape alone does not show."""
     model = job.wrap(Chain(), {"pipe": 2})
@@ -349,7 +332,6 @@ def test_a_matrix_with_as_many_rows_as_samples_is_not_split(job: Any, shared_tmp
     torch.set_rng_state(state)
 
 
-@pytest.mark.ranks(2)
 def test_random_inputs_and_means_of_the_batch_are_refused(job: Any, shared_tmp_path: Path) -> None:
     """The last stage calls compute again for each microbatch, which would compare with different inputs."""
     model = job.wrap(Chain(), {"pipe": 2})
@@ -368,14 +350,12 @@ def test_random_inputs_and_means_of_the_batch_are_refused(job: Any, shared_tmp_p
     assert loss.isfinite()
 
 
-@pytest.mark.ranks(2)
 def test_stages_with_different_samples_are_an_error(job: Any) -> None:
     strategy = job.strategy(job.wrap(Chain(), {"pipe": 2}))
     with pytest.raises(MismatchError, match="^inputs of the pipeline in its first pass: stages 0 and 1 got different"):
         strategy.forward_backward(*batch(job.rank), MSE)
 
 
-@pytest.mark.ranks(2)
 def test_numbers_of_samples_must_agree(job: Any) -> None:
     strategy = job.strategy(job.wrap(Chain(), {"pipe": 2}))
     x, y = batch()
@@ -388,7 +368,6 @@ def test_numbers_of_samples_must_agree(job: Any) -> None:
 # Examples for partition = "time" --------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
 def test_partition_by_time_accepts_examples_of_any_form(job: Any) -> None:
     x, y = batch()
     mask = torch.ones(SAMPLES, 1)
@@ -404,7 +383,6 @@ def test_partition_by_time_accepts_examples_of_any_form(job: Any) -> None:
         assert float(loss) == pytest.approx(float(F.mse_loss(whole(x, mask), y).detach()), abs=1e-6)
 
 
-@pytest.mark.ranks(2)
 def test_partition_by_time_without_an_example_is_an_error(job: Any) -> None:
     settings = {"pipe": 2, "partition": "time"}
     with pytest.raises(UsageError, match=r"there is none; write job.wrap\(model, example=inputs\) with what the model"):

@@ -31,7 +31,6 @@ class Embed(nn.Module):
         self.source, self.target = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both embeddings."""
         return self.source(source), self.target(target)
 
 
@@ -43,7 +42,6 @@ class Encode(nn.Module):
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, memory: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next memory, and the target."""
         return memory + torch.tanh(self.linear(self.norm(memory))), x
 
 
@@ -55,7 +53,6 @@ class Decode(nn.Module):
         self.query, self.linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, memory: Tensor, x: Tensor, mask: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return the memory and the next target."""
         scores = self.query(x) @ memory.transpose(1, 2) * scale / WIDTH**0.5
         scores = scores.masked_fill(~mask.unsqueeze(1), -1e9)
         return memory, x + torch.tanh(self.linear(scores.softmax(-1) @ memory))
@@ -69,7 +66,6 @@ class Head(nn.Module):
         self.linear = nn.Linear(WIDTH, WORDS)
 
     def forward(self, memory: Tensor, x: Tensor) -> Tensor:
-        """Map ``[batch, length, width]`` to ``[batch, length, words]``."""
         return self.linear(x)  # type: ignore[no-any-return]
 
 
@@ -83,11 +79,9 @@ class Translator(nn.Module):
         self.decoder = nn.ModuleList(Decode() for _ in range(4))
 
     def layers(self) -> list[nn.Module]:
-        """Return the layers in order."""
         return [self.embed, *self.encoder, *self.decoder, self.head]
 
     def forward(self, source: Tensor, target: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-        """Return scores of ``[batch, length, words]``."""
         memory, x = self.embed(source, target)
         for layer in self.encoder:
             memory, x = layer(memory, x)
@@ -104,7 +98,6 @@ class Lookup(nn.Module):
         self.table = nn.Embedding(WORDS, WIDTH)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
-        """Return a state."""
         return {"x": self.table(ids), "mask": mask, "sums": (torch.zeros(len(ids), WIDTH), 0)}
 
 
@@ -116,7 +109,6 @@ class Update(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the next state."""
         x, mask, (sums, count) = state["x"], state["mask"], state["sums"]
         y = torch.tanh(self.linear(x))
         y = y if mask is None else y * mask.unsqueeze(-1)
@@ -131,7 +123,6 @@ class Mean(nn.Module):
         self.linear = nn.Linear(WIDTH, 3)
 
     def forward(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """Return scores of classes, and a penalty."""
         sums, count = state["sums"]
         return {"scores": self.linear(state["x"].mean(1) + sums / count), "penalty": sums.square().mean(1)}
 
@@ -144,11 +135,9 @@ class States(nn.Module):
         self.row = nn.ModuleList([Lookup(), *(Update() for _ in range(6)), Mean()])
 
     def layers(self) -> nn.ModuleList:
-        """Return the layers in order."""
         return self.row
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Any:
-        """Return scores and a penalty."""
         state = self.row[0](ids, mask)
         for layer in self.row[1:]:
             state = layer(state)

@@ -57,7 +57,6 @@ def _ahead(comm: Communicator, peer: int, clock: Clock) -> float:
 # The format is Chrome's trace events: one process per node, one thread per rank, one event of phase
 # ``X`` per span, times in microseconds. ``hpctrain plan --measured`` draws the same file.
 
-
 FORMAT = "hpctrain-trace"
 _CATEGORIES = {
     "step": ("step",),
@@ -139,7 +138,8 @@ def events(reports: Sequence[Report]) -> Iterator[Event]:
     origin = min((start for report in reports for _, start, *_ in report["spans"]), default=0)
     for report in reports:
         threads = list(dict.fromkeys(thread for *_, thread, _ in _main_first(report["spans"])))
-        numbers = {thread: _number(report["rank"], index, len(reports)) for index, thread in enumerate(threads)}
+        # The first thread of a rank has the rank's number, others have unique numbers.
+        numbers = {thread: report["rank"] + index * len(reports) for index, thread in enumerate(threads)}
         yield from _names(report, list(numbers.values()))
         for name, start, end, thread, facts in sorted(report["spans"], key=lambda span: (span[1], -span[2])):
             yield {
@@ -158,11 +158,6 @@ def _main_first(spans: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     """Return the spans sorted so that those of the thread that runs the steps come first."""
     main = next((span[3] for span in spans if span[0] == "step"), None)
     return sorted(spans, key=lambda span: span[3] != main)
-
-
-def _number(rank: int, index: int, ranks: int) -> int:
-    """Return the thread id: the first thread of a rank has the rank's number, others have unique numbers."""
-    return rank + index * ranks
 
 
 def _names(report: Report, threads: Sequence[int]) -> Iterator[Event]:
@@ -232,7 +227,6 @@ class Tracing:
             merge_traces(self._comm, trace.take(), self._path, coordinates=self._coordinates, host=socket.gethostname())
 
     def abandon(self) -> None:
-        """Discard the recording."""
         if self._recording:
             self._recording = False
             trace.take()

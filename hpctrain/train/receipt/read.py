@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from hpctrain.train.receipt.write import (
     LATEST,
     NAME,
     Row,
-    attempts_of,
     began,
     catch_up,
     close_unfinished,
@@ -60,10 +58,13 @@ def load(folders: Sequence[str | Path], ask: Mapping[str, Ask] = _ASKED) -> list
     show whether it is still running. ``ask`` maps a scheduler's name to its query function, which
     is called once for all jobs.
     """
-    found = {Path(folder): copy.deepcopy(attempts_of(read_receipt(Path(folder)))) for folder in folders}
+    found = {Path(folder): list(read_receipt(Path(folder)).get("attempts", ())) for folder in folders}
     for folder, attempts in found.items():
         if not attempts:
-            raise UsageError(f"{folder} holds no {NAME} that can be read: {_hint(folder)}")
+            hint = "a run's folder has one from its first start on"
+            if not folder.is_dir():
+                hint = "there is no such folder; name that of a run, as runs/gpt-tiny"
+            raise UsageError(f"{folder} holds no {NAME} that can be read: {hint}")
     accounts: dict[str, JobAccount] = {}
     for scheduler, ask_scheduler in ask.items():
         if jobs := set().union(*(_jobs(attempts, scheduler) for attempts in found.values())):
@@ -76,7 +77,8 @@ def _receipt(folder: Path, attempts: list[dict[str, Any]], accounts: Mapping[str
     needed = unsettled or any(maybe(one, "step_seconds") is None for one in attempts)
     rows = metrics.read(folder / metrics.NAME) if needed else []
     _bring_up_to_date(folder, attempts, rows, accounts)
-    accounted = tuple(attempts_from(attempts, rows))
+    counted, own_rows = _tokens(attempts, rows), rows_of(attempts, rows)
+    accounted = tuple(_attempt(index + 1, one, own_rows[index], counted[index]) for index, one in enumerate(attempts))
     joules = [accounts[job].joules for job in _jobs(attempts, "slurm") if job in accounts]
     measured = [each for each in joules if each is not None]
     return RunReceipt(folder, accounted[-1].status, accounted, sum(measured) if measured else None)
@@ -94,12 +96,6 @@ def runs_in(folder: str | Path) -> list[Path]:
         return [folder]
     below = [path.parent for path in folder.glob(f"*/{NAME}")] if folder.is_dir() else []
     return sorted(below, key=lambda path: (not path.name.isdecimal(), len(path.name), path.name)) or [folder]
-
-
-def _hint(folder: Path) -> str:
-    if not folder.is_dir():
-        return "there is no such folder; name that of a run, as runs/gpt-tiny"
-    return "a run's folder has one from its first start on"
 
 
 def _bring_up_to_date(
@@ -135,7 +131,6 @@ def is_over(folder: Path, attempt: Mapping[str, Any]) -> bool:
 
 
 # Accounting of an attempt ---------------------------------------------------------------------------------------------
-
 
 Facts = Mapping[str, Any]
 
@@ -178,7 +173,6 @@ class Attempt:
 
     @property
     def node_hours(self) -> float:
-        """Return nodes times hours."""
         return self.nodes * self.elapsed / 3600
 
 
@@ -186,13 +180,6 @@ def saved_step(attempt: Facts) -> int:
     """Return the step of the newest checkpoint that an attempt has written, or the step from which it resumed."""
     before = number(attempt, "first_step", 1) - 1
     return int(number(attempt, "saved_step", number(attempt, "step", before)))
-
-
-def attempts_from(attempts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Attempt]:
-    """Return the attempts of an up-to-date receipt; ``rows`` are the rows of the metrics."""
-    counted = _tokens(attempts, rows)
-    own_rows = rows_of(attempts, rows)
-    return [_attempt(index + 1, one, own_rows[index], counted[index]) for index, one in enumerate(attempts)]
 
 
 def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) -> Attempt:

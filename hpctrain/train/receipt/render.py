@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpctrain.errors import UsageError
 from hpctrain.train.receipt.read import Attempt, RunReceipt, load
@@ -22,6 +22,7 @@ PARTS = {
     "other": "other",
 }
 _WH = 3600.0  # joules
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Totals:
 
     @property
     def node_hours(self) -> float:
-        """Return the node-hours of all attempts."""
         return sum(self.node_seconds.values()) / 3600
 
     def share(self, part: str) -> float:
@@ -58,22 +58,18 @@ def totals(receipts: Sequence[RunReceipt]) -> Totals:
         node_seconds={part: sum(one.nodes * getattr(one, part) for one in attempts) for part in PARTS},
         steps=sum(one.steps for one in attempts),
         repeated_steps=sum(one.repeated_steps for one in attempts),
-        tokens=_sum([one.tokens for one in stepped]),
-        samples=_sum([one.samples for one in stepped]),
-        cpu_hours=_hours(attempts, lambda one: one.cpus),
-        gpu_hours=_hours(attempts, lambda one: one.gpus),
+        tokens=_sum(one.tokens for one in stepped),
+        samples=_sum(one.samples for one in stepped),
+        cpu_hours=_sum(None if one.cpus is None else one.cpus * one.elapsed / 3600 for one in attempts),
+        gpu_hours=_sum(None if one.gpus is None else one.gpus * one.elapsed / 3600 for one in attempts),
         joules=sum(joules) if joules else None,
     )
 
 
-def _sum(numbers: Sequence[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known and len(known) == len(numbers) else None
-
-
-def _hours(attempts: Sequence[Attempt], count: Callable[[Attempt], int | None]) -> float | None:
-    known = [each * one.elapsed / 3600 for one in attempts if (each := count(one)) is not None]
-    return sum(known) if known and len(known) == len(attempts) else None
+def _sum(numbers: Iterable[N | None]) -> N | None:
+    found = list(numbers)
+    known = [number for number in found if number is not None]
+    return sum(known[1:], known[0]) if known and len(known) == len(found) else None
 
 
 def text(receipts: Sequence[RunReceipt]) -> list[str]:
@@ -165,7 +161,6 @@ def _totals(together: Totals) -> list[str]:
 
 
 # Timeline chart of the attempts of runs: where the time of each was spent. Needs neither torch nor MPI ----------------
-
 
 _COLOURS = {
     "startup": "#e0812b",

@@ -106,13 +106,13 @@ class Receipt:
         drop(before, rows, facts.get("first_step", 1) - 1)
         begun = time.time() if started is None else started
         when = {"started": clock(begun), "unix_time": round(begun, 3)}
-        self._attempt: dict[str, Any] = {**facts, **_process_facts(), **when, "status": "running"}
+        process = {"host": socket.gethostname(), "user": _user(), "pid": os.getpid(), "folder": os.getcwd()}
+        self._attempt: dict[str, Any] = {**facts, **process, **when, "status": "running"}
         self.content: dict[str, Any] = {"status": "running", "attempts": [*before, self._attempt]}
         self._write()
         forget_failure(folder)
 
     def update(self, **facts: Any) -> None:
-        """Add facts to the current attempt."""
         self._attempt.update(facts)
         self._write()
 
@@ -155,11 +155,6 @@ def read_receipt(folder: Path) -> dict[str, Any]:
     return found
 
 
-def attempts_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the attempts in a receipt."""
-    return list(content.get("attempts", ()))
-
-
 def earlier_attempts(folder: Path) -> list[dict[str, Any]]:
     """Return the earlier attempts of a run that is about to write; move a damaged receipt aside with a warning.
 
@@ -167,7 +162,7 @@ def earlier_attempts(folder: Path) -> list[dict[str, Any]]:
     replaced.
     """
     try:
-        return attempts_of(read_receipt(folder))
+        return list(read_receipt(folder).get("attempts", ()))
     except DamagedReceipt as error:
         aside = atomic.set_aside(folder / NAME)
         logger.warning("%s; it was moved to %s, and a new history begins", error, aside.name)
@@ -181,10 +176,6 @@ class DamagedReceipt(UsageError):
 def clock(seconds: float) -> str:
     """Return seconds since the epoch in the receipt's format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def _process_facts() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "user": _user(), "pid": os.getpid(), "folder": os.getcwd()}
 
 
 def _user() -> str:
@@ -270,7 +261,6 @@ def _close(attempt: dict[str, Any], failure: Mapping[str, Any]) -> None:
 
 
 def seconds_in(rows: Sequence[Row]) -> float:
-    """Return the total seconds of some steps."""
     return sum(number(row, "step_seconds") for row in rows)
 
 
