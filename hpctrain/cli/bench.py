@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hpctrain.cli.main import add_action, add_verb
+from hpctrain.cli.main import add_action, add_verb, quantity
 from hpctrain.errors import UsageError
 from hpctrain.util.text import printable_lines
 
@@ -42,13 +41,13 @@ _LINE_EVERY = 10.0  # seconds between two lines without a terminal
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verb and its actions to the command line."""
     parser = add_verb(subparsers, "bench", "Measure the collectives, show the measurements.", _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     measuring = add_action(
         actions, "calibrate", "measure which algorithm is fastest, and store the result", _CALIBRATE_EPILOG, _calibrate
     )
-    measuring.add_argument("--seconds", type=_seconds, default=60.0, help="time to measure (default: %(default)g)")
+    seconds = quantity("a number of seconds above 0", lambda number: number > 0)
+    measuring.add_argument("--seconds", type=seconds, default=60.0, help="time to measure (default: %(default)g)")
     measuring.add_argument(
         "--sizes",
         type=_sizes,
@@ -61,16 +60,6 @@ def add_parser(subparsers: Any) -> None:
     measuring.add_argument("-v", "--verbose", action="store_true", help="list what was not measured, and why")
     showing = add_action(actions, "show", "print the calibration stored for this machine", _SHOW_EPILOG, _show)
     showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="show this file instead")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def _sizes(text: str) -> list[int]:
@@ -130,7 +119,6 @@ class BenchProgress:
             print(printable_lines(text), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 

@@ -57,7 +57,6 @@ _OMITTED = ("NX_class", "signal", "axes", "step")  # keys of /train that are for
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verb and its actions to the command line."""
     what = "List, show, verify, compare, convert and plot checkpoints."
     parser = add_verb(subparsers, "checkpoint", what, _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

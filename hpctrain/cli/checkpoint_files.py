@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +21,7 @@ from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifferen
 from hpctrain.checkpoint.tools.inspect import Verification, all_of, newest_of
 from hpctrain.cli.main import add_action
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
+from hpctrain.train.metrics import finite
 from hpctrain.util.plotting import KINDS
 from hpctrain.util.probe import safe_path
 from hpctrain.util.text import columns, format_bytes, printable, printable_lines
@@ -74,7 +74,6 @@ BIG = 256 << 20  # minimum bytes for a progress bar
 
 
 def add_actions(actions: Any) -> None:
-    """Add the actions to the command line."""
     verifying = add_action(
         actions, "verify", "check that every stored bit is as it was written", _VERIFY_EPILOG, _verify
     )
@@ -244,13 +243,5 @@ def one_line(value: Any, longest: int = 100) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON, with null for NaN and infinity, which JSON does not have."""
-    print(json.dumps(_finite(value), indent=2))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Print JSON, with null for NaN and infinity."""
+    print(json.dumps(finite(value), indent=2))

@@ -35,7 +35,6 @@ Exit code 2: the file is damaged.
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verb and its two actions to the command line."""
     what = "Pack a corpus into a token file, show the content of a data file."
     actions = add_verb(subparsers, "data", what, _EPILOG).add_subparsers(dest="action", required=True, metavar="ACTION")
     summary = "pack text files into one HDF5 file of byte tokens, with a held-out split"

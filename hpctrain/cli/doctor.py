@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli.main import add_verb
+from hpctrain.cli.main import add_verb, quantity
 from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.findings import Finding, counts, exit_code, summary, table
 from hpctrain.errors import UsageError
@@ -43,7 +42,6 @@ _WIDEST = 140  # maximum columns of text on a wider terminal
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verb to the command line."""
     parser = add_verb(subparsers, "doctor", _WHAT, _EPILOG)
     parser.add_argument("--script", type=Path, metavar="FILE", help="check this job script, too")
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
@@ -51,7 +49,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the JSON to this file")
     group = parser.add_argument_group("preflight, on the ranks of a job")
     group.add_argument("--preflight", action="store_true", help="measure, with all ranks that the launcher started")
-    group.add_argument("--seconds", type=_seconds, metavar="S", help="time to measure (default: 30)")
+    seconds = quantity("a number of seconds >= 1", lambda number: number >= 1)
+    group.add_argument("--seconds", type=seconds, metavar="S", help="time to measure (default: 30)")
     group.add_argument("--folder", type=Path, help="write test files there (default: this folder)")
     group.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
     group.add_argument("--picture", type=Path, metavar="FILE", help="draw the speed between ranks: .svg, .png or .pdf")
@@ -61,16 +60,6 @@ def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the findings; return the exit code."""
     _check(args)
     return _preflight(args) if args.preflight else _login(args)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 1 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 1")
-    return seconds
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from hpctrain.jobs.check import problems
 from hpctrain.jobs.modulefile import venv_of
 from hpctrain.jobs.profile import Profile, srun_type
 from hpctrain.jobs.render import render, script_path
-from hpctrain.jobs.request import PROGRAM, TEMPLATES, Request, Template, combine, run_folder
+from hpctrain.jobs.request import PROGRAM, TEMPLATES, Request, combine, run_folder
 from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.settings import assign, read_toml
 from hpctrain.train.config import load as load_settings
@@ -43,7 +43,6 @@ _LONGEST_NAME = 15  # characters of a job name that every PBS version accepts
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb and its actions to the command line."""
     parser = add_verb(verbs, "job", "Print or check the script of a job for Slurm or PBS.", _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
     for name, scheduler in SCHEDULERS.items():
@@ -52,21 +51,17 @@ def add_parser(verbs: Any) -> None:
     example = "examples:\n  %(prog)s my.sbatch"
     checking = add_action(actions, "check", "check the directives of a job script", example, _check, as_json=False)
     checking.add_argument("script", type=Path, metavar="SCRIPT", help="a job script for Slurm or PBS")
-    add_action(
-        actions,
-        "profiles",
-        "list the profiles of sites, with their schedulers",
-        "examples:\n  %(prog)s",
-        _list,
-        as_json=False,
-    )
+    what = "list the profiles of sites, with their schedulers"
+    add_action(actions, "profiles", what, "examples:\n  %(prog)s", _list, as_json=False)
 
 
 def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
     """Return the script that the command line describes, with its request and profile."""
     profile, _ = _profile(args)
     request = _request(args, profile)
-    _check_config(request)
+    if not request.is_program:
+        for task in request.sweep or ((),):  # the job would refuse wrong settings at its start
+            load_settings(request.config, (*request.settings, *task))
     venv = request.venv or venv_of((*profile.modules, *request.modules), os.environ)
     if venv and profile.launcher == "srun" and not profile.mpi:
         profile = replace(profile, mpi=srun_type(venv))
@@ -87,19 +82,18 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
         raise UsageError("CONFIG.toml is missing: the settings of the run, as for hpctrain train, or a program.py")
     if not args.time:
         raise UsageError("--time is missing: how long the job may run, as in --time 04:00:00")
-    sweep = combine(args.sweep)
     gpus = profile.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
     return Request(
         config=args.config,
         folder=_folder(args),
         time=args.time,
-        template=_template(args),
+        template=args.template or ("array" if args.sweep else "train"),
         name=_name(args),
         nodes=args.nodes,
         ranks_per_node=_first(args.ranks_per_node, profile.ranks_per_node or gpus, 1),
         gpus_per_node=gpus,
         cpus_per_rank=_first(args.cpus_per_rank, profile.cpus_per_rank, 1),
-        sweep=sweep,
+        sweep=combine(args.sweep),
         venv=_venv(args, profile),
         modules=tuple(args.modules),
         environment=_environment(args.env),
@@ -120,11 +114,6 @@ def _first(given: int | None, profile: int, default: int) -> int:
     return given if given is not None else profile or default
 
 
-def _template(args: argparse.Namespace) -> Template:
-    named: Template | None = args.template
-    return named or ("array" if args.sweep else "train")
-
-
 def _folder(args: argparse.Namespace) -> str:
     """Return the run folder, which the script watches; for a program, the command line must name it."""
     if args.config.endswith(PROGRAM):
@@ -143,13 +132,6 @@ def _settings(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the changes to the config; ``--folder`` changes the setting ``run.folder``."""
     given = args.folder and not args.config.endswith(PROGRAM)
     return (*args.settings, *([f"run.folder={args.folder}"] if given else []))
-
-
-def _check_config(request: Request) -> None:
-    """Raise ``SettingsError`` for settings that the job would refuse at its start, in any task of a sweep."""
-    if not request.is_program:
-        for task in request.sweep or ((),):
-            load_settings(request.config, (*request.settings, *task))
 
 
 def _name(args: argparse.Namespace) -> str:
@@ -253,22 +235,20 @@ def add_scheduler(
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("--template", choices=TEMPLATES, help="train (default), benchmark, or array (with --sweep)")
-    setting, values = "SECTION.KEY=VALUE", "SECTION.KEY=V1,V2,..."
     told = "the run's folder; a program passes the same to job.run(checkpoints=...) (default: the config's run.folder)"
     group.add_argument("--folder", metavar="FOLDER", help=told)
-    group.add_argument(
-        "--set", dest="settings", metavar=setting, action="append", default=[], help="change a setting (repeatable)"
-    )
-    group.add_argument("--sweep", metavar=values, action="append", default=[], help="a job array, one task per value")
+    _add_list(group, "--set", "settings", "SECTION.KEY=VALUE", "change a setting (repeatable)")
+    _add_list(group, "--sweep", "sweep", "SECTION.KEY=V1,V2,...", "a job array, one task per value")
     group.add_argument("--at-once", type=int, default=0, metavar="N", help="concurrent tasks (default: all)")
     group.add_argument("--profile", metavar="NAME", help="profile of a site, or a path (default: $HPCTRAIN_PROFILE)")
     group.add_argument("--venv", metavar="FOLDER", help="virtual environment to use, or none (default: this one)")
     group.add_argument("--container", default="", metavar="IMAGE", help="run in this container (default: none)")
-    more = "(repeatable)"
-    group.add_argument(
-        "--module", dest="modules", metavar="NAME", action="append", default=[], help=f"module to load {more}"
-    )
-    group.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help=f"variable to set {more}")
+    _add_list(group, "--module", "modules", "NAME", "module to load (repeatable)")
+    _add_list(group, "--env", "env", "NAME=VALUE", "variable to set (repeatable)")
+
+
+def _add_list(group: Any, option: str, dest: str, metavar: str, meaning: str) -> None:
+    group.add_argument(option, dest=dest, metavar=metavar, action="append", default=[], help=meaning)
 
 
 def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
@@ -289,14 +269,7 @@ def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
         group.add_argument("--constraint", default="", metavar="FEATURES", help="features that nodes must have")
         group.add_argument("--exclude", default="", metavar="NODES", help="nodes to exclude, as in n[3,7]")
     group.add_argument("--name", metavar="NAME", help="job name (default: that of the config)")
-    group.add_argument(
-        "--directive",
-        dest="directives",
-        metavar="TEXT",
-        action="append",
-        default=[],
-        help="another directive, as in --directive=--hold",
-    )
+    _add_list(group, "--directive", "directives", "TEXT", "another directive, as in --directive=--hold")
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import socket
 import sys
@@ -87,8 +88,9 @@ def with_reports(call: Callable[[], int], arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if in_world() or not names_word(error, arguments):
-            raise
+        name = error.filename
+        if in_world() or not isinstance(name, str) or not any(word in name for word in values(arguments) if word[1:]):
+            raise  # it is not about a file that the command line names
         return report(UsageError(f"cannot use {error.filename}: {error.strerror}"), arguments)
 
 
@@ -160,10 +162,19 @@ def add_action(
     return parser
 
 
-def names_word(error: OSError, arguments: Sequence[str]) -> bool:
-    """Return whether an operating system error is about a file that the command line names."""
-    name = error.filename
-    return isinstance(name, str) and any(word in name for word in values(arguments) if len(word) > 1)
+def quantity(what: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return the type of an argument that is a finite number; errors describe the accepted numbers as ``what``."""
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (accepts(number) and number < math.inf):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return number
+
+    return convert
 
 
 def values(arguments: Sequence[str]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from hpctrain._version import __version__
 from hpctrain.cli.main import add_action, add_verb
-from hpctrain.jobs.modulefile import Module, home_page, modulefile, publish
+from hpctrain.jobs.modulefile import Module, home_page, modulefile
+from hpctrain.jobs.template import publish
 from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
@@ -24,7 +25,6 @@ _LANGUAGES = {"lua": "for Lmod", "tcl": "for Environment Modules, and for Lmod"}
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb and its languages to the command line."""
     what = "Print an environment module: module load hpctrain provides the command, man page and completion."
     parser = add_verb(verbs, "modulefile", what, _EPILOG)
     languages = parser.add_subparsers(dest="language", required=True, metavar="LANGUAGE")

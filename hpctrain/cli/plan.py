@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cli.main import add_verb, quantity
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
 from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
 from hpctrain.util.plotting import check_suffix, save_figure
 from hpctrain.util.text import columns, counted, printable_lines
 
+_WHAT = (
+    "Estimate the memory and time of a run before its job is submitted, and alternatives that fit; or show the order "
+    "of microbatches in a pipeline schedule, the idle time of stages and their live microbatches."
+)
 _EPILOG = """\
 examples:
   hpctrain plan jobs/gpt-tiny.toml --ranks 4                                   memory and time of the run
@@ -49,44 +52,32 @@ _TIMES = {
 }
 _WIDEST = 160  # maximum columns of text on a wider terminal
 
+Live = list[tuple[str, int]]  # the name of each row of a timeline, and its live microbatches
+
 
 def add_parser(subparsers: Any) -> None:
-    """Add the verb to the command line."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="estimate memory and time of a run; show a pipeline schedule",
-        description="Estimate the memory and time of a run before its job is submitted, and alternatives that fit; or "
-        "show the order of microbatches in a pipeline schedule, the idle time of stages and their live microbatches.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_verb(subparsers, "plan", _WHAT, _EPILOG)
     _add_planned(parser)
     ideal = parser.add_argument_group("a schedule")
     ideal.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES))
     ideal.add_argument("--pipe", type=int, metavar="P", help="stages")
     ideal.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
     ideal.add_argument("--chunks", type=int, metavar="C", help="model chunks per stage (interleaved: 2)")
+    time = quantity("a time of at least 0", lambda number: number >= 0)
     for name, text in _TIMES.items():
-        ideal.add_argument(f"--{name}", type=_time, metavar="TIME", help=text)
+        ideal.add_argument(f"--{name}", type=time, metavar="TIME", help=text)
     measured = parser.add_argument_group("a trace")
     measured.add_argument("--measured", type=Path, metavar="RUN", help="the folder of a run that wrote trace.json")
     measured.add_argument("--step", type=int, metavar="N", help="which of its steps (default: the last in it)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw a picture: .svg, .png or .pdf")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run)
 
 
 def _add_planned(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for planning a run."""
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="plan the run of these settings")
     planned = parser.add_argument_group("a planned run")
-    planned.add_argument(
-        "--set",
-        dest="assignments",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        help="change a setting of the file (again for more)",
-    )
+    setting, meaning = "SECTION.KEY=VALUE", "change a setting of the file (again for more)"
+    planned.add_argument("--set", dest="assignments", metavar=setting, action="append", help=meaning)
     planned.add_argument("--ranks", type=int, metavar="N", help="ranks in all (default: 1)")
     planned.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a full node (default: all)")
     planned.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, as in 40GiB; plans for GPUs")
@@ -124,25 +115,17 @@ def run(args: argparse.Namespace) -> int:
     return _measured(args) if args.measured else _ideal(args)
 
 
-def _time(text: str) -> float:
-    try:
-        time = float(text)
-    except ValueError:
-        time = math.nan
-    if not 0 <= time < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least 0")
-    return time
-
-
 def _check(args: argparse.Namespace) -> None:
     """Raise ``UsageError`` unless the arguments describe exactly one of: a run to plan, a schedule, a trace."""
     of_schedule = ("schedule", "pipe", "microbatches", "chunks", *_TIMES)
     given = [name for name in of_schedule if getattr(args, name) is not None]
+    for path in (args.output, args.scaling):
+        if path:
+            check_suffix(path)
     if args.config:
         others = [name for name in (*of_schedule, "measured", "step") if getattr(args, name) is not None]
         if others:
             raise UsageError(f"--{others[0]} is for a schedule or a trace: remove it, or {args.config}")
-        _check_pictures(args)
         return
     planned = [name for name in _OF_RUN if getattr(args, name) is not None]
     if planned:
@@ -159,13 +142,6 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"a picture of a schedule needs {' and '.join('--' + name for name in missing)}, too")
         if args.step is not None:
             raise UsageError("--step needs --measured")
-    _check_pictures(args)
-
-
-def _check_pictures(args: argparse.Namespace) -> None:
-    for path in (args.output, args.scaling):
-        if path:
-            check_suffix(path)
 
 
 # A schedule -----------------------------------------------------------------------------------------------------------
@@ -177,15 +153,9 @@ def _ideal(args: argparse.Namespace) -> int:
     timeline = simulate(schedule, equal_costs(schedule.chunks, **_costs(args, chunks)))
     words = f"{args.schedule}, {counted(args.pipe, 'stage')}, {counted(args.microbatches, 'microbatch')}"
     title = words + (f", {chunks} chunks per stage" if chunks > 1 else "")
-    if args.output:
-        _draw(args.output, timeline, title)
-    if args.json:
-        facts = {"schedule": schedule.name, "chunks": schedule.chunks, "microbatches": schedule.microbatches}
-        _print_json(facts, timeline)
-    else:
-        rows = {f"stage {rank}": schedule.live(rank) for rank in range(schedule.ranks)}
-        _print_text(title, timeline, rows, args.output, measured=False)
-    return 0
+    facts = {"schedule": schedule.name, "chunks": schedule.chunks, "microbatches": schedule.microbatches}
+    live = [(f"stage {rank}", schedule.live(rank)) for rank in range(schedule.ranks)]
+    return _show(args, timeline, title, facts, live)
 
 
 def _costs(args: argparse.Namespace, chunks: int) -> dict[str, float]:
@@ -206,34 +176,37 @@ def _measured(args: argparse.Namespace) -> int:
     from hpctrain.train.profile.read import read
 
     found = read(args.measured, args.step)
-    title = f"{args.measured}, step {found.step}, measured"
-    if args.output:
-        _draw(args.output, found.timeline, title, names=found.names, unit="ms")
-    if args.json:
-        _print_json({"run": str(args.measured), "step": found.step, "unit": "ms"}, found.timeline)
-    else:
-        rows = {name: found.timeline.most_live(row) for row, name in enumerate(found.names)}
-        _print_text(f"{title} in ms", found.timeline, rows, args.output, measured=True)
-    return 0
+    facts = {"run": str(args.measured), "step": found.step, "unit": "ms"}
+    live = [(name, found.timeline.most_live(row)) for row, name in enumerate(found.names)]
+    return _show(args, found.timeline, f"{args.measured}, step {found.step}, measured", facts, live, "ms")
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
 
 
-def _draw(output: Path, timeline: Timeline, title: str, *, names: Sequence[str] = (), unit: str = "") -> None:
+def _show(
+    args: argparse.Namespace, timeline: Timeline, title: str, facts: dict[str, Any], live: Live, unit: str = ""
+) -> int:
+    """Draw and print a timeline, with a ``unit`` if it was measured."""
     from hpctrain.parallel.pipeline.render import figure
 
-    save_figure(figure(timeline, title, names=names, unit=unit), output)
+    if args.output:
+        save_figure(figure(timeline, title, names=[name for name, _ in live] if unit else (), unit=unit), args.output)
+    if args.json:
+        _print_json(facts, timeline)
+    else:
+        _print_text(f"{title} in {unit}" if unit else title, timeline, live, args.output, measured=bool(unit))
+    return 0
 
 
-def _print_text(title: str, timeline: Timeline, live: dict[str, int], output: Path | None, *, measured: bool) -> None:
-    """Print a table, and the timeline unless it was drawn; ``live`` has the name and live microbatches of each row."""
+def _print_text(title: str, timeline: Timeline, live: Live, output: Path | None, *, measured: bool) -> None:
+    """Print a table, and the timeline unless it was drawn."""
     from hpctrain.parallel.pipeline.render import fitted, lines
 
     whole = timeline.makespan
     print(printable_lines(f"{title}: takes {whole:.6g}, bubble {timeline.bubble:.1%}"))
     rows = [["", "live", "busy", "idle"]]
-    for rank, (name, count) in enumerate(live.items()):
+    for rank, (name, count) in enumerate(live):
         busy, idle = timeline.busy(rank), timeline.idle(rank)
         rows.append([name, str(count), f"{busy:.6g}", f"{idle / whole:.1%}" if whole else "0.0%"])
     print(printable_lines("\n".join(["", *columns(rows), ""])))

@@ -11,9 +11,8 @@ from typing import Any
 from hpctrain.errors import EXIT_FAILURE, SettingsError, UsageError
 from hpctrain.forecast import report
 from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
-from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.machine import preset
-from hpctrain.forecast.run import Device, PlannedRun
+from hpctrain.forecast.run import Device, PlannedRun, facts_of
 from hpctrain.settings import check_code
 from hpctrain.train.config import LOSSES, Settings
 from hpctrain.util.text import columns, format_bytes, parse_bytes, printable_lines
@@ -41,12 +40,13 @@ def planned_run(args: argparse.Namespace, settings: Settings, limits: MemoryLimi
     """Return the run that the arguments describe. Raises ``UsageError`` for invalid arguments."""
     if not args.allow_code:
         check_functions(settings)
-    ranks = _positive(args.ranks if args.ranks is not None else 1, "--ranks")
-    for option, number, most in (("--ranks", ranks, 2**24), ("--ranks-per-node", args.ranks_per_node or 0, 2**16)):
-        if number > most:
-            raise UsageError(f"{option} {number}: must be at most {most}")
-    a_node = _positive(args.ranks_per_node if args.ranks_per_node is not None else ranks, "--ranks-per-node")
-    return PlannedRun(settings, facts_of(settings), ranks, a_node, device_of(settings, limits, args.machine))
+    ranks, per_node = args.ranks, args.ranks_per_node
+    for option, number, most in (("--ranks", ranks, 2**24), ("--ranks-per-node", per_node, 2**16)):
+        if number is not None and not 1 <= number <= most:
+            bound = "least 1" if number < 1 else f"most {most}"
+            raise UsageError(f"{option} {number}: must be at {bound}")
+    facts, per_node = facts_of(settings), per_node or ranks or 1
+    return PlannedRun(settings, facts, ranks or 1, per_node, device_of(settings, limits, args.machine))
 
 
 def check_functions(settings: Settings) -> None:
@@ -81,12 +81,6 @@ def _bytes(word: str | None, option: str) -> int | None:
         return None if word is None else parse_bytes(word)
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
-
-
-def _positive(number: int, option: str) -> int:
-    if number < 1:
-        raise UsageError(f"{option} {number}: must be at least 1")
-    return number
 
 
 # Output ---------------------------------------------------------------------------------------------------------------

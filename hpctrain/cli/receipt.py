@@ -24,7 +24,6 @@ measures energy, the receipt includes it.
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb to the command line."""
     what = "Report the attempts of a run: why each ended, useful and lost time, node-hours."
     parser = add_verb(verbs, "receipt", what, _EPILOG)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or of a job array")

@@ -18,8 +18,7 @@ from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
 from hpctrain.jobs.submit import NAME, Submitted, submit
 from hpctrain.jobs.template import SCHEDULERS
-from hpctrain.train.receipt import write
-from hpctrain.train.receipt.write import number
+from hpctrain.train.receipt.write import number, read_receipt
 from hpctrain.util.text import printable
 
 _EPILOG = """\
@@ -35,7 +34,6 @@ are not passed to sbatch and qsub.
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb to the command line."""
     what = "Write the script of a job to the run's folder, submit it, and record the job's id there."
     parser = add_verb(verbs, "submit", what, _EPILOG)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
@@ -73,6 +71,6 @@ def _warnings(request: Request, profile: Profile) -> list[str]:
         return []
     attempts: list[dict[str, Any]] = []
     with suppress(HpctrainError):  # a receipt that cannot be read is reported by the run
-        attempts = write.attempts_of(write.read_receipt(Path(request.folder)))
+        attempts = read_receipt(Path(request.folder)).get("attempts", [])
     slowest = max((number(one, "last_save_seconds") for one in attempts), default=0.0)
     return pbs_limits.pbs_warnings(request.partition or profile.partition, request.folder, slowest)

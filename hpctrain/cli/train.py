@@ -27,18 +27,11 @@ _OPTIONS = {
 
 
 def add_parser(verbs: Any) -> None:
-    """Add the verb to the parser."""
     what = "Train a model from the settings in a TOML file, or resume its run."
     parser = add_verb(verbs, "train", what, EXAMPLES)
     parser.add_argument("config", metavar="CONFIG.toml", help="the run's settings")
-    parser.add_argument(
-        "--set",
-        dest="assignments",
-        metavar="SECTION.KEY=VALUE",
-        action="append",
-        default=[],
-        help="change a setting of the file (repeatable)",
-    )
+    setting, meaning = "SECTION.KEY=VALUE", "change a setting of the file (repeatable)"
+    parser.add_argument("--set", dest="assignments", metavar=setting, action="append", default=[], help=meaning)
     for option, text in _OPTIONS.items():
         parser.add_argument(f"--{option}", metavar=text[0], help=text[1])
     parser.add_argument("-v", "--verbose", action="store_true", help="print the binding of ranks to cores, and more")

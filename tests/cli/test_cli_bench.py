@@ -64,14 +64,6 @@ def test_invalid_seconds_are_refused(text: str, capsys: pytest.CaptureFixture[st
     assert "is not a number of seconds above 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("action, words", [("calibrate", "mpiexec -n 4 hpctrain bench"), ("show", "site.json")])
-def test_help_has_examples(action: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", action, "--help"])
-    said = capsys.readouterr().out
-    assert "examples:" in said and words in said and "--json" in said
-
-
 def test_the_verb_loads_neither_torch_nor_mpi() -> None:
     code = """
 import sys

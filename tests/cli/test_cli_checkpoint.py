@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -130,21 +128,3 @@ def test_a_progress_bar_is_shown_only_on_a_terminal_and_for_large_files(run_fold
             if on_bytes is not None:
                 on_bytes(10)
         assert ("reading" in stream.getvalue()) is shown
-
-
-@pytest.mark.parametrize("action", ["ls", "show", "verify"])
-def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        call("checkpoint", action, "--help")
-    assert caught.value.code == 0 and f"hpctrain checkpoint {action} runs/a" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("action", ["ls", "show", "verify"])
-def test_neither_torch_nor_mpi_is_imported(run_folder: Path, action: str) -> None:
-    code = (
-        "import sys\nfrom hpctrain.cli.main import main\nassert main(['checkpoint', *sys.argv[1:]]) == 0\n"
-        "print([name for name in ('torch', 'mpi4py') if name in sys.modules])"
-    )
-    target = run_folder if action == "ls" else run_folder / "checkpoints" / "step_00000003.h5"
-    done = subprocess.run([sys.executable, "-c", code, action, target], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"

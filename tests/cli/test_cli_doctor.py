@@ -79,13 +79,6 @@ def test_bad_input_is_one_line_of_error(arguments: str, message: str, capsys: An
     assert not out and err.count("\n") == 1 and message in err
 
 
-def test_help_has_examples(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["doctor", "--help"])
-    said = capsys.readouterr().out
-    assert "examples:" in said and "srun --mpi=pmi2 hpctrain doctor --preflight" in said and "Exit code 1" in said
-
-
 @pytest.mark.limit(120)
 def test_login_checks_load_neither_torch_nor_mpi(tmp_path: Path) -> None:
     """Both are made impossible to import in this process; its child processes can import them."""

@@ -45,13 +45,6 @@ def test_every_verb_and_action_has_help_with_examples_that_can_be_typed(
         make_parser(words).parse_args(words)
 
 
-def test_train_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    said = capsys.readouterr().out
-    assert "CONFIG.toml" in said and "--set SECTION.KEY=VALUE" in said and "mpiexec -n 4 hpctrain train" in said
-
-
 def test_version_is_printed_and_no_verb_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])

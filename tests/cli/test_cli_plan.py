@@ -186,9 +186,3 @@ def test_only_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setenv("PMI_SIZE", "2")
     assert main(SHORT) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    assert "hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8 -o schedule.svg" in capsys.readouterr().out

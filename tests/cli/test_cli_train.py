@@ -55,9 +55,7 @@ def refused(launch: Any, project: Path) -> Any:
 
 
 @pytest.fixture
-def refused_here(
-    comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Any:
+def refused_here(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
     """Return a function like that of ``refused``, which runs on the ranks of this session, where torch is loaded."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(project)
@@ -109,10 +107,6 @@ def test_an_invalid_setting_is_one_line_of_error(
 
 def test_an_unknown_setting_on_several_ranks_is_one_line_of_error(refused: Any) -> None:
     assert "unknown setting train.stepz: did you mean steps?" in refused(2, "tiny.toml", "--set", "train.stepz=3")
-
-
-def test_a_missing_config_on_several_ranks_is_one_line_of_error(refused: Any) -> None:
-    assert "cannot read settings from nowhere.toml" in refused(3, "nowhere.toml")
 
 
 def test_a_batch_not_divisible_by_the_ranks_is_refused(refused: Any) -> None:

@@ -84,13 +84,6 @@ def test_plot_writes_an_image(file: Path, tmp_path: Path, capsys: pytest.Capture
     }
 
 
-@pytest.mark.parametrize("action", ["export", "import", "plot"])
-def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        call("checkpoint", action, "--help")
-    assert f"hpctrain checkpoint {action} " in capsys.readouterr().out.partition("examples:")[2]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
