@@ -119,7 +119,12 @@ def interleaved(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Act
 def _interleaved_actions(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
     total = microbatches * chunks
     warmup = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, total)
-    passes = [_chunk_and_microbatch(number, ranks, chunks) for number in range(total)]
+    passes = [
+        (local_chunk, group * ranks + position)
+        for group in range(microbatches // ranks)
+        for local_chunk in range(chunks)
+        for position in range(ranks)
+    ]
 
     def forward_of(number: int) -> Action:
         local_chunk, microbatch = passes[number]
@@ -130,13 +135,6 @@ def _interleaved_actions(rank: int, ranks: int, microbatches: int, chunks: int) 
         return backward((chunks - 1 - local_chunk) * ranks + rank, microbatch)
 
     return _alternating(warmup, total, forward_of, backward_of)
-
-
-def _chunk_and_microbatch(number: int, ranks: int, chunks: int) -> tuple[int, int]:
-    """Return the local chunk and the microbatch of the pass with a number: groups, then chunks, then microbatches."""
-    group, within = divmod(number, ranks * chunks)
-    local_chunk, position = divmod(within, ranks)
-    return local_chunk, group * ranks + position
 
 
 # PipeDream schedule
