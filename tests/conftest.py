@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,14 @@ def comm() -> Any:
     from hpctrain.comm.communicator import Communicator
 
     return Communicator.world()
+
+
+@pytest.fixture
+def own(comm: Any) -> Iterator[Any]:
+    """Return a communicator of all ranks for one test, which may leave it in any state."""
+    own = comm.split(0)
+    yield own
+    own.free()
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ class MemoryLimits:
 
     @property
     def known(self) -> bool:
-        """Return whether any limit is known."""
         return self.device is not None or self.host is not None
 
 
@@ -48,8 +47,13 @@ class Configuration:
 
     @property
     def fits(self) -> bool:
-        """Return whether the memory suffices on the device and on the node."""
         return self.excess == (0, 0)
+
+    @property
+    def scarcest(self) -> tuple[int, int]:
+        """Return need and limit in bytes of its scarcest memory: of a rank's device or of a node; zeros if unknown."""
+        needs = (self.memory.rank.device_total, self.limits.device), (self.memory.node.host_total, self.limits.host)
+        return max(((need, most) for need, most in needs if most), key=lambda pair: pair[0] / pair[1], default=(0, 0))
 
 
 def candidates(run: PlannedRun, limits: MemoryLimits, *, everything: bool = False) -> list[Configuration]:
@@ -58,7 +62,7 @@ def candidates(run: PlannedRun, limits: MemoryLimits, *, everything: bool = Fals
     seen = {found[0].name}
     for parallel, offload in _variants(run, everything=everything):
         try:
-            other = _with(run, parallel, offload)
+            other = replace(run, settings=replace(run.settings, parallel=parallel, offload=offload))
             name = name_of(other)
             if name not in seen:
                 seen.add(name)
@@ -86,10 +90,6 @@ def name_of(run: PlannedRun) -> str:
     ):
         words += [word] if enabled else []
     return " + ".join(words)
-
-
-def _with(run: PlannedRun, parallel: ParallelSettings, offload: OffloadSettings) -> PlannedRun:
-    return replace(run, settings=replace(run.settings, parallel=parallel, offload=offload))
 
 
 def _variants(run: PlannedRun, *, everything: bool) -> Iterator[SettingsPair]:

@@ -24,13 +24,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
-from torch import Tensor, nn
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.cluster.resources import free_memory
-from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.memory import memory_of
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import ModelFacts, PlannedRun, facts_of
 from hpctrain.forecast.time_layers import CPU, dtype_of, real_copy
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.objective import Objective, loss_named
@@ -45,7 +43,6 @@ WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps: warm-up, least, most; secon
 DEADLINE = 60.0  # seconds for the whole dry run
 
 Process = subprocess.Popen[bytes]
-_MODULE = "hpctrain.forecast.dry_run"
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class DryRunTimes:
     spread: tuple[float, float] = (1.0, 1.0)  # of the middle four fifths of the steps, relative to their median
 
 
-def time_dry_run(run: PlannedRun, threads: int, expected: float) -> DryRunTimes | None:
+def time_dry_run(run: PlannedRun, threads: int, expected: float, deadline: float = DEADLINE) -> DryRunTimes | None:
     """Return the times of a microbatch's passes; None if they are too large for a dry run, or if a process fails.
 
     ``threads`` is the number of threads per rank, ``expected`` the forecast seconds of the passes.
@@ -69,7 +66,7 @@ def time_dry_run(run: PlannedRun, threads: int, expected: float) -> DryRunTimes 
         return None
     task = DryRunTask(run.settings, run.microbatch, threads, dtype_of(run))
     try:
-        with _processes(task, ranks) as processes:
+        with _processes(task, ranks, deadline) as processes:
             steps = list(_steps(processes))
     except (OSError, ValueError):
         return None  # the process has reported the reason to the user; the forecast uses the layers instead
@@ -87,9 +84,9 @@ def _memory(run: PlannedRun) -> int:
 
 
 @contextmanager
-def _processes(task: DryRunTask, ranks: int) -> Iterator[Sequence[Process]]:
+def _processes(task: DryRunTask, ranks: int, deadline: float) -> Iterator[Sequence[Process]]:
     """Start processes for the ``with`` block; all are killed at its end or at the deadline."""
-    command = python("-m", _MODULE)
+    command = python("-m", "hpctrain.forecast.dry_run")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": without_launcher()}
     processes = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
 
@@ -97,7 +94,7 @@ def _processes(task: DryRunTask, ranks: int) -> Iterator[Sequence[Process]]:
         for one in processes:
             one.kill()
 
-    alarm = threading.Timer(DEADLINE, end)
+    alarm = threading.Timer(deadline, end)
     alarm.start()
     try:
         for one in processes:
@@ -156,9 +153,13 @@ class StepRunner:
     def __init__(self, facts: ModelFacts, task: DryRunTask) -> None:
         torch.set_num_threads(task.threads)
         self.model = real_copy(facts.model)
-        self.inputs, self.targets = (_filled(spec.of(task.samples, CPU)) for spec in (facts.inputs, facts.targets))
+        self.inputs, self.targets = (spec.of(task.samples, CPU) for spec in (facts.inputs, facts.targets))
+        for values in (self.inputs, self.targets):
+            if values.is_floating_point():  # class indices and tokens stay zero
+                values.normal_()
         self.objective = Objective(loss_named(task.settings.train.loss), task.dtype)
-        self.optimizer = _optimizer(self.model)
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
 
     def run_step(self) -> tuple[float, float]:
         """Run a step; return the seconds of its forward and of its backward pass."""
@@ -186,16 +187,6 @@ def main() -> None:
     print(READY, file=answer, flush=True)
     for _ in sys.stdin.buffer:
         print(json.dumps(runner.run_step()), file=answer, flush=True)
-
-
-def _filled(values: Tensor) -> Tensor:
-    """Fill floating-point values with small random numbers; class indices and tokens stay zero."""
-    return values.normal_() if values.is_floating_point() else values
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
-    trained = [one for one in model.parameters() if one.requires_grad]
-    return torch.optim.AdamW(trained, lr=0.0, fused=True) if trained else None
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.forecast.run import Group
+from hpctrain.parallel.objective import Compare, cross_entropy, loss_named
+from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
+from hpctrain.parallel.tensor.sharding import TensorSplit
 
 Record = Callable[[str, Tensor, Group], None]
 Allocate = Callable[[int, torch.dtype, int], Tensor]
@@ -65,7 +69,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.live
 
     def is_live(self, key: int) -> bool:
-        """Return whether the storage with this ``key`` is live."""
         return key in self._known
 
     def bytes_of(self, key: int) -> int:
@@ -138,7 +141,6 @@ class RecordingCommunicator:
         return self._allocate(numel, dtype, self.local_size if self.shares_memory else 1)
 
     def has_space(self, nbytes: int) -> bool:
-        """Return True."""
         return True
 
     def split(self, color: int, key: int | None = None) -> RecordingCommunicator:
@@ -149,16 +151,13 @@ class RecordingCommunicator:
         return RecordingCommunicator(part, self._record, self._allocate)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Record a broadcast; return the tensor unchanged."""
         self._note("broadcast", tensor)
         return tensor
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
-        """Return this rank's share."""
         return out
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value unchanged."""
         return value
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -166,23 +165,19 @@ class RecordingCommunicator:
         return [value]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Record an all-reduce; return the tensor, or a completed handle."""
         self._note("all_reduce", tensor)
         return _CompletedWork() if async_op else tensor
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Record a reduce-scatter; return the output shard, or a completed handle."""
         self._note("reduce_scatter", tensor)
         return _CompletedWork() if async_op else out
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Record an all-gather; return the gathered tensor."""
         self._note("all_gather", out)
         return out
 
     @contextmanager
     def bucket(self) -> Iterator[RecordingCommunicator]:
-        """Return a bucket that reduces several tensors together."""
         yield self
 
     def _note(self, operation: str, tensor: Tensor) -> None:
@@ -214,6 +209,23 @@ class FakeCommunicator(RecordingCommunicator):
         return exclude(to_fake(blank))
 
 
+def split_tensors(
+    model: nn.Module, ranks: FakeCommunicator, patterns: tuple[str, ...], *, sequence: bool
+) -> TensorSplit:
+    """Split a model, in place, over the ranks of a tensor group; raises ``UsageError`` if that is not possible."""
+    plan = plan_of(model, patterns)
+    check(choose(model, plan), ranks.size)
+    return apply(model, cast(Communicator, ranks), plan, sequence=sequence)
+
+
+def comparison(loss: str, split: TensorSplit | None) -> tuple[Compare, AbstractContextManager[None]]:
+    """Return the loss function, and the context in which outputs are computed: vocabulary-parallel where possible."""
+    compare = loss_named(loss)
+    if split is None or not split.has_head or compare is not cross_entropy:
+        return compare, nullcontext()
+    return split.cross_entropy, split.split_outputs()
+
+
 class _CompletedWork:
     def done(self) -> bool:
         return True
@@ -241,15 +253,13 @@ def fake_mode(device: str = "cpu") -> Iterator[None]:
     """Create fake tensors in the ``with`` block, which computes like ``device``; leave torch's generators unchanged."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        stack.enter_context(mode)
-        if device != "cpu":
-            stack.enter_context(_GpuAttention())
+    attention = nullcontext() if device == "cpu" else _GpuAttention()
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode, attention:
         _MODES.append(mode)
-        stack.callback(_MODES.pop)
-        yield
+        try:
+            yield
+        finally:
+            _MODES.pop()
 
 
 def to_fake(tensor: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Peak memory of a run, per rank and per node, by category.
 
 Note: composition. Persistent memory exists from the second step on: parameters, states, buckets,
-windows (``persistent_memory``). Memory that is allocated and freed within a step is simulated layer
+windows. That of synchronous strategies is what the strategy owns in a simulation (``simulate``).
+Formulas describe what does not run there: asynchronous strategies, CPU offload, and the buffers
+between the stages of a pipeline. Memory that is allocated and freed within a step is simulated layer
 by layer (``pass_memory``), or action by action of a schedule. The peak is the largest event of that
 simulation, and the categories are those of that event. Memory that ranks of a node share is divided
 equally among them, so that the needs of ranks add up.
@@ -14,11 +16,18 @@ from dataclasses import dataclass, replace
 
 from torch.nn.modules.conv import _ConvNd
 
+from hpctrain.comm.shm.spsc_ring import RingHandle
 from hpctrain.forecast.pass_memory import MemoryEvent, PassMemory
-from hpctrain.forecast.persistent_memory import MemoryItem, memory_items
 from hpctrain.forecast.rank import RankModel, rank_models
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import PlannedRun, group_of
+from hpctrain.forecast.simulate import GroupBytes, MemoryItem
+from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES, is_asynchronous
+from hpctrain.parallel.fsdp.setup import IN_FLIGHT, ON_DEVICE
+from hpctrain.parallel.offload.gradients import STAGING_BUFFERS
+from hpctrain.parallel.offload.memory import CHUNK
+from hpctrain.parallel.pipeline.channels import ACTIVATIONS, EXTRA_SLOTS, GRADIENTS, peak_messages
 from hpctrain.parallel.pipeline.schedules import ActionKind
+from hpctrain.train.optimizer import state_per_element
 
 # Memory events of one step of a rank, in addition to its persistent memory --------------------------------------------
 
@@ -30,7 +39,7 @@ def memory_events(run: PlannedRun, model: RankModel) -> list[MemoryEvent]:
     else:
         (number,) = model.chunks
         found = _pass_events(run, model, model.chunk(number))
-    remaining = model.gradient_bytes if model.keeps_gradients else 0
+    remaining = model.gradient_bytes if model.strategy.keeps_gradients else 0
     return [*found, MemoryEvent("update", 0, remaining)]
 
 
@@ -38,7 +47,7 @@ def _pass_events(run: PlannedRun, model: RankModel, passes: PassMemory) -> list[
     """Return the memory events of a step's passes without a pipeline; with accumulation there are several passes."""
     whole = model.gradient_bytes
     several = run.settings.train.accumulate > 1
-    if model.keeps_gradients:
+    if model.strategy.keeps_gradients:
         again = _with_gradients(passes.backward_in_place, whole) if several else []
         return passes.forward + passes.backward + (again + _with_gradients(passes.forward, whole) if several else [])
     reduces_each = bool(model.strategy.groups) and run.parallel.reduces_early
@@ -49,9 +58,6 @@ def _pass_events(run: PlannedRun, model: RankModel, passes: PassMemory) -> list[
 
 def _with_gradients(events: Iterable[MemoryEvent], gradients: int) -> list[MemoryEvent]:
     return [replace(one, gradients=gradients) for one in events]
-
-
-# Pipelines ------------------------------------------------------------------------------------------------------------
 
 
 def _pipeline_events(run: PlannedRun, model: RankModel) -> list[MemoryEvent]:
@@ -65,8 +71,7 @@ def _pipeline_events(run: PlannedRun, model: RankModel) -> list[MemoryEvent]:
 
 def _gathered(run: PlannedRun, model: RankModel) -> int:
     """Return the bytes of parameters that are gathered for a step, or stashed in several versions (pipedream)."""
-    found = model.strategy.forward.values() if model.is_synchronous else ()
-    gathered = max((one.unsharded for one in found), default=0)
+    gathered = max((one.unsharded for one in model.strategy.forward.values()), default=0)
     schedule = run.schedule
     assert schedule is not None
     live = schedule.live(model.stage)
@@ -90,29 +95,149 @@ def _simulate_schedule(
         passes, input_bytes = chunks[action.chunk], model.input_bytes(action.chunk)
         present = sum(gradients.values())
         if action.kind is ActionKind.FORWARD:
-            events, change = passes.forward, passes.saved + input_bytes
+            events, base, change = passes.forward, live, passes.saved + input_bytes
         elif action.kind is ActionKind.WEIGHT:
-            events, change = passes.weight_grads, -passes.deferred
+            events, base, change = passes.weight_grads, live, -passes.deferred
         else:
             new = action.chunk not in gradients
-            events = [
-                _without_saved(one, passes.saved) for one in (passes.backward if new else passes.backward_in_place)
-            ]
+            events = passes.backward if new else passes.backward_in_place
+            base = live - passes.saved  # which the events contain, too
             change = -passes.saved - input_bytes + (passes.deferred if action.kind is ActionKind.INPUT else 0)
-        found += [_added_to(one, live, present, str(action)) for one in events]
+        found += [replace(one, activations=one.activations + base, gradients=one.gradients + present) for one in events]
         if action.kind is not ActionKind.FORWARD:
             gradients[action.chunk] = model.chunk_gradients(action.chunk)
         live += change
     return found, gradients
 
 
-def _without_saved(event: MemoryEvent, saved: int) -> MemoryEvent:
-    """Subtract the activations that the forward pass saves, which are already part of the live bytes."""
-    return replace(event, activations=event.activations - saved)
+# Persistent memory of a rank: the allocations that exist from the second step on --------------------------------------
 
 
-def _added_to(event: MemoryEvent, live: int, gradients: int, when: str) -> MemoryEvent:
-    return replace(event, activations=event.activations + live, gradients=event.gradients + gradients)
+def memory_items(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
+    """Return all persistent allocations of a rank."""
+    train, facts = run.settings.train, run.facts
+    batch = (facts.inputs.nbytes + facts.targets.nbytes) * run.samples * train.accumulate
+    found = [MemoryItem("buffers", batch), MemoryItem("buffers", model.local.reduction_bytes, on_host=True)]
+    if run.offload.any_update or run.parallel.data in PER_WORKER_UPDATES:
+        found.append(MemoryItem("buffers", model.buffer_bytes))
+        found += _offloaded(run, model) if run.offload.any_update else _asynchronous(run, model)
+    else:
+        found += model.strategy.owned
+        found.append(MemoryItem("optimizer states", _states(run, model.strategy.trained_bytes)))
+    found += _offloaded_activations(run, model)
+    return found + (_stage_buffers(run, model) if run.parallel.pipe > 1 else [])
+
+
+def _states(run: PlannedRun, nbytes: int) -> int:
+    """Return the bytes of optimizer state for ``nbytes`` bytes of parameters."""
+    return int(state_per_element(run.settings.optimizer) * nbytes)
+
+
+def _asynchronous(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
+    """Return the allocations of a worker that exchanges parameters instead of gradients (asynchronous strategies)."""
+    trained, data = sum(one.nbytes for one in model.trained), run.parallel.data
+    parameters = MemoryItem("parameters", model.parameter_bytes)
+    states = MemoryItem("optimizer states", _states(run, trained))
+    if data == "hogwild":  # shared copy of the node; on a GPU, or with several nodes, each worker also has its own copy
+        shared = run.device == "cpu" and run.nodes == 1
+        copy = MemoryItem("parameters", trained, on_host=True, shared_by=run.ranks_on_node)
+        return [copy, MemoryItem("parameters", model.parameter_bytes - trained) if shared else parameters, states]
+    if data == "server":  # flat gradients, and the window to average them; a parameter shard, and its states
+        owners = run.settings.asynchronous.ranks or run.ranks
+        vectors = [MemoryItem("gradients", trained, on_host=True), MemoryItem("buffers", trained, on_host=True)]
+        shard = [MemoryItem("parameters", trained // owners, on_host=True)]
+        states = MemoryItem("optimizer states", _states(run, trained // owners), on_host=True)
+        return [parameters, *vectors, *shard, states]
+    if not is_asynchronous(run.settings.asynchronous, run.parallel):  # the EASGD centre, and the window of the sum
+        return [parameters, states, *[MemoryItem("buffers", trained, on_host=True)] * 2]
+    return [parameters, states, MemoryItem("buffers", trained // run.ranks, on_host=True)]  # a shard of the centre
+
+
+def _offloaded(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
+    """Return the allocations of a rank with CPU offload.
+
+    Master weights, gradients and optimizer states live in host memory, except for the fraction that
+    stays on the device.
+    """
+    groups, offload = model.strategy.groups, run.offload
+    largest = max(one.shard for one in groups if one.trained)
+    trained, frozen = (sum(one.shard for one in groups if one.trained is kind) for kind in (True, False))
+    narrow = sum(one.narrow_shard for one in groups)
+    shared_copy = run.device == "cpu" and model.data.shares_memory
+    on_demand = run.parallel.data == "fsdp" and not shared_copy
+    on_device = int(max(offload.device_fraction, 0.0) * trained)
+    moved = trained - on_device
+    mixed = run.parallel.mixed_precision != "none"
+    keeps_parameters = on_demand and not offload.parameters
+    host_parameters = 0 if offload.disk else moved + (frozen if offload.parameters else 0)
+    accumulates = run.settings.train.accumulate > 1 and run.parallel.reduces_early
+    on_host = [
+        MemoryItem("parameters", host_parameters, on_host=True),
+        MemoryItem("gradients", moved * (2 if offload.delayed else 1), on_host=True),
+        MemoryItem("buffers", narrow if mixed or offload.delayed and offload.parameters else 0, on_host=True),
+        MemoryItem("buffers", STAGING_BUFFERS * largest if accumulates else 0, on_host=True),
+    ]
+    found = [
+        *on_host,
+        _slack(run, sum(one.nbytes for one in on_host)),
+        MemoryItem("optimizer states", 0 if offload.disk else _states(run, moved), on_host=True),
+        MemoryItem("parameters", narrow if keeps_parameters else 0),
+        MemoryItem("parameters", on_device if on_demand or mixed else 0),
+        MemoryItem("optimizer states", _states(run, on_device)),
+        MemoryItem("gradients", on_device),
+        MemoryItem("buffers", STAGING_BUFFERS * min(int(offload.piece_mib * 2**20), largest)),
+        MemoryItem("buffers", _gradient_buffers(run, groups)),
+    ]
+    if not on_demand:
+        found.append(
+            MemoryItem("parameters", sum(one.whole for one in groups), shared_by=model.data.local if shared_copy else 1)
+        )
+    return found
+
+
+def _gradient_buffers(run: PlannedRun, groups: Sequence[GroupBytes]) -> int:
+    """Return the bytes of the buffers for unsharded gradients, which hold a few groups at a time."""
+    sizes = sorted((one.whole for one in groups if one.trained), reverse=True)
+    few = max(sizes[0], IN_FLIGHT * int(run.parallel.bucket_mib * 2**20))
+    return min(few, sum(sizes)) if run.device == "cpu" else sum(sizes[:ON_DEVICE])
+
+
+def _offloaded_activations(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
+    """Return the activations that are offloaded to the host."""
+    live = run.schedule.live(model.stage) if run.schedule is not None else 1
+    offloaded = live * sum(model.chunk(number).offloaded for number in model.chunks)
+    return [MemoryItem("activations", offloaded, on_host=True), _slack(run, offloaded)]
+
+
+def _slack(run: PlannedRun, nbytes: int) -> MemoryItem:
+    """Return the unused rest of the host's pinned memory, which is allocated in chunks."""
+    return MemoryItem("buffers", 0 if run.device == "cpu" else -nbytes % CHUNK, on_host=True)
+
+
+def _stage_buffers(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
+    """Return the buffers between a stage and its neighbours; ranks that share a buffer count half each."""
+    schedule = run.schedule
+    assert schedule is not None
+    rank = model.stage * run.shape.stride("pipe")
+    ranks, shares_memory = run.shape.line("pipe", rank), group_of(run, "pipe", rank).shares_memory
+    found = []
+    for chunk, cut in enumerate(model.cuts[:-1]):
+        parcel = model.local.layers[cut.stop - 1].outputs  # what the chunk passes to the next
+        sender, receiver = schedule.rank_of(chunk), schedule.rank_of(chunk + 1)
+        if model.stage not in (sender, receiver):
+            continue
+        directions = (
+            (sender, receiver, peak_messages(schedule, chunk + 1, *ACTIVATIONS) + EXTRA_SLOTS, parcel.nbytes),
+            (receiver, sender, peak_messages(schedule, chunk, *GRADIENTS) + EXTRA_SLOTS, parcel.gradients().nbytes),
+        )
+        same_node = shares_memory and run.node_of(ranks[sender]) == run.node_of(ranks[receiver])
+        for source, target, count, nbytes in directions:
+            room = count * RingHandle(source, target, count, nbytes).slot_bytes
+            if same_node:
+                found.append(MemoryItem("buffers", room, on_host=True, shared_by=2))
+            elif model.stage == target:
+                found.append(MemoryItem("buffers", count * nbytes, on_host=True))
+    return found
 
 
 # Peak memory of a run, per rank and per node, by category -------------------------------------------------------------
@@ -147,12 +272,10 @@ class Need:
 
     @property
     def device_total(self) -> int:
-        """Return the bytes on the device."""
         return sum(self.device.values())
 
     @property
     def host_total(self) -> int:
-        """Return the bytes on the host."""
         return sum(self.host.values())
 
     @property

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from hpctrain.forecast.fake_tensors import MemoryTracker, storage_key, to_fake
+from hpctrain.parallel.objective import map_leaves, tensors_of
 from hpctrain.parallel.pipeline.split_backward import WeightGradStore
 
 Call = Callable[[Any], Any]
@@ -65,23 +64,23 @@ def measure(
 def _pass(
     call: Call, given: Any, parameters: Sequence[nn.Parameter], *, frees_grads: bool, split_backward: bool
 ) -> MeasuredLayer:
-    leaves = tree_map_only(Tensor, _leaf, given)
+    leaves = map_leaves(given, _leaf)
     tracker = MemoryTracker(fake=True)
-    tracker.ignore([*parameters, *tree_leaves(leaves)])
+    tracker.ignore([*parameters, *tensors_of(leaves)])
     store = WeightGradStore() if split_backward else None
-    hooks = [_free_after_accumulation(one) for one in parameters if frees_grads]
+    hooks = [one.register_post_accumulate_grad_hook(_free_grad) for one in parameters if frees_grads]
     with tracker:
-        non_leaves = tree_map_only(Tensor, _as_non_leaf, leaves)
+        non_leaves = map_leaves(leaves, _as_non_leaf)
         input_keys = _keys(non_leaves)
         start = tracker.start_peak()
         with _deferring(store):
             result = call(non_leaves)
         forward = tracker.peak - start
-        next_input, outputs = tree_map_only(Tensor, to_fake, result), set(_keys(result)) - set(input_keys)
+        next_input, outputs = map_leaves(result, to_fake), set(_keys(result)) - set(input_keys)
         del non_leaves
         after, output = tracker.live, sum(map(tracker.bytes_of, outputs))
         needed = sum(map(tracker.bytes_of, input_keys))
-        end = _end(*[one for one in tree_leaves(result) if one.requires_grad])
+        end = _end(*[one for one in tensors_of(result) if one.requires_grad])
         del result
         keeps = any(map(tracker.is_live, outputs))
         before = tracker.start_peak()
@@ -128,20 +127,15 @@ def _as_non_leaf(tensor: Tensor) -> Tensor:
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_floating_point()]
+    return [one for one in tensors_of(tree) if one.is_floating_point()]
 
 
 def _keys(tree: Any) -> list[int]:
-    return [storage_key(one) for one in tree_leaves(tree) if isinstance(one, Tensor)]
-
-
-def _free_after_accumulation(parameter: nn.Parameter) -> RemovableHandle:
-    """Register a hook that clears a parameter's gradient as soon as it is computed."""
-    register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-    return register(_free_grad)
+    return [storage_key(one) for one in tensors_of(tree)]
 
 
 def _free_grad(parameter: Tensor) -> None:
+    """Clear a parameter's gradient as soon as it is computed."""
     parameter.grad = None
 
 
@@ -150,13 +144,11 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        """Return a scalar."""
         ctx.specs = [(one.shape, one.dtype, one.device) for one in tensors]
         return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return gradients of the tensors' shapes."""
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.specs)
 
 
@@ -178,7 +170,6 @@ class MemoryEvent:
 
     @property
     def total(self) -> int:
-        """Return their sum."""
         return self.activations + self.gradients + self.gathered + self.temporary
 
 
@@ -234,6 +225,11 @@ def simulate_passes(
         live += step.memory.saved + step.memory.output
     if not keep_outputs and loss is None and not layers[-1].memory.keeps_output:
         live -= layers[-1].memory.output
+    weight_grads = [
+        MemoryEvent(f"weights of {step.name}", temporary=step.memory.weight_grads)
+        for step in layers
+        if step.memory.weight_grads  # computed from the values that are kept for them
+    ]
     return PassMemory(
         live,
         offloaded,
@@ -241,7 +237,7 @@ def simulate_passes(
         _backward(layers, live, output_saved, last if keep_outputs else -1, new_gradients=True),
         _backward(layers, live, output_saved, last if keep_outputs else -1, new_gradients=False),
         sum(step.memory.deferred for step in layers),
-        _weights(layers),
+        weight_grads,
     )
 
 
@@ -275,12 +271,3 @@ def _backward(
         if index and output_saved[index - 1] and not layers[index - 1].memory.keeps_output and index - 1 != last_output:
             live -= layers[index - 1].memory.output
     return events
-
-
-def _weights(layers: Sequence[SequenceLayer]) -> list[MemoryEvent]:
-    """Return the memory events of computing deferred weight gradients, from the values that are kept for them."""
-    return [
-        MemoryEvent(f"weights of {step.name}", 0, 0, 0, step.memory.weight_grads)
-        for step in layers
-        if step.memory.weight_grads
-    ]

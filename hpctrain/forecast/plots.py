@@ -9,8 +9,7 @@ from typing import Any
 from hpctrain.forecast.candidates import Configuration
 from hpctrain.forecast.memory import CATEGORIES
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.scaling import Curve, Point
-from hpctrain.forecast.time_step import StepTime
+from hpctrain.forecast.scaling import Curve
 from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
 from hpctrain.util.text import format_bytes, unit_of_bytes, without_math
 
@@ -113,23 +112,13 @@ def _draw_curve(rates: Any, shares: Any, curve: Curve, kind: str, chosen: int) -
     if not points:
         return
     ranks = [point.ranks for point in points]
-    throughput = [_rate(point, kind) for point in points]
+    throughput = [getattr(point, kind).samples_per_second for point in points]
     if kind == "weak":
         best = max(rate / count for rate, count in zip(throughput, ranks))
         ideal = [best * count for count in ranks]
         rates.plot(ranks, ideal, color=_IDEAL, linewidth=1.2, linestyle="--", label="ideal", zorder=1)
     rates.plot(ranks, throughput, color=colour, marker=marker, markersize=4.5, label=label)
     shares.plot(ranks, [curve.efficiency(point, kind) for point in points], color=colour, marker=marker, markersize=4.5)
-    _ring_around(rates, ranks, throughput, chosen, colour)
-
-
-def _ring_around(axis: Any, ranks: Sequence[int], values: Sequence[float], chosen: int, colour: str) -> None:
-    """Draw a ring around the planned run."""
-    if chosen in ranks:
-        at = ranks.index(chosen)
-        axis.plot([chosen], [values[at]], marker="o", markersize=11, markerfacecolor="none", color=colour)
-
-
-def _rate(point: Point, kind: str) -> float:
-    step: StepTime = getattr(point, kind)
-    return step.samples / step.seconds
+    if chosen in ranks:  # a ring around the planned run
+        at = throughput[ranks.index(chosen)]
+        rates.plot([chosen], [at], marker="o", markersize=11, markerfacecolor="none", color=colour)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.forecast.facts import ModelFacts
-from hpctrain.forecast.fake_tensors import FakeCommunicator, fake_copy, fake_mode, to_fake
+from hpctrain.forecast.fake_tensors import FakeCommunicator, comparison, fake_copy, fake_mode, split_tensors, to_fake
 from hpctrain.forecast.pass_memory import (
     LayerMemory,
     MeasuredLayer,
@@ -24,16 +20,13 @@ from hpctrain.forecast.pass_memory import (
     simulate_passes,
 )
 from hpctrain.forecast.recorder import Transient
-from hpctrain.forecast.run import AxisGroup, Group, PlannedRun, cuts_of, line_of
-from hpctrain.forecast.simulate import MOST_PASSES, HeldParameter, StrategyRecord, Task, simulate
-from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES
+from hpctrain.forecast.run import Group, ModelFacts, ParameterFacts, PlannedRun, cuts_of, group_of
+from hpctrain.forecast.simulate import MOST_PASSES, StrategyRecord, Task, simulate
 from hpctrain.parallel.config import SHARDED, ParallelSettings
-from hpctrain.parallel.objective import Compare, cross_entropy, loss_named
+from hpctrain.parallel.objective import tensors_of
 from hpctrain.parallel.pipeline.channels import MessageFormat
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.recompute import recompute
-from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
-from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.train.config import Settings
 
 
@@ -107,11 +100,12 @@ def local_model(facts: ModelFacts, config: PassSettings) -> LocalModel:
         if config.recompute:
             recompute(_recomputed(facts, modules, layer_modules, config))
         ranks = FakeCommunicator(config.tensor)
-        split = _split(model, ranks, config) if config.tensor > 1 else None
-        compare, outputs = _comparison(split, config)
+        split = split_tensors(model, ranks, config.tensor_plan, sequence=config.sequence) if config.tensor > 1 else None
+        compare, outputs = comparison(config.loss, split)
         with outputs:
             layers, last = _layers(facts, layer_modules, config)
-        loss = _loss(facts, last, compare, config)
+        targets = to_fake(facts.targets.of(config.samples))
+        loss = measure(lambda inputs: compare(inputs, targets), tensors_of(last)[0], []).memory
         return LocalModel(tuple(layers), loss, ranks.requested_bytes)
 
 
@@ -127,12 +121,6 @@ def _recomputed(
     return units
 
 
-def _split(model: nn.Module, ranks: FakeCommunicator, config: PassSettings) -> TensorSplit:
-    plan = plan_of(model, config.tensor_plan)
-    check(choose(model, plan), config.tensor)
-    return apply(model, cast(Communicator, ranks), plan, sequence=config.sequence)
-
-
 @lru_cache(maxsize=64)
 def split_counts(facts: ModelFacts, tensor: int, tensor_plan: tuple[str, ...], *, sequence: bool) -> dict[str, int]:
     """Return the number of elements of each parameter on a tensor rank; raises ``UsageError`` as ``local_model``."""
@@ -140,9 +128,7 @@ def split_counts(facts: ModelFacts, tensor: int, tensor_plan: tuple[str, ...], *
         return {one.name: one.numel for one in facts.parameters}
     with fake_mode():
         model = fake_copy(facts.model)
-        plan = plan_of(model, tensor_plan)
-        check(choose(model, plan), tensor)
-        apply(model, cast(Communicator, FakeCommunicator(tensor)), plan, sequence=sequence)
+        split_tensors(model, FakeCommunicator(tensor), tensor_plan, sequence=sequence)
         return {name: one.numel() for name, one in model.named_parameters()}
 
 
@@ -159,7 +145,7 @@ def _layers(
     skips: dict[str, Tensor] = {}
     layers = []
     for layer, module in zip(facts.layers, layer_modules):
-        key = layer.kind, MessageFormat.of(_tensors(inputs)).specs
+        key = layer.kind, MessageFormat.of(tensors_of(inputs)).specs
         if key not in done:
             done[key] = measure(
                 _layer_call(module, skips, config),
@@ -169,7 +155,7 @@ def _layers(
             )
         measured = done[key]
         inputs = measured.next_input
-        layers.append(LocalLayer(layer.name, measured.memory, MessageFormat.of(_tensors(inputs))))
+        layers.append(LocalLayer(layer.name, measured.memory, MessageFormat.of(tensors_of(inputs))))
     return layers, inputs
 
 
@@ -180,63 +166,38 @@ def _layer_call(module: nn.Module, skips: dict[str, Tensor], config: PassSetting
     def call(inputs: Any) -> Any:
         skips.clear()
         skips.update(before)
-        with carrying(skips), _autocast(config):
+        with carrying(skips), torch.autocast("cpu", torch.bfloat16, enabled=config.autocast):
             return module(inputs)
 
     return call
 
 
-def _autocast(config: PassSettings) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16) if config.autocast else nullcontext()
-
-
-def _comparison(split: TensorSplit | None, config: PassSettings) -> tuple[Compare, AbstractContextManager[None]]:
-    """Return the loss function, and the context in which outputs are computed: vocabulary-parallel where possible."""
-    compare = loss_named(config.loss)
-    if split is None or not split.has_head or compare is not cross_entropy:
-        return compare, nullcontext()
-    return split.cross_entropy, split.split_outputs()
-
-
-def _loss(facts: ModelFacts, outputs: Any, compare: Compare, config: PassSettings) -> LayerMemory:
-    """Measure the loss function."""
-    targets = to_fake(facts.targets.of(config.samples))
-    return measure(lambda inputs: compare(inputs, targets), _tensors(outputs)[0], []).memory
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
-
-
-# Part of a model that one rank has: its parameters, the record of its strategy, and the memory of its passes ----------
+# Strategy of the data axis, and the passes of a rank -----------------------------------------------------------------
 
 
 # Settings on which the strategy of the data axis depends
-_SETTINGS = (
-    *("shard_within", "prefetch", "mixed_precision", "accumulate", "bucket_mib", "compression", "broadcast_buffers"),
-)
+_SETTINGS = "shard_within prefetch mixed_precision accumulate bucket_mib compression broadcast_buffers".split()
 
 
 @dataclass(frozen=True, eq=False)
-class RankPart:
-    """Parameters of a rank of one stage, before they are sharded along the data axis."""
+class RankModel:
+    """Part of the model that a rank of one stage has, before it is sharded along the data axis."""
 
     run: PlannedRun
     stage: int
     cuts: tuple[range, ...]  # layers of all chunks of the whole model
     chunks: dict[int, range]  # layers of each of the rank's own chunks
-    parameters: tuple[HeldParameter, ...]  # in the model's order
+    parameters: tuple[ParameterFacts, ...]  # in the model's order
     buffers: tuple[int, ...]  # bytes of each
-    data: AxisGroup
+    data: Group
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Return the names of its layers."""
         return tuple(self.run.facts.layers[number].name for chunk in self.chunks.values() for number in chunk)
 
     def record(self, most_nodes: int | None = None) -> StrategyRecord:
         """Return the record of the strategy of the data axis; with at most ``most_nodes`` nodes in the group."""
-        run, group = self.run, self.data.group
+        run, group = self.run, self.data
         if most_nodes is not None and group.nodes > most_nodes and group.uniform:
             group = Group(group.local * most_nodes, most_nodes, group.local)
         offloaded, parallel = run.offload.any_update, run.parallel
@@ -264,31 +225,16 @@ class RankPart:
         layers = self.layers if facts.is_sequential else ()
         return tuple((name, name in units) for name in dict.fromkeys((*layers, *units)))
 
-
-@dataclass(frozen=True, eq=False)
-class RankModel(RankPart):
-    """Model part of a rank, with the memory of its passes."""
-
-    local: LocalModel
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Return whether the strategy can be run in a simulation, so that ``strategy`` exists."""
-        return self.run.parallel.data not in PER_WORKER_UPDATES
+    @cached_property
+    def local(self) -> LocalModel:
+        return local_model(self.run.facts, PassSettings.of(self.run.settings, self.run.microbatch, self.run.device))
 
     @cached_property
     def strategy(self) -> StrategyRecord:
-        """Return the record of its strategy."""
         return self.record()
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Return whether gradients stay in the tensors of autograd until the optimizer step."""
-        return not self.is_synchronous or self.strategy.keeps_gradients
-
-    @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of the model's buffers."""
         return sum(self.buffers)
 
     @property
@@ -297,8 +243,7 @@ class RankModel(RankPart):
         return sum(one.nbytes for one in self.parameters)
 
     @cached_property
-    def trained(self) -> list[HeldParameter]:
-        """Return the parameters that require gradients."""
+    def trained(self) -> list[ParameterFacts]:
         return [one for one in self.parameters if one.trained]
 
     @cached_property
@@ -306,7 +251,7 @@ class RankModel(RankPart):
         """Return the bytes of gradients as autograd creates them, by name."""
         narrow = self.run.parallel.mixed_precision == "bfloat16"
         return {
-            one.name: one.count * (2 if narrow and one.dtype is torch.float32 else one.dtype.itemsize)
+            one.name: one.numel * (2 if narrow and one.dtype is torch.float32 else one.dtype.itemsize)
             for one in self.trained
         }
 
@@ -320,33 +265,27 @@ class RankModel(RankPart):
         facts, parallel = self.run.facts, self.run.parallel
         last = self.chunks[number].stop == len(facts.layers)
         steps = [self._step(index) for index in self.chunks[number]]
-        return simulate_passes(
-            steps, self.local.loss if last else None, keep_outputs=parallel.pipe == 1 or not last, at_loss=self._at_loss
-        )
-
-    @property
-    def _at_loss(self) -> int:
-        return self.strategy.unsharded_at_loss if self.is_synchronous and self.run.parallel.pipe == 1 else 0
+        at_loss = self.strategy.unsharded_at_loss if parallel.pipe == 1 else 0
+        loss = self.local.loss if last else None
+        return simulate_passes(steps, loss, keep_outputs=parallel.pipe == 1 or not last, at_loss=at_loss)
 
     def input_bytes(self, number: int) -> int:
         """Return the bytes of a microbatch's input to a chunk if the input is copied to a device, else 0."""
-        return (
-            self.local.layers[self.cuts[number].start - 1].outputs.nbytes if self.run.device != "cpu" and number else 0
-        )
+        copied = self.run.device != "cpu" and number > 0
+        return self.local.layers[self.cuts[number].start - 1].outputs.nbytes if copied else 0
 
     def chunk_gradients(self, number: int) -> int:
-        """Return the bytes of a chunk's gradients."""
         names = {name for index in self.chunks[number] for name in self._gradients(index)}
         return sum(self.gradients[name] for name in names)
 
     def _gradients(self, index: int) -> dict[str, int]:
-        names = self.run.facts.layer_parameters[index].values()
+        names = self.run.facts.layer_parameters[index]
         return {name: self.gradients[name] for name in names if name in self.gradients}
 
     def _step(self, index: int) -> SequenceLayer:
         layer = self.local.layers[index]
         forward = backward = 0
-        if self.is_synchronous and self.run.parallel.pipe == 1:  # a pipeline gathers all of them for a step
+        if self.run.parallel.pipe == 1:  # a pipeline gathers all of them for a step
             forward, backward = (
                 self._transient(found, layer.name) for found in (self.strategy.forward, self.strategy.backward)
             )
@@ -365,13 +304,7 @@ class RankModel(RankPart):
 
 
 def rank_models(run: PlannedRun) -> list[RankModel]:
-    """Return the model part of one rank of each stage."""
-    local = local_model(run.facts, PassSettings.of(run.settings, run.microbatch, run.device))
-    return [RankModel(**vars(part), local=local) for part in rank_parts(run)]
-
-
-def rank_parts(run: PlannedRun) -> list[RankPart]:
-    """Return the parameters of one rank of each stage."""
+    """Return the model part of one rank of each stage; raises ``UsageError`` if the model cannot be split this way."""
     parallel = run.parallel
     counts = split_counts(run.facts, parallel.tensor, parallel.tensor_plan, sequence=parallel.sequence)
     cuts = cuts_of(run) if parallel.pipe > 1 else [range(len(run.facts.layers))]
@@ -379,21 +312,9 @@ def rank_parts(run: PlannedRun) -> list[RankPart]:
     for stage in range(parallel.pipe):
         chunks = {number: cut for number, cut in enumerate(cuts) if number % parallel.pipe == stage}
         layers = [number for cut in chunks.values() for number in cut]
-        data = line_of(run, "data", stage * run.shape.stride("pipe"))
-        parameters, buffers = _parameters(run, counts, layers)
-        found.append(RankPart(run, stage, tuple(cuts), chunks, parameters, buffers, data))
+        names = {name for index in layers for name in run.facts.layer_parameters[index]}
+        parameters = [replace(one, numel=counts[one.name]) for one in run.facts.parameters if one.name in names]
+        buffers = [buffer.nbytes for index in layers for buffer in run.facts.layers[index].module.buffers()]
+        data = group_of(run, "data", stage * run.shape.stride("pipe"))
+        found.append(RankModel(run, stage, tuple(cuts), chunks, tuple(parameters), tuple(buffers), data))
     return found
-
-
-def _parameters(
-    run: PlannedRun, counts: Mapping[str, int], layers: Sequence[int]
-) -> tuple[tuple[HeldParameter, ...], tuple[int, ...]]:
-    """Return the parameters of some layers, each once, and the bytes of their buffers."""
-    facts = run.facts
-    names = {name for index in layers for name in facts.layer_parameters[index].values()}
-    parameters = tuple(
-        HeldParameter(one.name, counts[one.name], one.dtype, one.trained)
-        for one in facts.parameters
-        if one.name in names
-    )
-    return parameters, tuple(buffer.nbytes for index in layers for buffer in facts.layers[index].module.buffers())

@@ -6,15 +6,15 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpctrain.forecast.run import Group
+from hpctrain.forecast.run import META, Group
 
-META = torch.device("meta")
 NEVER = 2.0  # more than a whole pass
 PASSES = ("forward", "backward")  # phases of a pass
 
@@ -66,7 +66,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = _KINDS.get(func) or _kind_of(func)
+        kind = _kind_of(func)
         if kind == "in place":
             return args[0]
         if kind == "out":
@@ -154,7 +154,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.progress += sum(one.nbytes for one in parameters if one is not None) / self._whole
 
     def communicate(self, operation: str, tensor: Tensor, group: Group) -> None:
-        """Record an operation of a communicator."""
         now = min(self.progress, 1.0)
         waits = self.phase == "forward" and operation != "all_gather"
         call = Call(operation, tensor.nbytes, group, self.phase, self.number, now, now if waits else NEVER)
@@ -163,24 +162,18 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._gathers[tensor.untyped_storage()._cdata] = call
 
     def allocate(self, numel: int, dtype: torch.dtype, shared_by: int) -> Tensor:
-        """Return memory of a communicator."""
         made = torch.empty(numel, dtype=dtype, device=META)
         self.of_communicator[made.untyped_storage()._cdata] = shared_by
         return made
 
 
-_KINDS: dict[Any, str] = {}  # of operators: how the recorder replaces them
-
-
+@cache
 def _kind_of(func: Any) -> str:
+    """Return how the recorder replaces an operator."""
     name, schema = func._overloadpacket.__name__, func._schema
-    special = {"_local_scalar_dense": "read", "linalg_vector_norm": "norm", "clone": "clone"}
-    kind = special.get(name, "other")
     if any(argument.name == "out" for argument in schema.arguments):
-        kind = "out"
-    elif schema.is_mutable and name.endswith("_"):
-        kind = "in place"
-    elif name in ("view", "slice"):
-        kind = "view"
-    _KINDS[func] = kind
-    return kind
+        return "out"
+    if schema.is_mutable and name.endswith("_"):
+        return "in place"
+    special = {"_local_scalar_dense": "read", "linalg_vector_norm": "norm", "clone": "clone"}
+    return "view" if name in ("view", "slice") else special.get(name, "other")

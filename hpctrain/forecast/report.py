@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import UsageError
 from hpctrain.forecast import scaling
 from hpctrain.forecast.candidates import Configuration
-from hpctrain.forecast.memory import CATEGORIES, Memory, Need
+from hpctrain.forecast.memory import CATEGORIES, TENSORS, Memory, Need
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.scaling import MARGIN, START, Curve, RunTime, run_time
 from hpctrain.forecast.time_forecasts import Forecasts
@@ -42,15 +41,9 @@ def rows_of(run: PlannedRun, memory: Memory) -> list[list[str]]:
     else:
         columns = {"GPU per rank": rank.device, "host per rank": rank.host, "host per node": node.host}
     rows = [["", *columns]]
-    of_cpus = ("allocator", "program") if run.device != "cpu" else ()
-    for category in CATEGORIES:
-        if category not in of_cpus:
-            rows.append(
-                [
-                    category,
-                    *(format_bytes(split[category], 2) if split[category] else "-" for split in columns.values()),
-                ]
-            )
+    for category in CATEGORIES if run.device == "cpu" else TENSORS:
+        cells = (format_bytes(split[category], 2) if split[category] else "-" for split in columns.values())
+        rows.append([category, *cells])
     return [*rows, ["at the peak", *(format_bytes(sum(split.values()), 2) for split in columns.values())]]
 
 
@@ -112,17 +105,6 @@ def _plain(need: Need) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ForecastOption:
-    """Configuration to compare, and its need in bytes of its scarcest memory limit; 0 where the limit is unknown."""
-
-    name: str
-    fits: bool
-    run: PlannedRun
-    needs: float = 0.0
-    limit: float = 0.0
-
-
-@dataclass(frozen=True)
 class Advice:
     """Recommended configuration (None if none fits), the reason in one sentence, and the step time of all that fit."""
 
@@ -144,10 +126,10 @@ class TimeReport:
     spread: tuple[float, float] = (1.0, 1.0)  # range of the step time, as multiples of the forecast
 
     def lines(self) -> list[str]:
-        """Return the report as text."""
         advised = [f"recommended: {self.advice.reason}"] if self.advice is not None else []
         table = scaling.lines(self.curve)
-        return [*self._step_lines(), *advised, "", *self._run_lines(), "", *table, "", *self._assumed()]
+        assumed = ["assumed", *(f"  {one}" for one in self.assumptions)]
+        return [*self._step_lines(), *advised, "", *self._run_lines(), "", *table, "", *assumed]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -167,7 +149,7 @@ class TimeReport:
 
     def _step_lines(self) -> list[str]:
         step = self.step
-        rates = [f"{format_number(step.samples / step.seconds)} samples/s"]
+        rates = [f"{format_number(step.samples_per_second)} samples/s"]
         rates += [f"{format_number(step.tokens / step.seconds)} tokens/s"] if step.tokens else []
         rates.append(f"{step.flops_a_rank * step.ranks / 1e12:.3g} TFLOP/s")
         if step.share_of_peak is not None:
@@ -191,13 +173,8 @@ class TimeReport:
             f"walltime to request: {whole.walltime} (with a margin of {MARGIN - 1:.0%}, rounded up)",
         ]
 
-    def _assumed(self) -> list[str]:
-        return ["assumed", *(f"  {one}" for one in self.assumptions)]
 
-
-def time_report(
-    run: PlannedRun, machine: str | None = None, others: Sequence[Configuration] = ()
-) -> TimeReport:
+def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[Configuration] = ()) -> TimeReport:
     """Return the time forecast of a run, on the machine of that name or, without a name, on this machine.
 
     ``others`` are the configurations to recommend one from. Raises ``UsageError`` if the machine is
@@ -212,55 +189,39 @@ def time_report(
         run_time(run, step, forecasts.machine),
         scaling.scale(run, forecasts),
         (*forecasts.assumptions(run), start),
-        recommend([as_option(one) for one in others], forecasts) if others else None,
+        recommend(others, forecasts) if others else None,
         forecasts.spread(),
     )
 
 
-def as_option(one: Configuration) -> ForecastOption:
-    """Return a configuration with its scarcest memory: that of a rank's device or that of a node."""
-    limits, rank, node = one.limits, one.memory.rank.device_total, one.memory.node.host_total
-    known = [(float(needs), float(most)) for needs, most in ((rank, limits.device), (node, limits.host)) if most]
-    needs, limit = max(known, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
-    return ForecastOption(one.name, one.fits, one.run, needs, limit)
-
-
-def recommend(options: Sequence[ForecastOption], forecasts: Forecasts | None = None) -> Advice:
-    """Return the fastest configuration that fits, and the reason; all configurations run the same model.
-
-    Raises ``UsageError`` if ``options`` is empty.
-    """
-    if not options:
-        raise UsageError("no configuration can be recommended", everywhere=True)
+def recommend(options: Sequence[Configuration], forecasts: Forecasts) -> Advice:
+    """Return the fastest configuration that fits, and the reason; all configurations run the same model."""
     fitting = [one for one in options if one.fits]
     if not fitting:
-        least = min(options, key=lambda one: one.needs)
-        more = (
-            f": {least.name} needs least, {format_bytes(least.needs, 2)} of {format_bytes(least.limit, 2)}"
-            if least.limit
-            else ""
-        )
+        least = min(options, key=lambda one: one.scarcest[0])
+        needs, limit = least.scarcest
+        more = f": {least.name} needs least, {format_bytes(needs, 2)} of {format_bytes(limit, 2)}" if limit else ""
         return Advice(None, f"none of {len(options)} fits{more}", {})
-    forecasts = forecasts or Forecasts(fitting[0].run)
     seconds = {one.name: forecasts.step(one.run).seconds for one in fitting}
     best = min(fitting, key=lambda one: seconds[one.name])
     return Advice(best.name, reason(best, options, seconds), seconds)
 
 
-def reason(best: ForecastOption, options: Sequence[ForecastOption], seconds: Mapping[str, float]) -> str:
+def reason(best: Configuration, options: Sequence[Configuration], seconds: Mapping[str, float]) -> str:
     """Return the reason for the best configuration: its need, the second best, and one that is too large."""
     others = [name for name in seconds if name != best.name]
-    if best.limit:
+    needs, limit = best.scarcest
+    if limit:
         rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"
-        text = f"{best.name} fits in {format_bytes(best.needs, 2)} of {format_bytes(best.limit, 2)} and {rank}"
+        text = f"{best.name} fits in {format_bytes(needs, 2)} of {format_bytes(limit, 2)} and {rank}"
     else:
         text = f"{best.name} is the fastest of {len(seconds)}" if others else f"{best.name} is the only configuration"
     text += f": {format_seconds(seconds[best.name])} per step"
     if others:
         second = min(others, key=lambda name: seconds[name])
         text += f", {second} {format_seconds(seconds[second])}"
-    too_large = [one for one in options if not one.fits and one.limit]
+    too_large = [one for one in options if not one.fits and one.scarcest[1]]
     if too_large:
-        nearest = min(too_large, key=lambda one: one.needs)
-        text += f"; {nearest.name} would need {format_bytes(nearest.needs, 2)}"
+        nearest = min(too_large, key=lambda one: one.scarcest[0])
+        text += f"; {nearest.name} would need {format_bytes(nearest.scarcest[0], 2)}"
     return text

@@ -1,29 +1,205 @@
-"""Description of a planned run: settings, model and ranks, and its division into stages and nodes."""
+"""Description of a planned run: its model without memory, its settings and ranks, and its division into stages."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from math import prod
+from typing import Any, Literal
 
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from hpctrain.comm.mesh import Shape
-from hpctrain.comm.tuning.table import RankLayout
-from hpctrain.errors import UsageError
-from hpctrain.forecast.facts import ModelFacts
+from hpctrain.data.settings import open_dataset
+from hpctrain.errors import DataError, HpctrainError, SettingsError, UsageError
+from hpctrain.models.build import build
 from hpctrain.parallel.config import ParallelSettings, microbatches_for
+from hpctrain.parallel.fsdp.units import find_units
 from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.partition import balance, parse_partition
 from hpctrain.parallel.pipeline.schedules import Schedule, make
-from hpctrain.train.config import Settings
+from hpctrain.parallel.pipeline.skip import Join, Keep
+from hpctrain.settings import UserCodeError
+from hpctrain.train.config import Settings, check_sizes
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape (without the batch dimension) and dtype of one sample."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def of(self, samples: int, device: torch.device | str = META) -> Tensor:
+        """Return a tensor of zeros for ``samples`` samples."""
+        return torch.zeros(samples, *self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """Elements and dtype of one parameter of a model, or of the part of it that a rank has."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    trained: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFacts:
+    """Layer of a sequential model; layers of the same ``kind`` differ only in their names and values.
+
+    A model that is not sequential is a single layer.
+    """
+
+    name: str
+    module: nn.Module  # on the meta device
+    kind: int
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """Description of a model; ``not_sequential`` is the reason why it cannot be partitioned into stages, else empty."""
+
+    name: str
+    model: nn.Module  # on the meta device
+    parameters: tuple[ParameterFacts, ...]  # each once, under its first name
+    layers: tuple[LayerFacts, ...]
+    inputs: Spec
+    targets: Spec
+    not_sequential: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(one.numel for one in self.parameters)
+
+    @lru_cache(maxsize=64)  # noqa: B019 (few models exist)
+    def unit_of(self, patterns: tuple[str, ...]) -> dict[str, str]:
+        """Return the name of the unit of each parameter if units are chosen by these patterns."""
+        return {name: unit.name for unit in find_units(self.model, patterns) for name, _ in unit.parameters}
+
+    @cached_property
+    def layer_parameters(self) -> tuple[list[str], ...]:
+        """Return the names in the model of the parameters that each layer uses."""
+        names = {id(one): name for name, one in self.model.named_parameters()}
+        return tuple([names[id(one)] for one in layer.module.parameters()] for layer in self.layers)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Return whether the model is sequential, so that it can be partitioned between its layers."""
+        return not self.not_sequential
+
+
+def facts_of(settings: Settings) -> ModelFacts:
+    """Return the description of the model that the settings select.
+
+    If the token files do not exist yet, the vocabulary size comes from the settings; a model of
+    arrays needs its data. Raises ``SettingsError`` and ``DataError``.
+    """
+    sample, known, notes = _data(settings)
+    model = _on_meta(settings, known)
+    return describe(model, settings.model.factory or settings.model.name, *sample, notes=tuple(notes))
+
+
+def describe(model: nn.Module, name: str, inputs: Spec, targets: Spec, *, notes: tuple[str, ...] = ()) -> ModelFacts:
+    """Return the description of a model on the meta device."""
+    try:
+        named = [(layer.name, layer.module) for layer in find_layers(model)]
+        why = ""
+    except UsageError as error:
+        named, why = [("model", model)], str(error)
+    kinds: dict[Any, int] = {}
+    layers = tuple(
+        LayerFacts(local_name, module, kinds.setdefault(_kind(module, local_name), len(kinds)))
+        for local_name, module in named
+    )
+    parameters = tuple(
+        ParameterFacts(local_name, one.numel(), one.dtype, one.requires_grad)
+        for local_name, one in model.named_parameters()
+    )
+    return ModelFacts(name, model, parameters, layers, inputs, targets, why, notes)
+
+
+def _kind(module: nn.Module, name: str) -> Any:
+    """Return a key that is equal for layers with the same computation.
+
+    A layer that stores or joins skip tensors gets its name as a key, so that it equals no other
+    layer.
+    """
+    modules = list(module.modules())
+    if any(isinstance(one, (Keep, Join)) for one in modules):
+        return name
+    tensors = [
+        (local_name, tuple(one.shape), one.dtype, one.requires_grad) for local_name, one in module.named_parameters()
+    ]
+    tensors += [(local_name, tuple(one.shape), one.dtype, False) for local_name, one in module.named_buffers()]
+    plain = [
+        tuple((key, value) for key, value in vars(one).items() if isinstance(value, (bool, int, float, str)))
+        for one in modules
+    ]
+    return repr(module), tuple(map(type, modules)), tuple(tensors), tuple(plain)
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+def _data(settings: Settings) -> tuple[tuple[Spec, Spec], Mapping[str, Any], list[str]]:
+    """Return the specs of a sample, the facts that the data provide about the model, and the assumptions made."""
+    window = settings.model.window
+    try:
+        dataset = open_dataset(settings.data, "train", window)
+    except (SettingsError, DataError) as error:
+        if settings.data.format != "tokens" or window is None:
+            raise
+        tokens = Spec((window,), torch.int64)
+        why = f"the data cannot be read ({error})" if settings.data.files else "no data are named"
+        vocabulary = "the vocabulary is the model's own" if settings.model.gpt_name else "tokens are the inputs"
+        return (tokens, tokens), {}, [f"{why}: {vocabulary}"]
+    inputs, targets = (Spec(tuple(batch.shape[1:]), batch.dtype) for batch in dataset.batch(np.arange(1)))
+    return (inputs, targets), dataset.facts, []
+
+
+def _on_meta(settings: Settings, known: Mapping[str, Any]) -> nn.Module:
+    """Build the model on the meta device; if the factory does not support that, build it once in memory."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with META:
+                return build(settings.model, **known)
+        except UserCodeError:
+            pass  # the factory may need values
+        try:
+            return build(settings.model, **known).to(META)
+        except UserCodeError as error:
+            raise SettingsError(str(error)) from error
+        except HpctrainError:
+            raise
+        except Exception as error:
+            raise SettingsError(f"model.factory {settings.model.factory}: {type(error).__name__}: {error}") from error
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Group:
-    """Placement of the ranks of a group: their number, the number of nodes, and the number on the fullest node."""
+    """Placement of the ranks of a group: their number, the number of nodes, and the number on the rank's own node."""
 
     size: int
     nodes: int
@@ -31,56 +207,15 @@ class Group:
     uniform: bool = True  # equally many ranks on each node
 
     @property
-    def layout(self) -> RankLayout:
-        """Return the layout that a calibration stores it under."""
-        return RankLayout(self.size, self.nodes, self.local)
-
-    @property
     def shares_memory(self) -> bool:
-        """Return whether ranks of the group share memory."""
         return self.uniform and self.local > 1
 
 
-def group_of(shape: Shape, axis: str, ranks_per_node: int) -> Group:
-    """Return the placement of the first group along an axis; nodes are filled one after the other."""
-    stride = shape.stride(axis)
-    nodes: dict[int, int] = {}
-    for index in range(shape.length(axis)):
-        node = index * stride // ranks_per_node
-        nodes[node] = nodes.get(node, 0) + 1
-    return Group(shape.length(axis), len(nodes), max(nodes.values()), len(set(nodes.values())) == 1)
-
-
-@dataclass(frozen=True)
-class AxisGroup:
-    """Group of ranks along a mesh axis through one rank, and its placement on nodes."""
-
-    ranks: tuple[int, ...]
-    on_node: int  # ranks of the group on the rank's own node
-    nodes: int
-    uniform: bool  # equally many on each node
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return len(self.ranks)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Return whether ranks of the group share memory."""
-        return self.uniform and self.size > self.nodes
-
-    @property
-    def group(self) -> Group:
-        """Return its placement."""
-        return Group(self.size, self.nodes, self.on_node, self.uniform)
-
-
-def line_of(run: PlannedRun, axis: str, rank: int) -> AxisGroup:
-    """Return the group of ranks along a mesh axis through a rank."""
+def group_of(run: PlannedRun, axis: str, rank: int = 0) -> Group:
+    """Return the placement of the group along a mesh axis through a rank."""
     ranks = run.shape.line(axis, rank)
     counts = Counter(map(run.node_of, ranks))
-    return AxisGroup(tuple(ranks), counts[run.node_of(rank)], len(counts), len(set(counts.values())) == 1)
+    return Group(len(ranks), len(counts), counts[run.node_of(rank)], len(set(counts.values())) == 1)
 
 
 def cuts_of(run: PlannedRun) -> list[range]:
@@ -104,9 +239,6 @@ def _cut(facts: ModelFacts, count: int, partition: str, samples: int) -> list[ra
     return balance(layers, count, "compute" if how == "time" else how, example)
 
 
-# Description of a planned run: settings, model and ranks --------------------------------------------------------------
-
-
 Device = Literal["cpu", "cuda"]
 
 
@@ -126,22 +258,19 @@ class PlannedRun:
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1:
             raise UsageError(f"{self.ranks} ranks, {self.ranks_per_node} per node: there must be at least 1 of each")
-        check_run(self.settings, self.ranks)
+        check_sizes(self.settings, self.ranks)
 
     @property
     def parallel(self) -> ParallelSettings:
-        """Return the settings of parallelism."""
         return self.settings.parallel
 
     @property
     def offload(self) -> OffloadSettings:
-        """Return the settings of CPU offload."""
         return self.settings.offload
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the mesh of the ranks."""
-        return check_run(self.settings, self.ranks)
+        return check_sizes(self.settings, self.ranks)
 
     @property
     def nodes(self) -> int:
@@ -170,7 +299,6 @@ class PlannedRun:
 
     @property
     def microbatch(self) -> int:
-        """Return the number of samples of a microbatch."""
         return self.samples // self.microbatches
 
     @cached_property
@@ -180,10 +308,3 @@ class PlannedRun:
             return None
         parallel = self.parallel
         return make(parallel.schedule, parallel.pipe, self.microbatches, parallel.chunks_a_rank)
-
-
-def check_run(settings: Settings, ranks: int) -> Shape:
-    """Return the mesh if ranks, batch and microbatches fit together; otherwise raise an error."""
-    from hpctrain.train.config import check_sizes
-
-    return check_sizes(settings, ranks)

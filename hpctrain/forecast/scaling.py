@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -116,41 +115,37 @@ class Curve:
         return _rate_each(point, kind) / best
 
     def as_dict(self) -> list[dict[str, object]]:
-        """Return the curve as plain values."""
         return [
-            {
-                "ranks": point.ranks,
-                **{
-                    kind: (
-                        {
-                            "seconds": step.seconds,
-                            "samples": step.samples,
-                            "samples_per_second": step.samples / step.seconds,
-                            "efficiency": self.efficiency(point, kind),
-                        }
-                        if (step := getattr(point, kind)) is not None
-                        else None
-                    )
-                    for kind in ("strong", "weak")
-                },
-            }
+            {"ranks": point.ranks, **{kind: self._entry(point, kind) for kind in ("strong", "weak")}}
             for point in self.points
         ]
+
+    def _entry(self, point: Point, kind: str) -> dict[str, object] | None:
+        step: StepTime | None = getattr(point, kind)
+        if step is None:
+            return None
+        return {
+            "seconds": step.seconds,
+            "samples": step.samples,
+            "samples_per_second": step.samples_per_second,
+            "efficiency": self.efficiency(point, kind),
+        }
 
 
 def _rate_each(point: Point, kind: str) -> float:
     """Return the samples per second of each GPU or core."""
     step: StepTime = getattr(point, kind)
-    return step.samples / step.seconds / point.busy
+    return step.samples_per_second / point.busy
 
 
-def scale(run: PlannedRun, forecasts: Forecasts, largest: int = LARGEST) -> Curve:
+def scale(run: PlannedRun, forecasts: Forecasts) -> Curve:
     """Return the scaling curve of a run: powers of two times one replica's ranks, and the run's own number of ranks."""
-    counts = counts_for(run, largest)
-    points = [
-        Point(count, busy(run, count, forecasts.machine), _strong(run, count, forecasts), _weak(run, count, forecasts))
-        for count in counts
-    ]
+    replica, train = run.parallel.pipe * run.parallel.tensor, run.settings.train
+    points = []
+    for count in counts_for(run, LARGEST):
+        strong, weak = train.batch, run.samples * train.accumulate * (count // replica)
+        steps = [_step(run, count, batch, forecasts) for batch in (strong, weak)]
+        points.append(Point(count, busy(run, count, forecasts.machine), *steps))
     return Curve(tuple(points))
 
 
@@ -179,16 +174,6 @@ def counts_for(run: PlannedRun, largest: int) -> list[int]:
     return sorted(count for count in found if count)
 
 
-def _strong(run: PlannedRun, ranks: int, forecasts: Forecasts) -> StepTime | None:
-    return _step(run, ranks, run.settings.train.batch, forecasts)
-
-
-def _weak(run: PlannedRun, ranks: int, forecasts: Forecasts) -> StepTime | None:
-    replicas = ranks // (run.parallel.pipe * run.parallel.tensor)
-    each = run.samples * run.settings.train.accumulate
-    return _step(run, ranks, each * replicas, forecasts)
-
-
 def _step(run: PlannedRun, ranks: int, batch: int, forecasts: Forecasts) -> StepTime | None:
     settings = replace(run.settings, train=replace(run.settings.train, batch=batch))
     try:
@@ -197,12 +182,10 @@ def _step(run: PlannedRun, ranks: int, batch: int, forecasts: Forecasts) -> Step
         return None
 
 
-def lines(curve: Curve, wanted: Sequence[int] = ()) -> list[str]:
-    """Return the curve as a text table, optionally only for the ``wanted`` numbers of ranks."""
+def lines(curve: Curve) -> list[str]:
     rows = [["ranks", "step", "samples/s", "efficiency", "step", "samples/s", "efficiency"]]
     for point in curve.points:
-        if not wanted or point.ranks in wanted:
-            rows.append([f"{point.ranks:,}", *_cells(curve, point, "strong"), *_cells(curve, point, "weak")])
+        rows.append([f"{point.ranks:,}", *_cells(curve, point, "strong"), *_cells(curve, point, "weak")])
     widths = [max(map(len, column)) for column in zip(*rows)]
     strong, weak = sum(widths[1:4]) + 4, sum(widths[4:]) + 4
     above = f"{'':{widths[0]}}  {'same batch':>{strong}}  {'same samples per rank':>{weak}}"
@@ -214,4 +197,4 @@ def _cells(curve: Curve, point: Point, kind: str) -> list[str]:
     share = curve.efficiency(point, kind)
     if step is None or share is None:
         return ["-", "-", "-"]
-    return [format_seconds(step.seconds), format_number(step.samples / step.seconds), f"{share:.0%}"]
+    return [format_seconds(step.seconds), format_number(step.samples_per_second), f"{share:.0%}"]

@@ -18,13 +18,14 @@ on the strategy, and equal layers run only once there.
 
 Not run this way are asynchronous strategies (threads that access remote memory), CPU offload (threads
 with native kernels) and messages of a pipeline (several ranks): formulas describe them, in
-``persistent_memory`` and ``time_communication``.
+``memory`` and ``time_communication``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -34,8 +35,9 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.forecast.fake_tensors import RecordingCommunicator
-from hpctrain.forecast.recorder import META, Call, StepRecorder, Transient
-from hpctrain.forecast.run import Group
+from hpctrain.forecast.recorder import Call, StepRecorder, Transient
+from hpctrain.forecast.run import META, Group, ParameterFacts
+from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.strategy import Strategy, SyncStrategy
@@ -46,25 +48,10 @@ MOST_PASSES = 3  # passes of a step that are run; those between the first and th
 
 
 @dataclass(frozen=True)
-class HeldParameter:
-    """Parameter of a rank before data-parallel sharding: ``count`` elements."""
-
-    name: str
-    count: int
-    dtype: torch.dtype
-    trained: bool
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size in bytes."""
-        return self.count * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class Task:
     """Model and strategy to simulate: the parameters, units and layers of the model, and the group of the rank."""
 
-    parameters: tuple[HeldParameter, ...]
+    parameters: tuple[ParameterFacts, ...]  # of the rank, before data-parallel sharding
     modules: tuple[tuple[str, bool], ...]  # names in the order of execution; whether each is a unit
     settings: ParallelSettings
     group: Group
@@ -100,13 +87,13 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Owned:
-    """Bytes that a rank keeps between two steps; ``shared_by`` ranks of its node share them."""
+class MemoryItem:
+    """Bytes of one category that a rank keeps between two steps; ``shared_by`` ranks of its node share them."""
 
     category: str
     nbytes: int
-    on_host: bool
-    shared_by: int
+    on_host: bool = False
+    shared_by: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,7 +111,7 @@ class StrategyRecord:
     """Record of a strategy's step."""
 
     calls: tuple[Call, ...]
-    owned: tuple[Owned, ...]
+    owned: tuple[MemoryItem, ...]
     forward: dict[str, Transient]  # by module
     backward: dict[str, Transient]
     unsharded_at_loss: int  # bytes of parameters that stay unsharded between the passes
@@ -182,7 +169,6 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return gradients of the parameters' shapes."""
         recorder: StepRecorder = ctx.layer.recorder
         recorder.begin_module(ctx.layer.name, ctx.parameters)
         with recorder.computing():
@@ -199,7 +185,7 @@ def _model_of(task: Task, recorder: StepRecorder) -> nn.Module:
         modules[name] = modules[parent]._modules[own] = (_Unit if is_unit else _Layer)(name, recorder)
     for one in task.parameters:
         parent, _, own = one.name.rpartition(".")
-        memory = torch.empty(one.count, dtype=one.dtype, device=META)
+        memory = torch.empty(one.numel, dtype=one.dtype, device=META)
         modules[parent]._parameters[own] = nn.Parameter(memory, requires_grad=one.trained)
     for index, count in enumerate(task.buffers):
         modules[""].register_buffer(f"buffer{index}", torch.empty(count, dtype=torch.uint8, device=META))
@@ -220,7 +206,7 @@ class _NoUpdate(torch.optim.SGD):
 def _simulate(task: Task) -> StrategyRecord:
     recorder = StepRecorder(sum(one.nbytes for one in task.parameters))
     divides = task.group.size > 1 or task.settings.mixed_precision != "none" or task.sharded
-    if not divides or not any(one.trained for one in task.parameters):
+    if task.settings.data in PER_WORKER_UPDATES or not divides or not any(one.trained for one in task.parameters):
         return _whole(task)
     with recorder:
         model = _model_of(task, recorder)
@@ -237,9 +223,9 @@ def _simulate(task: Task) -> StrategyRecord:
 
 
 def _whole(task: Task) -> StrategyRecord:
-    """Return the record of a rank that shares nothing: it runs the plain model."""
-    parameters = Owned("parameters", sum(one.nbytes for one in task.parameters), False, 1)
-    owned = (parameters, Owned("buffers", sum(task.buffers), False, 1))
+    """Return the record of a rank that runs the plain model, as it shares nothing, or works asynchronously."""
+    parameters = MemoryItem("parameters", sum(one.nbytes for one in task.parameters))
+    owned = (parameters, MemoryItem("buffers", sum(task.buffers)))
     trained = sum(one.nbytes for one in task.parameters if one.trained)
     return StrategyRecord((), owned, {}, {}, 0, (), trained, keeps_gradients=True)
 
@@ -254,7 +240,8 @@ def _run_step(task: Task, strategy: Strategy, optimizer: torch.optim.Optimizer, 
     for number in range(task.passes):
         syncs = number == task.passes - 1 or strategy.reduces_early and not task.in_parts
         recorder.begin("forward", number)
-        with nullcontext() if syncs else strategy.no_sync(), _parts(task, strategy, reduces=syncs):
+        parts = cast(SyncStrategy, strategy).deferred_reduction(reduces=syncs) if task.in_parts else nullcontext()
+        with nullcontext() if syncs else strategy.no_sync(), parts:
             with recorder.computing():
                 x = torch.empty(1, device=META)
             outputs = strategy.model(x)
@@ -270,10 +257,6 @@ def _run_step(task: Task, strategy: Strategy, optimizer: torch.optim.Optimizer, 
     return keys
 
 
-def _parts(task: Task, strategy: Strategy, *, reduces: bool) -> AbstractContextManager[None]:
-    return cast(SyncStrategy, strategy).deferred_reduction(reduces=reduces) if task.in_parts else nullcontext()
-
-
 def _record_of(task: Task, strategy: Strategy, recorder: StepRecorder, gradients: Sequence[int]) -> StrategyRecord:
     """Return the record of what a strategy owns between steps, and of what it did in the last one."""
     # On a GPU, gradients in the communicator's memory are copies of those on the device.
@@ -284,7 +267,7 @@ def _record_of(task: Task, strategy: Strategy, recorder: StepRecorder, gradients
     for key in list(recorder.live):
         category = "parameters" if key in parameters else "gradients" if key in in_place else "buffers"
         shared_by = recorder.of_communicator.get(key)
-        owned.append(Owned(category, recorder.nbytes(key), shared_by is not None, shared_by or 1))
+        owned.append(MemoryItem(category, recorder.nbytes(key), shared_by is not None, shared_by or 1))
     groups = tuple(
         GroupBytes(
             one.trained,
@@ -292,7 +275,7 @@ def _record_of(task: Task, strategy: Strategy, recorder: StepRecorder, gradients
             one.layout.slice_numel * one.shard_data.itemsize,
             one.layout.slice_numel * one.flat.itemsize,
         )
-        for one in getattr(strategy, "components", _NoGroups).groups
+        for one in (strategy.components.groups if isinstance(strategy, ShardedDataParallel) else ())
     )
     trained = sum(one.nbytes for one in strategy.model.parameters() if one.requires_grad)
     return StrategyRecord(
@@ -307,14 +290,9 @@ def _record_of(task: Task, strategy: Strategy, recorder: StepRecorder, gradients
     )
 
 
-class _NoGroups:
-    groups: tuple[()] = ()
-
-
-def _summed(owned: Sequence[Owned]) -> tuple[Owned, ...]:
+def _summed(owned: Sequence[MemoryItem]) -> tuple[MemoryItem, ...]:
     """Return the sums of what is alike."""
-    sums: dict[tuple[str, bool, int], int] = {}
+    sums: Counter[MemoryItem] = Counter()
     for one in owned:
-        key = one.category, one.on_host, one.shared_by
-        sums[key] = sums.get(key, 0) + one.nbytes
-    return tuple(Owned(category, nbytes, on_host, by) for (category, on_host, by), nbytes in sums.items())
+        sums[replace(one, nbytes=0)] += one.nbytes
+    return tuple(replace(kind, nbytes=nbytes) for kind, nbytes in sums.items())

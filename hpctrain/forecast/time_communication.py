@@ -52,7 +52,7 @@ class Network:
         return (self.machine.inter_node if crosses else self.machine.intra_node).seconds(nbytes)
 
     def _measured(self, operation: str, nbytes: float, group: Group) -> float | None:
-        found = self.calibrated.get(group.layout)
+        found = self.calibrated.get(RankLayout(group.size, group.nodes, group.local))
         key = operation, "window" if self.machine.shares_memory else "cuda", "carried"
         of_key = found.times.get("/".join(key)) if found else None
         if found is None or not of_key or operation == "all_gather" and self.machine.shares_memory:
@@ -93,13 +93,9 @@ def interpolate(known: Mapping[int, float], nbytes: float) -> float:
         return known[sizes[0]]
     if nbytes >= sizes[-1]:
         return known[sizes[-1]] * nbytes / sizes[-1]
-    low, high = _neighbours(sizes, nbytes)
+    low, high = next((low, high) for low, high in pairwise(sizes) if nbytes <= high)
     share = log(nbytes / low) / log(high / low)
     return exp((1 - share) * log(known[low]) + share * log(known[high]))
-
-
-def _neighbours(sizes: Sequence[int], nbytes: float) -> tuple[int, int]:
-    return next((low, high) for low, high in pairwise(sizes) if nbytes <= high)
 
 
 # Communication of the data axis in a step, and the part of it that overlaps with the passes ---------------------------
@@ -143,7 +139,7 @@ def exchange_of(
 
     ``calls`` are those of a simulated step of at most ``MOST_PASSES`` passes.
     """
-    data = group_of(run.shape, "data", run.ranks_per_node)
+    data = group_of(run, "data")
     if data.size == 1:
         return Exchange()
     if run.parallel.data in PER_WORKER_UPDATES:
@@ -206,7 +202,7 @@ def gradient_bytes(run: PlannedRun) -> int:
 
 def shard_ranks(run: PlannedRun) -> int:
     """Return the number of ranks that share one replica's optimizer states."""
-    data = group_of(run.shape, "data", run.ranks_per_node)
+    data = group_of(run, "data")
     if run.parallel.data not in SHARDED:
         return 1
     return data.local if run.parallel.shard_within == "node" and data.nodes > 1 else data.size

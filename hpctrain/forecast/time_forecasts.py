@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ import torch
 
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.forecast.dry_run import DryRunTimes, time_dry_run
-from hpctrain.forecast.machine import MachineRates, preset
-from hpctrain.forecast.machine_probe import probe, probe_gpu
+from hpctrain.forecast.machine import MachineRates, preset, probe, probe_gpu
 from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_layers import LayerFit, LayerTimer, dtype_of, one_thread, recomputed_layers, time_layers
 from hpctrain.forecast.time_step import Forecast, StepTime
@@ -25,15 +24,25 @@ ASSUMED_GPU = "A100"
 
 
 class Forecasts:
-    """Forecasts for runs that differ in their ranks and strategies, on one machine."""
+    """Forecasts for runs that differ in their ranks and strategies, on one machine.
 
-    def __init__(self, run: PlannedRun, name: str | None = None) -> None:
-        self.machine, self._here = machine_for(run, name)
+    ``here`` are the rates of this machine if they are known, ``dry_run`` times its passes.
+    """
+
+    def __init__(
+        self,
+        run: PlannedRun,
+        name: str | None = None,
+        *,
+        here: MachineRates | None = None,
+        dry_run: Callable[[PlannedRun, int, float], DryRunTimes | None] = time_dry_run,
+    ) -> None:
+        self.machine, self._here = machine_for(run, name) if here is None else (here, True)
         self.calibrated: Mapping[RankLayout, Measurement] = calibration() if self._here else {}
         self._first = run
         self._works: dict[Any, ModelWork] = {}
-        self._times: dict[Any, dict[int, LayerFit] | None] = {}
-        self._ratios: dict[Any, tuple[float, float]] = {}
+        self._measured: dict[Any, tuple[dict[int, LayerFit] | None, tuple[float, float]]] = {}
+        self._time_dry_run = dry_run
         self._dry_run: DryRunTimes | None = None
 
     def of(self, run: PlannedRun) -> Forecast:
@@ -44,15 +53,13 @@ class Forecasts:
         timer = LayerTimer(self.machine, whole, local, None, recomputed_layers(run.facts, run))
         if self._here and self.machine.kind == "cpu":
             key = dtype, run.settings.train.loss
-            if key not in self._times:
-                self._times[key] = self._time(whole, dtype)
-            timer = replace(timer, timed=self._times[key])
-            if timer.timed is not None:
-                timer = replace(timer, dry_run_ratio=self._dry_run_ratio(key, timer))
+            if key not in self._measured:
+                self._measured[key] = self._measure(timer, dtype)
+            timed, ratio = self._measured[key]
+            timer = replace(timer, timed=timed, dry_run_ratio=ratio)
         return Forecast(self.machine, timer, self.calibrated, self._first.ranks)
 
     def step(self, run: PlannedRun) -> StepTime:
-        """Return the time of a step of a run."""
         return self.of(run).step(run)
 
     def spread(self) -> tuple[float, float]:
@@ -88,20 +95,23 @@ class Forecasts:
             self._works[key] = count(run.facts, loss, dtype, parallel)
         return self._works[key]
 
-    def _dry_run_ratio(self, key: Any, timer: LayerTimer) -> tuple[float, float]:
-        """Return the dry run's times of both passes, relative to the sum of their layers; 1 without a dry run."""
-        if key not in self._ratios:
-            self._ratios[key] = (1.0, 1.0) if self.machine.busy else self._measure_ratio(timer)
-        return self._ratios[key]
-
-    def _measure_ratio(self, timer: LayerTimer) -> tuple[float, float]:
+    def _measure(
+        self, timer: LayerTimer, dtype: torch.dtype | None
+    ) -> tuple[dict[int, LayerFit] | None, tuple[float, float]]:
+        """Return the times of the layers here, and those of a dry run's passes relative to their sum; 1 without one."""
         run = self._first
-        whole = replace(timer, local=timer.whole, recomputed=frozenset())
+        loss, single = run.settings.train.loss, one_thread(self.machine)
+        timed = time_layers(run.facts, timer.whole, run.microbatch, single, loss, dtype)
+        if timed is None or self.machine.busy:
+            return timed, (1.0, 1.0)
+        whole = replace(timer, local=timer.whole, timed=timed, recomputed=frozenset())
         layers = whole.layers(run, Forecast(self.machine, whole).network(run))
         forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
-        one = time_dry_run(run, self.machine.rank_share(run.ranks_on_node).threads, forward + backward)
-        self._dry_run = one or self._dry_run
-        return (one.forward / forward, one.backward / backward) if one is not None else (1.0, 1.0)
+        one = self._time_dry_run(run, self.machine.rank_share(run.ranks_on_node).threads, forward + backward)
+        if one is None:
+            return timed, (1.0, 1.0)
+        self._dry_run = one
+        return timed, (one.forward / forward, one.backward / backward)
 
     def _passes_note(self, timer: LayerTimer) -> str:
         """Return as text how the times of the passes were obtained."""
@@ -114,10 +124,6 @@ class Forecasts:
             f"passes: made here by {processes} of {threads}, which took {forward:.2f} (forward) and {backward:.2f} "
             "(backward) of the sum of their layers"
         )
-
-    def _time(self, whole: ModelWork, dtype: torch.dtype | None) -> dict[int, LayerFit] | None:
-        run = self._first
-        return time_layers(run.facts, whole, run.microbatch, one_thread(self.machine), run.settings.train.loss, dtype)
 
 
 def machine_for(run: PlannedRun, name: str | None = None) -> tuple[MachineRates, bool]:

@@ -4,14 +4,14 @@ Rates of products and memory are those of large operators; the rates of a given 
 depend on their shapes. If the ranks will use processors like this one, one layer of each kind is
 therefore run on one thread, at two numbers of samples. Its times at other numbers lie on the line
 through both. Each layer is timed with caches in the state that they would have in a model, where
-other layers have run since its last run. For busy machines, see the note in ``machine_probe``.
+other layers have run since its last run. For busy machines, see the note in ``machine``.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.forecast.facts import ModelFacts
-from hpctrain.forecast.machine import MachineRates, RankShare
-from hpctrain.forecast.machine_probe import restored_threads
-from hpctrain.forecast.run import Group, PlannedRun, group_of
+from hpctrain.forecast.machine import MachineRates, RankShare, repeated, restored_threads
+from hpctrain.forecast.run import Group, ModelFacts, PlannedRun, group_of
 from hpctrain.forecast.time_communication import Network
-from hpctrain.forecast.time_work import LayerWork, ModelWork, OpCounts, Values, as_module, each, signature_of
+from hpctrain.forecast.time_work import LayerWork, ModelWork, OpCounts, as_leaf
 from hpctrain.parallel.fsdp.units import find_units
-from hpctrain.parallel.objective import loss_named
+from hpctrain.parallel.objective import loss_named, map_leaves, tensors_of
+from hpctrain.parallel.pipeline.channels import MessageFormat
 from hpctrain.parallel.pipeline.skip import carrying
 
 REPEATS, LONGEST = 5, 0.3  # repeats of each layer at each number of samples; seconds after which no more are made
@@ -105,58 +104,55 @@ def _time_layers(
     facts: ModelFacts, samples: int, loss: str, dtype: torch.dtype | None
 ) -> dict[int, tuple[float, float]]:
     """Return the seconds of a forward and a backward pass of each kind of layer."""
-    x: Values = facts.inputs.of(samples, CPU)
+    x: Any = facts.inputs.of(samples, CPU)
     targets = facts.targets.of(samples, CPU)
-    known: dict[Any, tuple[tuple[float, float], Values]] = {}
+    known: dict[Any, tuple[tuple[float, float], Any]] = {}
     skips: dict[str, Tensor] = {}
     found: dict[int, tuple[float, float]] = {}
     for layer in facts.layers:
-        key = (layer.kind, signature_of(x))
+        key = (layer.kind, MessageFormat.of(tensors_of(x)).specs)
         if key not in known:
-            known[key] = _time(real_copy(layer.module), x, skips, dtype)
+            module = real_copy(layer.module)
+            known[key] = _time(module, x, skips, dtype, [*module.parameters()])
         times, x = known[key]
         found[layer.kind] = times
     compare = loss_named(loss)
-    found[-1], _ = _time(as_module(lambda outputs: compare(outputs, targets)), x, skips, None)
+    found[-1], _ = _time(lambda outputs: compare(outputs, targets), x, skips, None, [])
     return found
 
 
 def _time(
-    module: nn.Module, x: Values, skips: dict[str, Tensor], dtype: torch.dtype | None
-) -> tuple[tuple[float, float], Values]:
+    call: Callable[[Any], Any],
+    x: Any,
+    skips: dict[str, Tensor],
+    dtype: torch.dtype | None,
+    parameters: Sequence[nn.Parameter],
+) -> tuple[tuple[float, float], Any]:
     """Return the median seconds of both passes, as single times vary, and the layer's output."""
     before = {name: one.detach() for name, one in skips.items()}
 
-    def passes() -> tuple[Values, float, float]:
+    def passes() -> tuple[Any, float, float]:
         skips.clear()
         skips.update(before)
-        inputs = each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
+        inputs = map_leaves(x, as_leaf)
         _evict_caches(inputs)
         start = time.thread_time()
         with carrying(skips), torch.autocast("cpu", dtype, enabled=dtype is not None):
-            result = module(inputs)
+            result = call(inputs)
         middle = time.thread_time()
-        outputs = [one for one in ((result,) if isinstance(result, Tensor) else result) if one.requires_grad]
+        outputs = [one for one in tensors_of(result) if one.requires_grad]
         gradients = [torch.ones_like(one) for one in outputs]
-        _evict_caches(tuple(gradients))
+        _evict_caches(gradients)
         begin = time.thread_time()
         if outputs:
             torch.autograd.backward(outputs, gradients)
         end = time.thread_time()
-        module.zero_grad(set_to_none=True)
+        for one in parameters:
+            one.grad = None
         return result, middle - start, end - begin
 
-    result, forward, backward = _best(passes)
-    return (forward, backward), each(result, lambda one: one.detach())
-
-
-def _best(passes: Callable[[], tuple[Values, float, float]]) -> tuple[Values, float, float]:
-    passes()
-    end = time.perf_counter() + LONGEST
-    runs = [passes()]
-    while len(runs) < 2 or len(runs) < REPEATS and time.perf_counter() < end:
-        runs.append(passes())
-    return runs[0][0], median(run[1] for run in runs), median(run[2] for run in runs)
+    runs = repeated(passes, REPEATS, LONGEST)
+    return (median(run[1] for run in runs), median(run[2] for run in runs)), map_leaves(runs[0][0], Tensor.detach)
 
 
 @cache
@@ -164,10 +160,11 @@ def _filler() -> Tensor:
     return torch.zeros(_CACHES // 4)
 
 
-def _evict_caches(values: Values) -> None:
+def _evict_caches(values: Any) -> None:
     """Evict all from the caches except the values that the neighbouring layer has just written."""
     _filler().add_(1)
-    each(values, lambda one: one.detach().clone())
+    for one in tensors_of(values):
+        one.detach().clone()
 
 
 def real_copy(module: nn.Module) -> nn.Module:
@@ -195,7 +192,6 @@ class LayerTime:
 
     @property
     def exchange(self) -> float:
-        """Return the communication time of both passes."""
         return self.exchange_forward + self.exchange_backward
 
 
@@ -212,7 +208,7 @@ class LayerTimer:
 
     def layers(self, run: PlannedRun, network: Network) -> list[LayerTime]:
         """Return the times of every layer on a microbatch, the loss last."""
-        tensor = group_of(run.shape, "tensor", run.ranks_per_node)
+        tensor = group_of(run, "tensor")
         found = []
         for number, (layer, whole) in enumerate(zip(self.local.at(run.microbatch), self.whole.at(run.microbatch))):
             forward, backward = self._seconds(layer, whole, run.microbatch, network.rank_share)
@@ -225,23 +221,16 @@ class LayerTimer:
     def _seconds(
         self, layer: LayerWork, whole: LayerWork, samples: float, rank_share: RankShare
     ) -> tuple[float, float]:
-        forward, backward = self._unscaled(layer, whole, samples, rank_share)
-        return forward * self.dry_run_ratio[0], backward * self.dry_run_ratio[1]
-
-    def _unscaled(
-        self, layer: LayerWork, whole: LayerWork, samples: float, rank_share: RankShare
-    ) -> tuple[float, float]:
+        """Return the seconds of both passes of a layer."""
         forward, backward = (seconds_of(work, self.machine, rank_share) for work in (layer.forward, layer.backward))
-        if self.timed is None:
-            return forward, backward
-        single, times = one_thread(self.machine), self.timed[layer.kind]
-        # Scale the time on one thread by the ratio of the rates of this rank's share to those of
-        # one thread.
-        before = [seconds_of(work, self.machine, single) for work in (whole.forward, whole.backward)]
-        return (
-            times.forward.at(samples) * _ratio(forward, before[0], rank_share),
-            times.backward.at(samples) * _ratio(backward, before[1], rank_share),
-        )
+        if self.timed is not None:
+            single, times = one_thread(self.machine), self.timed[layer.kind]
+            # Scale the time on one thread by the ratio of the rates of this rank's share to those of
+            # one thread.
+            before = [seconds_of(work, self.machine, single) for work in (whole.forward, whole.backward)]
+            forward = times.forward.at(samples) * _ratio(forward, before[0], rank_share)
+            backward = times.backward.at(samples) * _ratio(backward, before[1], rank_share)
+        return forward * self.dry_run_ratio[0], backward * self.dry_run_ratio[1]
 
 
 def _ratio(here: float, there: float, rank_share: RankShare) -> float:

@@ -8,7 +8,7 @@ from math import prod
 
 from hpctrain.comm.tuning.table import RankLayout
 from hpctrain.forecast.machine import MachineRates, RankShare
-from hpctrain.forecast.rank import RankPart, rank_parts
+from hpctrain.forecast.rank import RankModel, rank_models
 from hpctrain.forecast.recorder import Call
 from hpctrain.forecast.run import Group, PlannedRun, cuts_of, group_of
 from hpctrain.forecast.time_communication import (
@@ -20,7 +20,6 @@ from hpctrain.forecast.time_communication import (
     shard_ranks,
 )
 from hpctrain.forecast.time_layers import LayerTime, LayerTimer
-from hpctrain.parallel.asynchronous.config import PER_WORKER_UPDATES
 from hpctrain.parallel.pipeline.timeline import Costs, simulate
 from hpctrain.train.calibration import Measurement
 from hpctrain.train.optimizer import state_per_element
@@ -30,16 +29,6 @@ NORM, CLIP = FLOAT, 2 * FLOAT
 # Operators per parameter, in both; and the fixed overhead of a step, in operators: batch, learning
 # rate, log.
 EACH, OPERATORS_BESIDE = 3, 150
-
-
-@dataclass(frozen=True)
-class Update:
-    """Seconds of the work after the passes."""
-
-    clip: float
-    optimizer: float
-    offload: float  # exposed time of the link to the host
-    beside: float
 
 
 def update_bytes(run: PlannedRun) -> float:
@@ -53,19 +42,19 @@ def update_bytes(run: PlannedRun) -> float:
 
 def update_of(
     run: PlannedRun, held: ParameterTotals, machine: MachineRates, rank_share: RankShare, backward: float
-) -> Update:
-    """Return the time after the passes; copies to the host may overlap with ``backward`` seconds."""
+) -> dict[str, float]:
+    """Return the seconds of the work after the passes; copies to the host may overlap with ``backward`` seconds."""
     owned, tensors = held.numel / shard_ranks(run), held.tensors / shard_ranks(run)
-    each = (
-        EACH * tensors * rank_share.op_overhead if machine.kind == "cpu" else EACH * rank_share.op_overhead
-    )  # a GPU has one kernel for many
+    kernels = EACH * tensors if machine.kind == "cpu" else EACH  # a GPU has one kernel for many
+    each = kernels * rank_share.op_overhead
     clip = (NORM + (CLIP if run.settings.train.clip else 0)) * owned / rank_share.bandwidth + each
-    beside = OPERATORS_BESIDE * rank_share.op_overhead
+    optimizer, offload = update_bytes(run) * owned / rank_share.bandwidth + each, 0.0
     if run.parallel.pipe > 1 and run.parallel.schedule == "pipedream":
-        return Update(0.0, 0.0, 0.0, beside)  # updates are made between the passes
-    if not run.offload.any_update:
-        return Update(clip, update_bytes(run) * owned / rank_share.bandwidth + each, 0.0, beside)
-    return Update(clip, *_offloaded(run, owned, machine, rank_share, backward), beside)
+        clip = optimizer = 0.0  # updates are made between the passes
+    elif run.offload.any_update:
+        optimizer, offload = _offloaded(run, owned, machine, rank_share, backward)
+    beside = OPERATORS_BESIDE * rank_share.op_overhead
+    return {"clip": clip, "optimizer": optimizer, "offload": offload, "beside": beside}
 
 
 def update_seconds(run: PlannedRun, held: ParameterTotals, rank_share: RankShare) -> float:
@@ -110,7 +99,11 @@ def pipeline(
     chunks = [_sum(layers[number] for number in cut) for cut in cuts]
     every = run.parallel.schedule == "pipedream"  # an optimizer step after each microbatch
     each = [updates[schedule.rank_of(number)] / run.parallel.chunks_a_rank * every for number in range(len(cuts))]
-    timeline = simulate(schedule, costs_of(chunks, each, send))
+    forward = [chunk.forward + chunk.exchange_forward for chunk in chunks]
+    backward = [chunk.backward + chunk.exchange_backward for chunk in chunks]
+    half = [seconds / 2 for seconds in backward]  # each half of a split backward pass takes half of its time
+    costs = Costs(forward=forward, backward=backward, input=half, weight=half, update=each, send=send)
+    timeline = simulate(schedule, costs)
     longest = max(range(schedule.ranks), key=timeline.busy)
     own = _sum(chunk for number, chunk in enumerate(chunks) if schedule.rank_of(number) == longest)
     busy = own.forward + own.backward + own.exchange
@@ -122,14 +115,6 @@ def pipeline(
     }
 
 
-def costs_of(chunks: Sequence[LayerTime], updates: Sequence[float], send: float) -> Costs:
-    """Return the costs for the simulation; each half of a split backward pass takes half of its time."""
-    backward = [chunk.backward + chunk.exchange_backward for chunk in chunks]
-    half = [seconds / 2 for seconds in backward]
-    forward = [chunk.forward + chunk.exchange_forward for chunk in chunks]
-    return Costs(forward=forward, backward=backward, input=half, weight=half, update=updates, send=send)
-
-
 def _sum(passes: Iterable[LayerTime]) -> LayerTime:
     """Return the sum of several passes."""
     return LayerTime(*(sum(numbers) for numbers in zip(*map(astuple, passes))))
@@ -138,8 +123,6 @@ def _sum(passes: Iterable[LayerTime]) -> LayerTime:
 # Time of a step: passes, pipeline, communication and optimizer step of the slowest rank -------------------------------
 
 
-PARTS = ("forward", "backward", "activations", "bubble", "gradients", "parameters", "clip", "optimizer", "offload")
-BESIDE = "beside"
 MOST_NODES = 2  # of a simulation that represents other numbers of ranks
 
 
@@ -147,7 +130,7 @@ MOST_NODES = 2  # of a simulation that represents other numbers of ranks
 class StepTime:
     """Seconds of a step by its parts, and its samples, tokens and operations."""
 
-    parts: Mapping[str, float]
+    parts: Mapping[str, float]  # those of ``pipeline``, "gradients" and "parameters", and those of ``update_of``
     hidden: float  # seconds of communication that overlaps with the passes
     samples: int
     tokens: int  # 0 if samples are not token sequences
@@ -161,6 +144,11 @@ class StepTime:
         return sum(self.parts.values())
 
     @property
+    def samples_per_second(self) -> float:
+        """Return the samples of a batch over the time of a step."""
+        return self.samples / self.seconds
+
+    @property
     def flops_a_rank(self) -> float:
         """Return the operations per second of a rank."""
         return self.flops / self.seconds / self.ranks
@@ -171,12 +159,11 @@ class StepTime:
         return self.flops_a_rank / self.peak if self.peak else None
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values."""
         return {
             "seconds": self.seconds,
             "parts": dict(self.parts),
             "hidden_seconds": self.hidden,
-            "samples_per_second": self.samples / self.seconds,
+            "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens / self.seconds if self.tokens else None,
             "flops": self.flops,
             "flops_per_second_and_rank": self.flops_a_rank,
@@ -198,7 +185,6 @@ class Forecast:
         return Network(self.machine, self.machine.rank_share(run.ranks_on_node), self.calibrated)
 
     def step(self, run: PlannedRun) -> StepTime:
-        """Return the time of a step of a run."""
         network = self.network(run)
         layers = self.timer.layers(run, network)
         cuts = stages_of(run, len(layers))
@@ -213,13 +199,11 @@ class Forecast:
         fullest = max(range(len(held)), key=lambda stage: held[stage].numel)
         largest, calls = held[fullest], self._calls(run, fullest)
         exchange = exchange_of(run, largest, calls, network, parts["forward"], parts["backward"])
-        update = update_of(run, largest, self.machine, network.rank_share, parts["backward"])
         parts |= {"gradients": exchange.gradients, "parameters": exchange.parameters}
-        parts |= {"clip": update.clip, "optimizer": update.optimizer, "offload": update.offload}
-        parts[BESIDE] = update.beside
+        parts |= update_of(run, largest, self.machine, network.rank_share, parts["backward"])
         batch, accumulated = run.settings.train.batch, run.shape.data * accumulate * run.samples
         return StepTime(
-            parts={name: parts[name] for name in (*PARTS, BESIDE)},
+            parts=parts,
             hidden=exchange.hidden,
             samples=batch,
             tokens=batch * prod(run.facts.targets.shape) if run.settings.data.format == "tokens" else 0,
@@ -234,19 +218,18 @@ class Forecast:
         A group of other numbers of ranks is simulated with at most two nodes, for speed: only the
         padding of slices depends on the number of nodes.
         """
-        if run.parallel.data in PER_WORKER_UPDATES or run.shape.data == 1:
+        if run.shape.data == 1:
             return ()
-        part = rank_parts(run)[stage]
+        part = rank_models(run)[stage]
         if run.ranks == self.ranks:
             return part.record().calls
         return [replace(call, group=_enlarged(call.group, part)) for call in part.record(MOST_NODES).calls]
 
     def _send(self, run: PlannedRun, cuts: Sequence[range]) -> float:
         """Return the seconds of the largest message between stages."""
-        line = group_of(run.shape, "pipe", run.ranks_per_node)
         outputs = self.timer.local.at(run.microbatch)
         largest = max(outputs[cut.stop - 1].output for cut in cuts[:-1])
-        return self.network(run).message(largest, crosses=line.nodes > 1)
+        return self.network(run).message(largest, crosses=group_of(run, "pipe").nodes > 1)
 
     def _held(self, run: PlannedRun, cuts: Sequence[range]) -> list[ParameterTotals]:
         """Return the parameters of each pipeline stage, over all its chunks."""
@@ -258,7 +241,7 @@ class Forecast:
         return found
 
 
-def _enlarged(group: Group, part: RankPart) -> Group:
+def _enlarged(group: Group, part: RankModel) -> Group:
     """Return the group that a group of a simulation with few nodes represents."""
     nodes = part.data.nodes if group.nodes > 1 else 1
     return replace(group, nodes=nodes, size=group.size // group.nodes * nodes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from hpctrain.comm.communicator import Communicator
-from hpctrain.forecast.facts import LayerFacts, ModelFacts
-from hpctrain.forecast.fake_tensors import FakeCommunicator, fake_copy, fake_mode, to_fake
-from hpctrain.forecast.run import Group
+from hpctrain.forecast.fake_tensors import FakeCommunicator, comparison, fake_copy, fake_mode, split_tensors, to_fake
+from hpctrain.forecast.run import Group, LayerFacts, ModelFacts
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.objective import cross_entropy, loss_named
+from hpctrain.parallel.objective import Compare, loss_named, map_leaves, tensors_of
+from hpctrain.parallel.pipeline.channels import MessageFormat
 from hpctrain.parallel.pipeline.skip import carrying
-from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 
 _LOOKUPS = ("embedding", "index_select", "gather")
 _READS = (Tensor.__int__, Tensor.item)
@@ -52,28 +50,16 @@ class OpCounts:
         return OpCounts(*(one * times for one in astuple(self)))
 
 
-class OpRecorder:
-    """Recorder of work that is not visible as an operator; it adds to the active operation counter."""
+class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operation counter: counts in ``work`` the operators that run in a ``with`` block, which may be entered again."""
 
     def __init__(self) -> None:
-        self.counter: OpCounter | None = None
-
-    def add(self, work: OpCounts) -> None:
-        """Add work to the active counter; without one, do nothing."""
-        if self.counter is not None:
-            self.counter.work += work
-
-
-class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operation counter: counts the operators that run in the ``with`` block in ``work``."""
-
-    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = OpCounts()
-        self._recorder, self._attention_mode = recorder, _FusedAttentionMode(recorder)
+        self._attention_mode = _FusedAttentionMode(self)
 
     def __enter__(self) -> OpCounter:
-        self._recorder.counter = self
+        self.work = OpCounts()
         self._attention_mode.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -81,7 +67,12 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._attention_mode.__exit__(*error)  # type: ignore[no-untyped-call]
-        self._recorder.counter = None
+
+    def communicated(self, operation: str, tensor: Tensor, group: Group) -> None:
+        """Add an operation of a tensor-parallel group, which is not visible as an operator."""
+        nbytes = float(tensor.nbytes)
+        reduces = operation == "all_reduce"
+        self.work += OpCounts(reduced=nbytes, reductions=1) if reduces else OpCounts(moved=nbytes, moves=1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -91,7 +82,7 @@ class OpCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> OpCounts:
     """Return the work of one operator."""
-    inputs, outputs = list(tensors([*args, *kwargs.values()])), list(tensors(result))
+    inputs, outputs = tensors_of([*args, *kwargs.values()]), tensors_of(result)
     memories = {one.untyped_storage()._cdata for one in inputs}
     writes = func._schema.is_mutable
     if not inputs or not outputs or not writes and all(one.untyped_storage()._cdata in memories for one in outputs):
@@ -108,15 +99,15 @@ def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
 class _FusedAttentionMode(TorchFunctionMode):
     """Function mode that makes attention one operator, as in its fused kernels, and replaces reads of values."""
 
-    def __init__(self, recorder: OpRecorder) -> None:
+    def __init__(self, counter: OpCounter) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             named = {**dict(zip(("query", "key", "value"), args)), **(kwargs or {})}
             vectors = named["query"], named["key"], named["value"]
-            return _Attention.apply(*vectors, self._recorder)  # type: ignore[no-untyped-call]
+            return _Attention.apply(*vectors, self._counter)  # type: ignore[no-untyped-call]
         if func in _READS:
             return 0  # the value is unknown: only assertions read it, and they hold here
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
@@ -128,18 +119,16 @@ class _Attention(torch.autograd.Function):
     """Attention that produces only shapes, without computing."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, recorder: OpRecorder) -> Tensor:
-        """Return a tensor of the result's shape."""
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, counter: OpCounter) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.recorder = recorder
-        recorder.add(attention(query, key, value))
+        ctx.counter = counter
+        counter.work += attention(query, key, value)
         return torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return gradients of the inputs' shapes."""
         query, key, value = ctx.saved_tensors
-        ctx.recorder.add(attention(query, key, value) * 2)
+        ctx.counter.work += attention(query, key, value) * 2
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
@@ -151,16 +140,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> OpCounts:
     return OpCounts(flops, float(moved), 0.0, 1)
 
 
-def tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments or results."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Iterable) and not isinstance(values, str):
-        for one in values:
-            yield from tensors(one)
-
-
-# Operation count of a model's passes, layer by layer, on tensors without memory ---------------------------------------
+# Layers on tensors without memory -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +148,9 @@ class ProfiledLayers:
     """Layers on tensors without memory, and the functions to run them with."""
 
     layers: Sequence[LayerFacts]
-    compare: Callable[[Tensor, Tensor], Tensor]
+    compare: Compare
     make: Callable[[Tensor], Tensor]  # converts a tensor on the meta device to one that the layers accept
-    recorder: OpRecorder
+    counter: OpCounter
 
 
 @contextmanager
@@ -181,49 +161,28 @@ def profiled_layers(
 
     Raises ``UsageError`` if the model cannot be split over that number of tensor ranks.
     """
-    recorder = OpRecorder()
+    counter = OpCounter()
     if parallel.tensor == 1:
         model = facts.model if dtype is None else copy.deepcopy(facts.model).to(dtype)
-        yield ProfiledLayers(_layers(facts, model), loss_named(loss), _identity, recorder)
+        yield ProfiledLayers(_layers(facts, model), loss_named(loss), lambda tensor: tensor, counter)
         return
-    with ExitStack() as stack:
-        stack.enter_context(fake_mode())
+    with fake_mode():
         model = fake_copy(facts.model, dtype)
-        ranks = FakeCommunicator(parallel.tensor, lambda *call: recorder.add(_work_of(*call)))
-        plan = plan_of(model, parallel.tensor_plan)
-        check(choose(model, plan), parallel.tensor)
-        split = apply(model, cast(Communicator, ranks), plan, sequence=parallel.sequence)
-        compare = loss_named(loss)
-        if split.has_head and compare is cross_entropy:
-            compare = split.cross_entropy
-            stack.enter_context(split.split_outputs())
-        yield ProfiledLayers(_layers(facts, model), compare, to_fake, recorder)
+        ranks = FakeCommunicator(parallel.tensor, counter.communicated)
+        split = split_tensors(model, ranks, parallel.tensor_plan, sequence=parallel.sequence)
+        compare, outputs = comparison(loss, split)
+        with outputs:
+            yield ProfiledLayers(_layers(facts, model), compare, to_fake, counter)
 
 
 def _layers(facts: ModelFacts, model: nn.Module) -> list[LayerFacts]:
     """Return the layers of a copy that correspond to those of the facts; other layers are kept unchanged."""
-    names = {id(module): name for name, module in facts.model.named_modules()}
     inside = dict(model.named_modules())
-    return [
-        LayerFacts(
-            layer.name, inside[names[id(layer.module)]] if id(layer.module) in names else layer.module, layer.kind
-        )
-        for layer in facts.layers
-    ]
+    copies = {module: inside[name] for name, module in facts.model.named_modules()}
+    return [replace(layer, module=copies.get(layer.module, layer.module)) for layer in facts.layers]
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _work_of(operation: str, tensor: Tensor, group: Group) -> OpCounts:
-    """Return an operation of a tensor-parallel group as work."""
-    if operation == "all_reduce":
-        return OpCounts(reduced=float(tensor.nbytes), reductions=1)
-    return OpCounts(moved=float(tensor.nbytes), moves=1)
-
-
-# Operation count of a model's passes, layer by layer, on tensors without memory ---------------------------------------
+# Count of a model's passes, layer by layer ----------------------------------------------------------------------------
 #
 # Note: method. Every layer runs forward and backward on the meta device, at two numbers of samples; a
 # line through both separates work that grows with the samples from fixed work (such as reading
@@ -237,7 +196,6 @@ def _work_of(operation: str, tensor: Tensor, group: Group) -> OpCounts:
 
 _COUNTED_AT = (2, 4)  # samples; batch norm rejects a single one
 LOSS, LOSS_KIND = "loss", -1
-Values = Any  # a tensor, or a tuple of tensors
 
 
 @dataclass(frozen=True)
@@ -262,7 +220,6 @@ class ModelWork:
 
     @lru_cache(maxsize=64)  # noqa: B019 (few models exist)
     def at(self, samples: float) -> tuple[LayerWork, ...]:
-        """Return the work of each layer on ``samples`` samples."""
         return tuple(_blend(one, 1.0, two, samples) for one, two in zip(self.fixed, self.each))
 
     def flops(self, samples: float) -> float:
@@ -302,73 +259,51 @@ def _count_layers(
 ) -> list[LayerWork]:
     """Return the work of each layer; a layer of a known kind with known input shapes is not run again."""
     inputs = facts.inputs.of(samples)
-    x: Values = profiled.make(inputs.to(dtype) if dtype is not None and inputs.is_floating_point() else inputs)
-    known: dict[Any, tuple[LayerWork, Values]] = {}
+    x: Any = profiled.make(inputs.to(dtype) if dtype is not None and inputs.is_floating_point() else inputs)
+    known: dict[Any, tuple[LayerWork, Any]] = {}
     skips: dict[str, Tensor] = {}
     seen: set[nn.Parameter] = set()
     found = []
     for layer in profiled.layers:
-        key = (layer.kind, signature_of(x))
+        key = (layer.kind, MessageFormat.of(tensors_of(x)).specs)
         if key not in known:
-            known[key] = _count_layer(layer, x, skips, profiled)
+            known[key] = _count_layer(layer, layer.module, x, skips, profiled.counter)
         work, x = known[key]
         own = {one for one in layer.module.parameters() if one.requires_grad} - seen
         seen |= own
         numel = float(sum(one.numel() for one in own))
         found.append(replace(work, name=layer.name, numel=numel, tensors=float(len(own))))
     targets = profiled.make(facts.targets.of(samples))
-    loss_layer = LayerFacts(LOSS, as_module(lambda outputs: profiled.compare(outputs, targets)), LOSS_KIND)
-    return [*found, _count_layer(loss_layer, x, skips, profiled)[0]]
-
-
-def as_module(function: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a module that calls a function."""
-    return _FunctionModule(function)
-
-
-class _FunctionModule(nn.Module):
-    """Module that calls a function."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the function's result."""
-        return self.function(x)
+    loss = LayerFacts(LOSS, nn.Identity(), LOSS_KIND)
+    work, _ = _count_layer(loss, lambda outputs: profiled.compare(outputs, targets), x, skips, profiled.counter)
+    return [*found, work]
 
 
 def _count_layer(
-    layer: LayerFacts, x: Values, skips: dict[str, Tensor], profiled: ProfiledLayers
-) -> tuple[LayerWork, Values]:
+    layer: LayerFacts, call: Callable[[Any], Any], x: Any, skips: dict[str, Tensor], counter: OpCounter
+) -> tuple[LayerWork, Any]:
     """Return the work of one layer, and its output."""
-    module = layer.module
-    inputs = each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
-    for name, one in list(skips.items()):
-        skips[name] = one.detach().requires_grad_(one.is_floating_point())
+    inputs = map_leaves(x, as_leaf)
+    skips.update({name: as_leaf(one) for name, one in skips.items()})
     try:
-        with torch.enable_grad(), carrying(skips), OpCounter(profiled.recorder) as forward:
-            result = module(inputs)
-        outputs = [one for one in tensors(result) if one.requires_grad]
+        with torch.enable_grad(), carrying(skips), counter:
+            result = call(inputs)
+        forward = counter.work
+        outputs = [one for one in tensors_of(result) if one.requires_grad]
         gradients = [torch.empty_like(one) for one in outputs]
-        with OpCounter(profiled.recorder) as backward:
+        with counter:
             if outputs:
                 torch.autograd.backward(outputs, gradients)
     except Exception as error:
         error.add_note(f"(in layer {layer.name}, run without memory to count what it does)")
         raise
     finally:
-        module.zero_grad(set_to_none=True)
-    output = float(sum(one.nbytes for one in tensors(result)))
-    work = LayerWork(layer.name, layer.kind, forward.work, backward.work, output)
-    return work, each(result, lambda one: one.detach())
+        layer.module.zero_grad(set_to_none=True)
+    output = float(sum(one.nbytes for one in tensors_of(result)))
+    work = LayerWork(layer.name, layer.kind, forward, counter.work, output)
+    return work, map_leaves(result, Tensor.detach)
 
 
-def signature_of(x: Values) -> Any:
-    """Return shapes and dtypes."""
-    return tuple((tuple(one.shape), one.dtype) for one in tensors(x))
-
-
-def each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
-    """Apply ``change`` to a tensor, or to each of several."""
-    return change(values) if isinstance(values, Tensor) else tuple(change(one) for one in values)
+def as_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without its history, which gets a gradient if that is possible."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())

@@ -16,10 +16,9 @@ from support.cpu_burner import BURN
 from support.forecasts import CPU
 
 from hpctrain.data.dataset import write_arrays
-from hpctrain.forecast import dry_run, time_forecasts
+from hpctrain.forecast import dry_run
 from hpctrain.forecast.dry_run import DryRunTimes, time_dry_run
-from hpctrain.forecast.facts import facts_of
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import PlannedRun, facts_of
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.train.config import Settings, load
 
@@ -30,7 +29,6 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")]))
     for name, value in {"WARM": 1, "LEAST": 2, "MOST": 2}.items():
         monkeypatch.setattr(dry_run, name, value)
-    monkeypatch.setattr(time_forecasts, "machine_for", lambda run, name: (CPU, True))
 
     def plan(ranks: int, **options: Any) -> PlannedRun:
         settings = burning(tmp_path, **options)
@@ -61,16 +59,13 @@ def test_processes_that_share_cores_take_longer(plan: Any) -> None:
     assert found.forward >= BURN * max(1.0, 0.9 * 3 / cores) and 0 < found.backward
 
 
-def test_passes_that_exceed_the_limits_are_not_run(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any, **options: Any) -> None:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(dry_run.subprocess, "Popen", never)
-    run = plan(2)
+def test_passes_that_exceed_the_limits_are_not_run(plan: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    run = plan(2, fails=True)
+    large = replace(run.settings, train=replace(run.settings.train, batch=2**31))
     assert time_dry_run(run, 1, dry_run.MOST_SECONDS * 1.01) is None
-    assert time_dry_run(plan(16), 1, 0.0) is None
-    monkeypatch.setattr(dry_run, "free_memory", lambda: 1000)
-    assert time_dry_run(run, 1, 0.0) is None
+    assert time_dry_run(plan(16, fails=True), 1, 0.0) is None
+    assert time_dry_run(replace(run, settings=large), 1, 0.0) is None  # more than the free memory
+    assert "this model fails" not in capfd.readouterr().err, "a process was started"
 
 
 def test_a_failing_process_falls_back_to_the_timed_layers(plan: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -87,21 +82,19 @@ def test_no_process_outlives_the_deadline(plan: Any, monkeypatch: pytest.MonkeyP
             started.append(self)
 
     monkeypatch.setattr(dry_run.subprocess, "Popen", Noted)
-    monkeypatch.setattr(dry_run, "DEADLINE", 0.05)
-    assert time_dry_run(plan(2), 1, 0.0) is None
+    assert time_dry_run(plan(2), 1, 0.0, deadline=0.05) is None
     assert len(started) == 2 and all(one.returncode == -signal.SIGKILL for one in started)
 
 
-def test_a_forecast_uses_the_timed_passes(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_uses_the_timed_passes(plan: Any) -> None:
     told: list[tuple[int, int, float]] = []
 
     def rehearsed(run: PlannedRun, threads: int, expected: float) -> DryRunTimes:
         told.append((run.ranks, threads, expected))
         return DryRunTimes(0.25, 0.5, run.ranks, threads, (0.75, 1.5))
 
-    monkeypatch.setattr(time_forecasts, "time_dry_run", rehearsed)
     run = plan(2)
-    forecasts = Forecasts(run)
+    forecasts = Forecasts(run, here=CPU, dry_run=rehearsed)
     step = forecasts.step(run)
     assert step.parts["forward"] == pytest.approx(0.25) and step.parts["backward"] == pytest.approx(0.5)
     assert forecasts.spread() == (0.75, 1.5)
@@ -110,10 +103,8 @@ def test_a_forecast_uses_the_timed_passes(plan: Any, monkeypatch: pytest.MonkeyP
     assert any("by 2 processes at once" in line for line in forecasts.assumptions(run))
 
 
-def test_no_passes_are_timed_on_a_busy_machine(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_forecasts, "time_dry_run", lambda *args: pytest.fail("other processes are running"))
+def test_no_passes_are_timed_on_a_busy_machine(plan: Any) -> None:
     run = plan(1)
-    forecasts = Forecasts(run)
-    forecasts.machine = replace(CPU, busy=True)
+    forecasts = Forecasts(run, here=replace(CPU, busy=True), dry_run=lambda *args: pytest.fail("others are running"))
     assert forecasts.step(run).parts["forward"] > 0
     assert "passes: the sum of their layers" in forecasts.assumptions(run)

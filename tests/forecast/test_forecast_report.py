@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +12,10 @@ from support.forecasts import CPU, planned
 
 from hpctrain.errors import UsageError
 from hpctrain.forecast import time_forecasts
-from hpctrain.forecast.candidates import MemoryLimits, candidates
-from hpctrain.forecast.report import ForecastOption, TimeReport, as_option, recommend, time_report
+from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
+from hpctrain.forecast.memory import Memory, Need
+from hpctrain.forecast.report import TimeReport, recommend, time_report
+from hpctrain.forecast.run import PlannedRun
 from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.util.text import format_seconds
 
@@ -68,15 +68,17 @@ def test_an_unnamed_gpu_is_an_assumption(monkeypatch: pytest.MonkeyPatch) -> Non
         time_forecasts.machine_for(planned(1), "this")
 
 
+def option(name: str, run: PlannedRun, needs: float, limit: int | None = None) -> Configuration:
+    """Return a configuration whose ranks need this many GiB of a GPU's memory."""
+    need = Need({"parameters": int(needs * GIB)}, {}, "")
+    return Configuration(name, run, Memory((need,), need, ((),)), MemoryLimits(limit and limit * GIB))
+
+
 def test_the_fastest_candidate_that_fits_is_recommended_with_its_reason() -> None:
     ddp, zero1 = planned(4), planned(4, data="zero1")
     slow = planned(4, data="zero1", recompute=True)
     found = recommend(
-        [
-            ForecastOption("ddp", False, ddp, 51 * GIB, 40 * GIB),
-            ForecastOption("zero1", True, zero1, 12.3 * GIB, 40 * GIB),
-            ForecastOption("zero1 + recompute", True, slow, 8 * GIB, 40 * GIB),
-        ],
+        [option("ddp", ddp, 51, 40), option("zero1", zero1, 12.3, 40), option("zero1 + recompute", slow, 8, 40)],
         Forecasts(ddp, "H100"),
     )
     assert found.name == "zero1" and set(found.seconds) == {"zero1", "zero1 + recompute"}
@@ -87,30 +89,19 @@ def test_the_fastest_candidate_that_fits_is_recommended_with_its_reason() -> Non
 
 def test_the_smallest_candidate_is_named_if_none_fits() -> None:
     one = planned(2)
-    found = recommend(
-        [ForecastOption("ddp", False, one, 9 * GIB, 4 * GIB), ForecastOption("fsdp", False, one, 5 * GIB, 4 * GIB)]
-    )
+    forecasts = Forecasts(one, "H100")
+    found = recommend([option("ddp", one, 9, 4), option("fsdp", one, 5, 4)], forecasts)
     assert found.name is None and found.reason == "none of 2 fits: fsdp needs least, 5.00 GiB of 4.00 GiB"
-    with pytest.raises(UsageError, match="no configuration can"):
-        recommend([])
-    only = recommend([ForecastOption("ddp", True, one)], Forecasts(one, "H100"))
+    only = recommend([option("ddp", one, 9)], forecasts)
     assert only.name == "ddp" and only.reason.startswith("ddp is the only configuration: ")
 
 
 def test_a_candidate_is_described_by_its_scarcest_memory() -> None:
     found = candidates(planned(2), MemoryLimits(device=10**9, host=10**12))
-    one, *_ = map(as_option, found)
-    memory = found[0].memory
-    assert (one.needs, one.limit) == (memory.rank.device_total, 10**9) and one.fits and one.name == "ddp"
-    assert as_option(replace(found[0], limits=MemoryLimits())).limit == 0
-    report = time_report(found[0].run, "H200", found[:3])
+    one = found[0]
+    assert one.scarcest == (one.memory.rank.device_total, 10**9) and one.fits and one.name == "ddp"
+    assert replace(one, limits=MemoryLimits(10**12, 10**9)).scarcest == (one.memory.node.host_total, 10**9)
+    assert replace(one, limits=MemoryLimits()).scarcest == (0, 0)
+    report = time_report(one.run, "H200", found[:3])
     assert report.advice is not None and report.advice.name in {way.name for way in found}
     assert any(line.startswith("recommended: ") for line in report.lines())
-
-
-def test_forecasts_need_no_mpi() -> None:
-    program = (
-        "import sys; import hpctrain.forecast.report, hpctrain.forecast.time_forecasts as f; f.calibration(); "
-        "sys.exit('mpi4py.MPI' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

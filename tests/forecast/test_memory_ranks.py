@@ -11,9 +11,8 @@ from support.nodes import on_nodes, one_per_node
 from support.peaks import peak_of
 
 from hpctrain.data.loader import Batch
-from hpctrain.forecast.facts import facts_of
 from hpctrain.forecast.memory import memory_of
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import PlannedRun, facts_of
 from hpctrain.models.build import build
 from hpctrain.parallel.offload.threads import JobHandle, WorkerThread
 from hpctrain.parallel.wrap import attach

@@ -1,4 +1,4 @@
-"""Scaling curves as numbers, text and figure."""
+"""Scaling curves as numbers, text and figure; the time of a whole run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.forecast.machine import MachineRates
 from hpctrain.forecast.plots import draw, scaling_figure
 from hpctrain.forecast.run import PlannedRun
-from hpctrain.forecast.scaling import Curve, Point, busy, counts_for, lines, scale
+from hpctrain.forecast.scaling import MARGIN, START, Curve, Point, busy, counts_for, lines, run_time, scale, walltime
 from hpctrain.forecast.time_step import StepTime
 
 
@@ -70,7 +70,7 @@ def test_efficiency_is_at_most_one_if_more_ranks_use_cores_better(curve: Curve) 
     assert one is not None and two is not None and four is not None
     halved = replace(four, parts={name: seconds / 8 for name, seconds in four.parts.items()})
     found = Curve((Point(1, 4, None, one), Point(2, 4, None, None), Point(4, 4, None, halved)))
-    rates = [step.samples / step.seconds / 4 for step in (one, halved)]
+    rates = [step.samples_per_second / 4 for step in (one, halved)]
     assert rates[1] > rates[0]
     shares = [found.efficiency(point, "weak") for point in found.points]
     assert shares == [pytest.approx(rates[0] / rates[1]), None, 1.0]
@@ -91,7 +91,6 @@ def test_the_table_has_a_row_per_point_and_dashes_for_impossible_ones(curve: Cur
     above, titles, *rows = lines(curve)
     assert len(rows) == 15 and "same batch" in above and titles.split()[:2] == ["ranks", "step"]
     assert rows[-1].split()[:4] == ["10,000", "-", "-", "-"] and rows[0].split()[-1] == "100%"
-    assert len(lines(curve, [4])) == 3
     assert curve.as_dict()[-1]["strong"] is None
 
 
@@ -107,3 +106,38 @@ def test_the_figure_shows_strong_weak_and_ideal_scaling(curve: Curve, run: Plann
         draw(curve, run, tmp_path / "curve.txt")
     with pytest.raises(UsageError, match="cannot write .*No such file"):
         draw(curve, run, tmp_path / "no" / "curve.svg")
+
+
+# Time of a whole run, and the walltime to request ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seconds, expected",
+    [
+        (0.1, "00:01:00"),
+        (60, "00:01:00"),
+        (61, "00:02:00"),
+        (3601, "01:05:00"),
+        (7200, "02:00:00"),
+        (360_000.5, "100:05:00"),
+    ],
+)
+def test_walltimes_are_rounded_up(seconds: float, expected: str) -> None:
+    assert walltime(seconds) == expected
+
+
+def test_run_time_is_the_sum_of_start_steps_evaluations_and_checkpoints() -> None:
+    run = planned(1)
+    train = replace(run.settings.train, steps=1000, evaluate_every=100)
+    saving = replace(run.settings.checkpoint, every=300)
+    data = replace(run.settings.data, validation_samples=40)
+    run = replace(run, settings=replace(run.settings, train=train, checkpoint=saving, data=data))
+    step = forecast(run).step(run)
+    found = run_time(run, step, GPU)
+    assert found.checkpoint_bytes == 12 * run.facts.numel
+    assert found.checkpoints == pytest.approx(4 * 12 * run.facts.numel / 1e8)  # at 300, 600, 900 and the end
+    assert found.evaluations == pytest.approx(10 * 3 * step.parts["forward"])  # 40 samples are 3 batches of 16
+    assert found.steps == pytest.approx(1000 * step.seconds) and found.start == START
+    assert found.walltime == walltime(found.seconds * MARGIN)
+    background = replace(run.settings, checkpoint=replace(saving, background=True))
+    assert run_time(replace(run, settings=background), step, GPU).checkpoints < found.checkpoints / 3

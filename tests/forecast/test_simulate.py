@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.forecast.run import Group
-from hpctrain.forecast.simulate import HeldParameter, Owned, StrategyRecord, Task, simulate
+from hpctrain.forecast.run import Group, ParameterFacts
+from hpctrain.forecast.simulate import MemoryItem, StrategyRecord, Task, simulate
 from hpctrain.parallel.config import ParallelSettings
 
 NODE, APART, BOTH = Group(4, 1, 4), Group(4, 4, 1), Group(8, 2, 4)
@@ -25,7 +25,9 @@ def record(
 ) -> StrategyRecord:
     parallel = {name: value for name, value in options.items() if name not in ("passes", "in_parts", "buffers")}
     rest = {name: value for name, value in options.items() if name not in parallel}
-    named = [HeldParameter(f"{unit}.{n}", count, torch.float32, True) for n, (unit, count) in enumerate(SHAPES[shapes])]
+    named = [
+        ParameterFacts(f"{unit}.{n}", count, torch.float32, True) for n, (unit, count) in enumerate(SHAPES[shapes])
+    ]
     modules = tuple((unit, True) for unit in dict.fromkeys(unit for unit, _ in SHAPES[shapes]))
     settings = ParallelSettings(data=data, **parallel)  # type: ignore[arg-type]
     return simulate(Task(tuple(named), modules, settings, group, cpu, **rest))
@@ -39,7 +41,7 @@ def volumes(found: StrategyRecord) -> dict[str, int]:
     return {operation: nbytes for operation, nbytes in sums.items() if nbytes}
 
 
-def owned(found: StrategyRecord, category: str) -> list[Owned]:
+def owned(found: StrategyRecord, category: str) -> list[MemoryItem]:
     return [one for one in found.owned if one.category == category and one.nbytes]
 
 
@@ -142,7 +144,7 @@ def test_names_do_not_matter() -> None:
     modules, held = (("x.0", True), ("head", False)), ("x.0.w", "x.0.in.b", "head.w", "scale")
     tasks = [
         Task(
-            tuple(HeldParameter(prefix + name, 50, torch.float32, True) for name in held),
+            tuple(ParameterFacts(prefix + name, 50, torch.float32, True) for name in held),
             tuple((prefix + name, unit) for name, unit in modules),
             ParallelSettings(data="fsdp"),
             APART,

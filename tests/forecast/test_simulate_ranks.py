@@ -10,9 +10,8 @@ import torch
 from support.nodes import on_nodes, one_per_node
 
 from hpctrain.data.loader import Batch
-from hpctrain.forecast.facts import facts_of
-from hpctrain.forecast.rank import rank_parts
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.rank import rank_models
+from hpctrain.forecast.run import PlannedRun, facts_of
 from hpctrain.models.build import build
 from hpctrain.parallel.wrap import attach
 from hpctrain.settings import build as build_settings
@@ -71,7 +70,7 @@ def test_simulated_calls_are_those_of_ranks(
         train = {"batch": 16, "accumulate": accumulate}
         settings = build_settings(Settings, {"model": MODEL, "train": train, "parallel": CASES[name]})
         run = PlannedRun(settings, facts_of(settings), comm.size, 1 if apart else comm.size)
-        (part,) = rank_parts(run)
+        (part,) = rank_models(run)
         simulated = Counter((call.operation, call.nbytes) for call in part.record().calls)
         found = Counter(calls_of_ranks(run, comm, monkeypatch))
     finally:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
 import pytest
-from support.forecasts import CPU, GPU
+from support.forecasts import CPU, GPU, planned
 
-from hpctrain.comm.mesh import Shape
 from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout
 from hpctrain.forecast.run import Group, group_of
 from hpctrain.forecast.time_communication import Network, cheapest, interpolate
@@ -17,11 +17,14 @@ MB = 1e6
 
 
 def test_groups_of_a_mesh_follow_the_order_of_ranks_on_nodes() -> None:
-    shape = Shape(pipe=2, data=4, tensor=2)
-    assert group_of(shape, "tensor", 8) == Group(2, 1, 2)
-    assert group_of(shape, "data", 8) == Group(4, 1, 4)
-    assert group_of(shape, "pipe", 8) == Group(2, 2, 1)
-    assert group_of(shape, "data", 4) == Group(4, 2, 2)
+    run = planned(16, nodes=2, pipe=2, tensor=2)
+    assert group_of(run, "tensor") == Group(2, 1, 2)
+    assert group_of(run, "data") == Group(4, 1, 4)
+    assert group_of(run, "pipe") == Group(2, 2, 1)
+    assert group_of(replace(run, ranks_per_node=4), "data") == Group(4, 2, 2)
+    uneven = replace(run, ranks_per_node=6)  # ranks 0, 2 and 4 of the first data line are on the first node
+    assert group_of(uneven, "data") == Group(4, 2, 3, uniform=False)
+    assert group_of(uneven, "data", 6) == Group(4, 2, 1, uniform=False)
 
 
 def test_shared_memory_collectives_take_barriers_and_copies() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from support.forecasts import CPU, settings
+from support.forecasts import CPU, forecast, planned, settings
 from torch import Tensor, nn
 
-from hpctrain.forecast import time_layers as layers
-from hpctrain.forecast.facts import ModelFacts, Spec, describe, facts_of
+from hpctrain.forecast.run import ModelFacts, Spec, describe, facts_of
 from hpctrain.forecast.time_layers import LayerFit, LayerTimer, LinearFit, one_thread, time_layers
 from hpctrain.forecast.time_work import count
 
@@ -38,13 +38,6 @@ def burning(*times: int) -> ModelFacts:
     return describe(model, "burns", Spec((4,), torch.float32), Spec((4,), torch.float32))
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "LONGEST", 0.02)
-    monkeypatch.setattr(layers, "_CACHES", 2**12)
-    layers._filler.cache_clear()
-
-
 def test_each_kind_of_layer_has_a_line_through_its_times() -> None:
     facts = burning(1, 3, 1)
     found = time_layers(facts, count(facts, "mse"), 4, one_thread(CPU), "mse")
@@ -65,14 +58,15 @@ def test_generators_and_thread_count_are_restored() -> None:
     assert all(one.is_meta and one.grad is None for one in facts.model.parameters())
 
 
-def test_layers_that_exceed_time_or_memory_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_exceed_time_or_memory_are_not_run() -> None:
     facts = facts_of(settings())
-    work = count(facts, "cross_entropy")
-    monkeypatch.setattr(layers, "MOST_SECONDS", 1e-9)
-    assert time_layers(facts, work, 4, one_thread(CPU), "cross_entropy") is None
-    monkeypatch.setattr(layers, "MOST_SECONDS", 1.0)
-    monkeypatch.setattr(layers, "MOST_BYTES", 100)
-    assert time_layers(facts, work, 4, one_thread(CPU), "cross_entropy") is None
+    slow = replace(one_thread(CPU), flops=1.0)
+    assert time_layers(facts, count(facts, "cross_entropy"), 4, slow, "cross_entropy") is None
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2**14, 2**14))  # 1 GiB, and a bias
+    large = describe(model, "large", *[Spec((2**14,), torch.float32)] * 2)
+    fast = one_thread(replace(CPU, flops={1: 1e15}))
+    assert time_layers(large, count(large, "mse"), 4, fast, "mse") is None
 
 
 def test_lines_do_not_fall_below_zero() -> None:
@@ -80,8 +74,6 @@ def test_lines_do_not_fall_below_zero() -> None:
 
 
 def test_times_of_one_thread_are_scaled_to_the_threads_of_a_rank() -> None:
-    from support.forecasts import forecast, planned
-
     run = planned(1, 8)
     plain = forecast(run, CPU)
     kinds = {layer.kind for layer in run.facts.layers} | {-1}

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from support.forecasts import CPU, GPU, forecast, planned, settings
 
-from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.machine import LinkModel
-from hpctrain.forecast.rank import rank_parts
+from hpctrain.forecast.rank import rank_models
 from hpctrain.forecast.recorder import Call
-from hpctrain.forecast.run import Group, PlannedRun
+from hpctrain.forecast.run import Group, ModelFacts, PlannedRun, facts_of
 from hpctrain.forecast.time_communication import Exchange, Network, ParameterTotals, exchange_of, exposed
 from hpctrain.forecast.time_layers import LayerTime
 from hpctrain.forecast.time_step import StepTime, pipeline
@@ -87,7 +86,7 @@ NO_LATENCY = replace(GPU, intra_node=LinkModel(0.0, 1e10))
 def exchanged(data: str, passes: float = 0.0, ranks: int = 8, machine: Any = NO_LATENCY) -> Exchange:
     one = run(ranks, ranks, data=data)
     one = on_cpu(one) if machine.kind == "cpu" else one
-    (part,) = rank_parts(one)
+    (part,) = rank_models(one)
     held = ParameterTotals(facts().numel, 0)
     return exchange_of(one, held, part.record().calls, Network(machine, machine.rank_share(ranks)), passes, passes)
 

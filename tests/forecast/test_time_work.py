@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
-from hpctrain.forecast.facts import Spec, describe, facts_of
+from hpctrain.forecast.run import Spec, describe, facts_of
 from hpctrain.forecast.time_work import count
 from hpctrain.models.build import ConvNet
 from hpctrain.parallel.config import ParallelSettings

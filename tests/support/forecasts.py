@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpctrain.forecast.facts import ModelFacts, facts_of
 from hpctrain.forecast.machine import LinkModel, MachineRates
-from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.run import ModelFacts, PlannedRun, facts_of
 from hpctrain.forecast.time_layers import LayerTimer, recomputed_layers
 from hpctrain.forecast.time_step import Forecast
 from hpctrain.forecast.time_work import ModelWork, count
