@@ -1,9 +1,11 @@
-"""Synchronised batch norm: equal to plain batch norm on the whole batch."""
+"""Synchronised batch norm: equal to plain batch norm on the whole batch, and its automatic use."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.models.build import ConvNet
+from hpctrain.parallel import sync_batchnorm
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.ddp import DataParallel
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm, convert
+from hpctrain.parallel.wrap import attach
 
 FEATURES = 5
 SHAPES = {"1d": (), "1d-long": (6,), "2d": (4, 3), "3d": (2, 3, 2)}
@@ -59,12 +65,12 @@ def uneven(comm: Any) -> list[int]:
     return [8, 4, 0, 0][: comm.size]
 
 
-def compare(comm: Any, kind: str, counts: Sequence[int], steps: int = 3, **options: Any) -> None:
+def compare(comm: Any, kind: str, counts: Sequence[int], **options: Any) -> None:
     plain = make(kind, **options)
     ours = convert(nn.Sequential(make(kind, **options)), comm)[0]
     assert isinstance(ours, SyncBatchNorm)
-    for step in range(steps):
-        inputs, factors = whole_batch(kind, step)
+    for step in range(3):
+        inputs, factors = whole_batch(kind, step, sum(counts))
         wanted = run(plain, inputs, factors)
         found = run(ours, cut(inputs, comm, counts), cut(factors, comm, counts))
         for name, tensor in found.items():
@@ -97,6 +103,12 @@ def test_it_equals_plain_batch_norm_on_the_whole_batch(comm: Any, kind: str, cou
 )
 def test_options_have_the_same_meaning(comm: Any, options: dict[str, Any]) -> None:
     compare(comm, "2d", even(comm), **options)
+
+
+@pytest.mark.ranks
+def test_sums_in_parts_equal_the_whole_sum(comm: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sync_batchnorm, "ELEMENTS_PER_PRODUCT", 1)
+    compare(comm, "1d-long", even(comm, 60 * comm.size))  # more samples than parts
 
 
 @pytest.mark.ranks
@@ -214,3 +226,113 @@ def test_a_rank_without_a_sample_is_refused(comm: Any) -> None:
     strategy = DataParallel(convert(nn.Sequential(nn.BatchNorm1d(FEATURES)), comm), comm)
     with pytest.raises(UsageError, match=f"^rank {comm.rank} has no sample in this step, but synchronised batch norm"):
         strategy.join_empty()
+
+
+# Automatic use --------------------------------------------------------------------------------------------------------
+
+
+def net(norm: type[nn.Module] = nn.BatchNorm1d) -> Any:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, FEATURES), norm(FEATURES), nn.ReLU(), nn.Linear(FEATURES, 4), nn.ReLU())
+
+
+class WithActivation(nn.BatchNorm1d):
+    """Batch norm with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return torch.relu(super().forward(input))
+
+
+@contextmanager
+def logged(caplog: Any) -> Iterator[list[str]]:
+    """Yield the lines that the package logs in a ``with`` block."""
+    logger, found = logging.getLogger("hpctrain"), []
+    level, propagates = logger.level, logger.propagate
+    logger.propagate = False
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    caplog.clear()
+    try:
+        yield found
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+        found += [f"{record.levelname}: {record.getMessage()}" for record in caplog.records]
+
+
+def attach_logged(comm: Any, caplog: Any, model: nn.Module, **parallel: Any) -> list[str]:
+    with logged(caplog) as lines:
+        attach(model, comm, ParallelSettings(**parallel))
+    return lines
+
+
+SYNCED = "INFO: batch norms: 1 synchronised over {ranks} data ranks; parallel.sync_batchnorm = false switches"
+NOT_SYNCED = "WARNING: batch norms: 1 of class BatchNorm1d not synchronised, as "
+AUTOMATIC: dict[str, tuple[Any, dict[str, Any], str]] = {  # model, settings, and the begin of the message
+    **{data: (net, {"data": data}, SYNCED) for data in ("ddp", "zero1", "zero2", "fsdp")},
+    "switched off": (net, {"sync_batchnorm": False}, ""),
+    "no batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), {}, ""),
+    "easgd": (net, {"data": "easgd"}, NOT_SYNCED + 'parallel.data is "easgd": each of'),
+    "itself": (lambda: nn.BatchNorm1d(4), {}, NOT_SYNCED + "the model itself is one"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", AUTOMATIC)
+def test_batch_norms_are_synchronised_if_data_ranks_divide_the_samples(comm: Any, caplog: Any, case: str) -> None:
+    make, settings, said = AUTOMATIC[case]
+    model = make()
+    lines = attach_logged(comm, caplog, model, **settings)
+    model(torch.randn(4, 4)).square().sum().backward()
+    assert any(isinstance(each, SyncBatchNorm) for each in model.modules()) is (said is SYNCED)
+    expected = [True] if said and comm.rank == 0 else []
+    assert [line.startswith(said.format(ranks=comm.size)) for line in lines] == expected, lines
+
+
+def test_one_rank_keeps_plain_batch_norms(comm: Any, caplog: Any) -> None:
+    model = net()
+    assert attach_logged(comm, caplog, model) == [] and type(model[1]) is nn.BatchNorm1d
+
+
+@pytest.mark.ranks
+def test_a_batch_norm_with_its_own_forward_is_not_replaced(comm: Any, caplog: Any) -> None:
+    model = nn.Sequential(net(), WithActivation(4))
+    lines = attach_logged(comm, caplog, model)
+    assert isinstance(model[0][1], SyncBatchNorm) and type(model[1]) is WithActivation
+    if comm.rank == 0:
+        assert "1 synchronised" in lines[0]
+        assert "1 of class WithActivation not synchronised, as their class has a forward" in lines[1]
+
+
+@pytest.mark.ranks(4)
+def test_stages_give_a_warning_and_tensor_ranks_do_not_count_twice(comm: Any, caplog: Any) -> None:
+    lines = attach_logged(comm, caplog, net(), pipe=2)
+    assert ["as parallel.pipe is above 1: each of 2 data ranks" in line for line in lines] == [True][comm.rank :], lines
+    model = net()
+    lines = attach_logged(comm, caplog, model, tensor=2, tensor_plan=("3=column",))
+    assert ["1 synchronised over 2 data ranks" in line for line in lines] == [True][comm.rank :], lines
+    assert model[1].comm.size == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+def test_a_model_on_the_meta_device_gets_the_same_values(comm: Any, data: Any) -> None:
+    results = []
+    for device in ("meta", "cpu"):
+        torch.manual_seed(7)
+        with torch.device(device):
+            model = ConvNet((3, 8, 8), 10, channels=(4,))
+        attach(model, comm, ParallelSettings(data=data))
+        assert any(isinstance(module, SyncBatchNorm) for module in model.modules())
+        results.append(model(torch.ones(2, 3, 8, 8)).detach())
+    assert torch.equal(*results)
+
+
+def test_hooks_and_attributes_are_kept(comm: Any) -> None:
+    model, seen = net(), []
+    model[1].register_forward_hook(lambda *_: seen.append(1))
+    model[1].tag = "mine"
+    convert(model, comm)
+    model(torch.randn(3, 4))
+    assert seen == [1] and model[1].tag == "mine"
