@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import ThreadRanks
+from support.checkpoints import on_threads
 from support.training_fixtures import contents
 
 from hpctrain import checkpoint
@@ -205,7 +205,7 @@ def test_ranks_write_collectively_in_the_background(tmp_path: Path) -> None:
         with Saver(comm, background=True, how=checkpoint.Storage(alignment=64)) as saver:
             saver.save(tmp_path / "aside.h5", model=model, optimizer=optimizer, train={"step": 4})
 
-    assert ThreadRanks(3).run(body) == [None] * 3
+    assert on_threads(3, body) == [None] * 3
     assert contents(tmp_path / "aside.h5") == contents(tmp_path / "now.h5")
 
 
@@ -218,7 +218,7 @@ def test_a_failure_of_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
                 process_of(saver).wait()
             saver.wait()
 
-    results = ThreadRanks(2).run(body)
+    results = on_threads(2, body)
     assert {type(result) for result in results} == {CheckpointError}, results
     assert "rank 1: the process that writes checkpoints has ended" in str(results[0])
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import ThreadRanks, flip
+from support.checkpoints import flip, on_threads
 from support.training_fixtures import contents
 
 from hpctrain import checkpoint
@@ -113,7 +113,7 @@ def write(path: Path, rule: str, size: int) -> None:
         split = None if rule == "whole" else boxes
         checkpoint.save(path, model=model, optimizer=optimizer, train={"step": 3}, comm=comm, split=split)
 
-    results = ThreadRanks(size).run(body)
+    results = on_threads(size, body)
     assert results == [None] * size, results
 
 
@@ -128,7 +128,7 @@ def read(path: Path, rule: str, size: int) -> None:
             for key in ("step", "exp_avg", "exp_avg_sq"):
                 assert torch.equal(optimizer.state[one][key], state.state[other][key]), (rule, size, name, key)
 
-    results = ThreadRanks(size).run(body)
+    results = on_threads(size, body)
     assert results == [None] * size, results
 
 
@@ -205,7 +205,7 @@ def test_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / "c.h5", model=torch.nn.Linear(2, 2 + comm.rank), comm=comm)
 
     for body, said in ((elsewhere, "1.h5: all ranks must write the same checkpoint"), (another, "on rank 1")):
-        results = ThreadRanks(2).run(body)
+        results = on_threads(2, body)
         assert {type(result) for result in results} == {CheckpointError} and said in str(results[0])
     assert list(tmp_path.iterdir()) == []
 
@@ -250,7 +250,7 @@ def test_later_files_are_written_at_once_and_a_wrong_predicted_offset_is_noticed
                 comm.all_gather_object(None)
         seen.append(sorted(saver.OFFSETS))
 
-    assert ThreadRanks(2).run(body) == [None] * 2
+    assert on_threads(2, body) == [None] * 2
     assert seen[0] and len(seen[0]) == 1
     for number in range(3):
         verify_file(tmp_path / f"{number}.h5")

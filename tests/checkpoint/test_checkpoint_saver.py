@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import ThreadRanks, flip, make_model, same, train
+from support.checkpoints import flip, make_model, on_threads, same, train
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format.layout import STORAGE
@@ -212,7 +212,7 @@ def test_ranks_save_and_load_collectively(tmp_path: Path) -> None:
         checkpoint.save(path, model=model, train={"step": 5}, rng=rng, comm=comm)
         return checkpoint.load(path, model=model, comm=comm)
 
-    for rank, loaded in enumerate(ThreadRanks(3).run(body)):
+    for rank, loaded in enumerate(on_threads(3, body)):
         assert not isinstance(loaded, Exception), loaded
         assert loaded.rng["number"] == rank and loaded.rng["torch"].tolist() == [rank] * 4
         assert loaded.world_size == 3 and loaded.step == 5
@@ -243,19 +243,19 @@ def test_a_failure_on_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
         (unwritable, CheckpointError, "cannot write"),
         (other_model, CheckpointError, "No such file or directory"),
     ):
-        results = ThreadRanks(3).run(body)
+        results = on_threads(3, body)
         assert {type(result) for result in results} == {kind}, results
         assert len({str(result) for result in results}) == 1 and text in str(results[0])
         assert all(result.everywhere for result in results)
     checkpoint.save(path, model=make_model())
-    results = ThreadRanks(3).run(other_model)
+    results = on_threads(3, other_model)
     assert {type(result) for result in results} == {CheckpointError}
     assert "rank 2: " in str(results[0]) and "does not fit" in str(results[0]) and "rank 1" not in str(results[0])
 
 
 def test_a_rank_without_a_stored_rng_state_gets_None(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c.h5", model=make_model(), rng={"number": 1})
-    results = ThreadRanks(2).run(lambda comm: checkpoint.load(tmp_path / "c.h5", comm=comm).rng)
+    results = on_threads(2, lambda comm: checkpoint.load(tmp_path / "c.h5", comm=comm).rng)
     assert results == [{"number": 1}, None]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.checkpoints import ThreadRank, ThreadRanks
+from support.checkpoints import on_threads
 
 from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, DataError, HpctrainError, NonFiniteError, UsageError
 
 
 def fail_on(failing: dict[int, Exception]) -> list[object]:
-    def body(comm: ThreadRank) -> object:
+    def body(comm: Any) -> object:
         def action() -> int:
             if comm.rank in failing:
                 raise failing[comm.rank]
@@ -20,7 +20,7 @@ def fail_on(failing: dict[int, Exception]) -> list[object]:
 
         return agreed(comm, action)
 
-    return ThreadRanks(3).run(body)
+    return on_threads(3, body)
 
 
 def test_results_stay_with_their_ranks() -> None:

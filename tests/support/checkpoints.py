@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from support.threads import ThreadWorld
 
 from hpctrain.checkpoint.format.layout import STORAGE
 
@@ -71,44 +71,13 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-class ThreadRanks:
-    """Threads as ranks, which gather through a barrier and a list."""
+def on_threads(size: int, body: Callable[[Any], object]) -> list[Any]:
+    """Run the body on threads as ranks; return its results, or the errors that it raised."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.slots, self.barrier = size, [None] * size, threading.Barrier(size)
+    def one(comm: Any) -> object:
+        try:
+            return body(comm)
+        except Exception as error:
+            return error
 
-    def run(self, body: Callable[[Any], object]) -> list[object]:
-        """Run the body on every rank and return its results, or the errors it raised."""
-        results: list[object] = [None] * self.size
-
-        def one(rank: int) -> None:
-            try:
-                results[rank] = body(ThreadRank(self, rank))
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return results
-
-
-class ThreadRank:
-    """Communicator of one of these ranks."""
-
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self.ranks, self.rank, self.size = ranks, rank, ranks.size
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        self.ranks.slots[self.rank] = value
-        self.ranks.barrier.wait(30)
-        found = list(self.ranks.slots)
-        self.ranks.barrier.wait(30)
-        return found
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the root's value."""
-        return self.all_gather_object(value)[root]
+    return ThreadWorld(size).run(one)
