@@ -102,21 +102,6 @@ def test_the_model_can_be_called_and_its_loss_measured(own: Any, settings: dict[
             assert loss.item() == pytest.approx(cross_entropy(model(inputs), targets).item(), rel=CLOSE)
 
 
-@pytest.mark.ranks(2, 4)
-def test_names_are_unchanged_and_no_parameter_is_held_twice(own: Any) -> None:
-    whole = small_gpt().state_dict()
-    trained = Trained.of(own, ParallelSettings(pipe=own.size))
-    everyone = own.all_gather_object(list(trained.model.state_dict()))
-    assert set().union(*everyone) == set(whole)
-    assert all(not set(one) & set(other) - TIED for one, other in zip(everyone, everyone[1:]))
-    assert TIED <= set(everyone[0]) and TIED <= set(everyone[-1])
-    for name, tensor in trained.model.state_dict().items():
-        assert torch.equal(tensor, whole[name])
-
-
-TIED = {"embedding.token.weight", "head.weight"}
-
-
 @pytest.mark.few(1)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings", [{"pipe": 2}, {"tensor": 2}])

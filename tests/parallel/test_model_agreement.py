@@ -16,51 +16,43 @@ from hpctrain.parallel.model_agreement import broadcast_model, check_same_model,
 from hpctrain.parallel.strategy import broadcast_buffers
 
 
-def renamed(model: nn.Module) -> None:
-    last = model.get_submodule("5")
-    del model[5]  # type: ignore[attr-defined]
-    model.other = last
-
-
-def wider(model: nn.Module) -> None:
-    model[5].weight = nn.Parameter(torch.zeros(11, 23))
-
-
-def doubled(model: nn.Module) -> None:
-    model[3].bias = nn.Parameter(torch.zeros(23, dtype=torch.float64))
-
-
-def frozen(model: nn.Module) -> None:
-    model[1].bias.requires_grad_(False)
-
-
-def longer(model: nn.Module) -> None:
-    model.append(nn.Linear(1, 1))
-
-
-def buffered(model: nn.Module) -> None:
-    model.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
-
-
-def shorter(model: nn.Module) -> None:
-    del model[5]
+def replace(model: Any, layer: int, name: str, values: torch.Tensor) -> None:
+    setattr(model[layer], name, nn.Parameter(values))
 
 
 ALL = "parameter 5.weight of shape (10, 23) and dtype float32"
-CHANGES: list[tuple[Callable[[nn.Module], None], str]] = [
-    (renamed, f"has {ALL}, rank LAST has parameter other.weight of shape (10, 23) and dtype float32 at position 4"),
-    (wider, f"has {ALL}, rank LAST has parameter 5.weight of shape (11, 23) and dtype float32 at position 4"),
-    (doubled, "dtype float32, rank LAST has parameter 3.bias of shape (23,) and dtype float64 at position 3"),
-    (frozen, "dtype float32, rank LAST has parameter 1.bias of shape (17,) and dtype float32, frozen at position 1"),
-    (longer, "has nothing, rank LAST has parameter 6.weight of shape (1, 1) and dtype float32 at position 6"),
-    (buffered, "has nothing, rank LAST has buffer steps of shape (2,) and dtype int64 at position 6"),
-    (shorter, f"has {ALL}, rank LAST has nothing at position 4"),
-]
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "renamed": (
+        lambda model: model.add_module("other", model.pop(5)),
+        f"has {ALL}, rank LAST has parameter other.weight of shape (10, 23) and dtype float32 at position 4",
+    ),
+    "wider": (
+        lambda model: replace(model, 5, "weight", torch.zeros(11, 23)),
+        f"has {ALL}, rank LAST has parameter 5.weight of shape (11, 23) and dtype float32 at position 4",
+    ),
+    "doubled": (
+        lambda model: replace(model, 3, "bias", torch.zeros(23, dtype=torch.float64)),
+        "dtype float32, rank LAST has parameter 3.bias of shape (23,) and dtype float64 at position 3",
+    ),
+    "frozen": (
+        lambda model: model[1].bias.requires_grad_(False),
+        "dtype float32, rank LAST has parameter 1.bias of shape (17,) and dtype float32, frozen at position 1",
+    ),
+    "longer": (
+        lambda model: model.append(nn.Linear(1, 1)),
+        "has nothing, rank LAST has parameter 6.weight of shape (1, 1) and dtype float32 at position 6",
+    ),
+    "buffered": (
+        lambda model: model.register_buffer("steps", torch.zeros(2, dtype=torch.int64)),
+        "has nothing, rank LAST has buffer steps of shape (2,) and dtype int64 at position 6",
+    ),
+    "shorter": (lambda model: model.pop(5), f"has {ALL}, rank LAST has nothing at position 4"),
+}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("change, text", CHANGES, ids=lambda case: getattr(case, "__name__", ""))
-def test_a_difference_is_named_on_all_ranks(comm: Any, change: Callable[[nn.Module], None], text: str) -> None:
+@pytest.mark.parametrize("change, text", CHANGES.values(), ids=CHANGES)
+def test_a_difference_is_named_on_all_ranks(comm: Any, change: Callable[[Any], object], text: str) -> None:
     model, last = make_mlp(), comm.size - 1
     if comm.rank == last:
         change(model)
