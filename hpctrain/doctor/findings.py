@@ -25,7 +25,6 @@ class Finding:
     advice: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the finding as plain values."""
         return asdict(self)
 
 
@@ -50,7 +49,6 @@ def error(topic: str, found: str, why: str, advice: str) -> Finding:
 
 
 def counts(findings: Iterable[Finding]) -> dict[str, int]:
-    """Return the number of findings per level."""
     found = Counter(finding.level for finding in findings)
     return {level: found[level] for level in LEVELS}
 

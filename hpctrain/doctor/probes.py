@@ -111,7 +111,6 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Run the probe that the command line names, and print its result."""
     name, *arguments = sys.argv[1:]
     print("hpctrain-doctor " + json.dumps(PROBES[name](*arguments)))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hpctrain.forecast.fake_tensors import MemoryTracker, storage_key, to_fake
 from hpctrain.parallel.objective import map_leaves, tensors_of
@@ -68,7 +69,8 @@ def _pass(
     tracker = MemoryTracker(fake=True)
     tracker.ignore([*parameters, *tensors_of(leaves)])
     store = WeightGradStore() if split_backward else None
-    hooks = [one.register_post_accumulate_grad_hook(_free_grad) for one in parameters if frees_grads]
+    register: Callable[..., RemovableHandle] = nn.Parameter.register_post_accumulate_grad_hook
+    hooks = [register(one, _free_grad) for one in parameters if frees_grads]
     with tracker:
         non_leaves = map_leaves(leaves, _as_non_leaf)
         input_keys = _keys(non_leaves)

@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from hpctrain.errors import UsageError
 
 Message = tuple[int, str]  # line number and text
-
-
-@dataclass(frozen=True)
-class Directive:
-    """Line of directives: its number and its words."""
-
-    line: int
-    words: tuple[str, ...]
+Directive = tuple[int, tuple[str, ...]]  # line number and words
 
 
 def problems(script: str) -> list[str]:
@@ -59,7 +52,7 @@ def read(script: str, marker: str) -> tuple[list[Directive], list[Message]]:
             elif isinstance(words, str):
                 ignored.append((number, words))
             else:
-                directives.append(Directive(number, words))
+                directives.append((number, words))
         elif re.match(rf"\s*#\s*{marker}\s+-", line, re.IGNORECASE):
             ignored.append((number, f"not a directive, which begins with #{marker} at the start of its line"))
         elif line.strip() and not line.lstrip().startswith("#"):
@@ -114,10 +107,7 @@ _GRAMMARS = {
     ),
     "bind": (r"(verbose,|quiet,|v,|q,)?[a-z_]+([:=][\w,.:/x*+-]+)?", "a kind of binding, as in closest"),
     "hint": (r"compute_bound|memory_bound|(no)?multithread|help", "compute_bound, memory_bound or nomultithread"),
-    "mail": (
-        rf"(?i:({_MAILS})(,({_MAILS}))*)",
-        "BEGIN, END, FAIL, REQUEUE, ALL, ...",
-    ),
+    "mail": (rf"(?i:({_MAILS})(,({_MAILS}))*)", "BEGIN, END, FAIL, REQUEUE, ALL, ..."),
     "yesno": (r"yes|no|YES|NO", "yes or no"),
     "exclusive": (r"user|mcs|topo", "user, mcs or topo"),
     "distribution": (
@@ -186,37 +176,36 @@ def check_slurm(directives: Sequence[Directive]) -> list[Message]:
     """Return messages on directives that sbatch would reject or misinterpret."""
     messages: list[Message] = []
     seen: dict[str, int] = {}
-    for directive in directives:
-        for name, value in _slurm_options(directive, messages):
+    for line, words in directives:
+        for name, value in _slurm_options(line, [*words], messages):
             if name in seen:
-                messages.append((directive.line, f"--{name} is already in line {seen[name]}"))
-            seen.setdefault(name, directive.line)
+                messages.append((line, f"--{name} is already in line {seen[name]}"))
+            seen.setdefault(name, line)
             grammar = _TABLE[f"--{name}"].grammar
             if value is not None and grammar and not re.fullmatch(_GRAMMARS[grammar][0], value):
-                messages.append((directive.line, f"--{name}={value}: expected {_GRAMMARS[grammar][1]}"))
+                messages.append((line, f"--{name}={value}: expected {_GRAMMARS[grammar][1]}"))
     return messages + _slurm_contradictions(seen)
 
 
-def _slurm_options(directive: Directive, messages: list[Message]) -> Iterator[tuple[str, str | None]]:
+def _slurm_options(line: int, words: list[str], messages: list[Message]) -> Iterator[tuple[str, str | None]]:
     """Yield the options of a line, and their values; append a message for words that are no options."""
-    words = list(directive.words)
     while words:
         word = words.pop(0)
         if not word.startswith("-"):
-            messages.append((directive.line, f"{word!r} is not an option, and everything after it is ignored"))
+            messages.append((line, f"{word!r} is not an option, and everything after it is ignored"))
             return
         name, equals, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
         option = _TABLE.get(name)
         if option is None:
-            messages.append((directive.line, _unknown(name)))
+            messages.append((line, _unknown(name)))
             return
         if not equals and option.grammar and not option.optional:
             if not words or words[0].startswith("-"):
-                messages.append((directive.line, f"{name} needs a value: {_GRAMMARS[option.grammar][1]}"))
+                messages.append((line, f"{name} needs a value: {_GRAMMARS[option.grammar][1]}"))
                 return
             value = words.pop(0)
         if equals and option.grammar is None:
-            messages.append((directive.line, f"{name} takes no value"))
+            messages.append((line, f"{name} takes no value"))
             return
         yield option.name, value if equals or value else None
 
@@ -291,9 +280,8 @@ def check_pbs(directives: Sequence[Directive]) -> list[Message]:
     messages: list[Message] = []
     seen: dict[str, int] = {}
     resources: dict[str, int] = {}
-    for directive in directives:
-        line = directive.line
-        for letter, value, complaint in _pbs_options(directive):
+    for line, words in directives:
+        for letter, value, complaint in _pbs_options([*words]):
             if complaint:
                 messages.append((line, complaint))
                 continue
@@ -309,10 +297,9 @@ def check_pbs(directives: Sequence[Directive]) -> list[Message]:
     return messages + _pbs_contradictions(resources)
 
 
-def _pbs_options(directive: Directive) -> list[tuple[str, str, str]]:
+def _pbs_options(words: list[str]) -> list[tuple[str, str, str]]:
     """Return the letter, the value and the error (else empty) of every option of a line."""
     found = []
-    words = list(directive.words)
     while words:
         word = words.pop(0)
         letter, value = word[1:2], word[2:]

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, resources
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from hpctrain._version import __version__
 from hpctrain.errors import UsageError
 from hpctrain.jobs.template import check, check_all, fill
-from hpctrain.util import atomic
 
 # Language of a modulefile, and the prefix of comment lines that are only for readers of its
 # template.
@@ -82,15 +81,3 @@ def venv_of(modules: Sequence[str], environ: Mapping[str, str]) -> str:
     root = environ.get("HPCTRAIN_ROOT")
     named = any(name == "hpctrain" or (name.startswith("hpctrain/") and name in loaded) for name in modules)
     return str(PurePosixPath(root, "venv")) if root and named else ""
-
-
-def publish(text: str, path: Path) -> None:
-    """Write a modulefile atomically: a concurrent module search finds either the old one or the new one.
-
-    Raises ``UsageError`` if it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, text)  # module systems skip the temporary name, which begins with a dot
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -48,38 +48,25 @@ class Request:
     gpus_per_node: int = _number(0, 64)
     cpus_per_rank: int = _number(1, 4096, least=1)
     account: str = _text("name")
-    # Partition (Slurm) or queue (PBS).
-    partition: str = _text("names")
+    partition: str = _text("names")  # partition (Slurm) or queue (PBS)
     qos: str = _text("name")
     reservation: str = _text("names")
     constraint: str = _text("features")
-    # Nodes to exclude (Slurm).
-    exclude: str = _text("nodes")
-    # Memory per node.
-    memory: str = _text("memory")
-    # Container image; "none": no container, whatever the profile says.
-    container: str = _text("image")
-    # A virtual environment to activate.
-    venv: str = _text("path")
+    exclude: str = _text("nodes")  # nodes to exclude (Slurm)
+    memory: str = _text("memory")  # memory per node
+    container: str = _text("image")  # container image; "none": no container, whatever the profile says
+    venv: str = _text("path")  # a virtual environment to activate
     modules: tuple[str, ...] = _text("module", ())
     environment: Mapping[str, str] = field(default_factory=dict)
-    # Changes of the config by --set.
-    settings: tuple[str, ...] = _text("setting", ())
-    # Arguments of the user's own program.
-    words: tuple[str, ...] = _text("text", ())
-    # One list of settings per task of an array.
-    sweep: tuple[tuple[str, ...], ...] = ()
-    # Maximum number of concurrent tasks of an array; 0: all.
-    at_once: int = _number(0, 1000)
-    # More directives, such as --mail-type=END.
-    directives: tuple[str, ...] = _text("option", ())
-    # Seconds before the end at which the run is told to save.
-    margin: int = _number(300, 86400, least=10)
-    # Maximum number of requeues in total, and in a row without a new checkpoint.
-    restarts: int = _number(20, 10000)
-    retries: int = _number(2, 100)
-    # Seconds of node measurements before each start; 0: none.
-    preflight: int = _number(0, 3600)
+    settings: tuple[str, ...] = _text("setting", ())  # changes of the config by --set
+    words: tuple[str, ...] = _text("text", ())  # arguments of the user's own program
+    sweep: tuple[tuple[str, ...], ...] = ()  # one list of settings per task of an array
+    at_once: int = _number(0, 1000)  # maximum number of concurrent tasks of an array; 0: all
+    directives: tuple[str, ...] = _text("option", ())  # more directives, such as --mail-type=END
+    margin: int = _number(300, 86400, least=10)  # seconds before the end at which the run is told to save
+    restarts: int = _number(20, 10000)  # maximum number of requeues in total
+    retries: int = _number(2, 100)  # maximum number of requeues in a row without a new checkpoint
+    preflight: int = _number(0, 3600)  # seconds of node measurements before each start; 0: none
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -143,12 +130,10 @@ class Request:
 
     @property
     def walltime(self) -> int:
-        """Return the walltime in seconds."""
         return seconds(self.time)
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
 

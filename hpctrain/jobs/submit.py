@@ -19,7 +19,7 @@ from typing import Any
 from hpctrain.cluster import accounting
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import HpctrainError, LaunchError, UsageError
-from hpctrain.jobs.template import SCHEDULERS
+from hpctrain.jobs.template import SCHEDULERS, publish
 from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.reading import read_text, reason
@@ -152,7 +152,8 @@ def submit(
     _check_history(Path(folder) / NAME)
     environment, removed = clean(environ)
     waits = _after(scheduler, job_to_wait_for(scheduler, after) if after else "")
-    path = write(script, Path(folder), scheduler)
+    path = Path(folder) / f"job.{SCHEDULERS[scheduler].ending}"
+    publish(script, path, mode=0o755)
     command = [*SCHEDULERS[scheduler].submit, *waits, str(path)]
     job_id = _run(command, environment, timeout)
     done = Submitted(job_id, path, removed)
@@ -176,17 +177,6 @@ def clean(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     cleaned = {name: value for name, value in cleaned.items() if not name.startswith(_OVERRIDES)}
     cleaned |= {name: environ[name] for name in _LOCATIONS if name in environ}
     return cleaned, tuple(sorted(set(environ) - set(cleaned)))
-
-
-def write(script: str, folder: Path, scheduler: str) -> Path:
-    """Write a script into the run's folder atomically, as a running job may be reading the previous one."""
-    path = folder / f"job.{SCHEDULERS[scheduler].ending}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, script, mode=0o755)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    return path
 
 
 def record(folder: Path, facts: Mapping[str, Any]) -> None:

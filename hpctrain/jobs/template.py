@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from hpctrain.errors import UsageError
+from hpctrain.util import atomic
 
 _SHOWN = 40  # characters of a rejected value that an error repeats
 
@@ -89,7 +91,6 @@ def check(field: str, value: object, kind: str) -> str:
 
 
 def check_all(field: str, values: Iterable[object], kind: str) -> tuple[str, ...]:
-    """Check every value of a list."""
     return tuple(check(field, value, kind) for value in values)
 
 
@@ -116,6 +117,15 @@ def _shown(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
+def publish(text: str, path: Path, mode: int = 0o666) -> None:
+    """Write a file atomically, as another process may be reading the old one; raises ``UsageError`` if that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, text, mode=mode)  # module systems skip the temporary name, which begins with a dot
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
 # Filling of templates -------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +138,7 @@ class Raw(str):
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Names of a batch system; its directives are in ``directives``, its checks in ``check``."""
+    """Names of a batch system; its directives are in ``render``, its checks in ``check``."""
 
     title: str
     submit: tuple[str, ...]  # command that submits a script

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.doctor.findings import counts, error, exit_code, note, ok, summary, table, warning
+from hpctrain.doctor.findings import Finding, counts, error, exit_code, note, ok, summary, table, warning
 
 FINDINGS = [ok("torch", "2.13"), warning("folder", "word " * 40, "reason " * 30, "advice"), error("x", "y", "", "")]
 
@@ -30,11 +30,8 @@ def test_a_path_is_not_wrapped() -> None:
     assert any(path in line for line in table([ok("x", f"it is in {path}")], 80))
 
 
-def test_no_findings_are_no_lines() -> None:
+def test_findings_are_counted_by_level() -> None:
     assert table([]) == [] and summary([]) == "0 ok, 0 notes, 0 warnings, 0 errors"
-
-
-def test_summary_counts_findings_by_level() -> None:
     assert summary(FINDINGS) == "1 ok, 0 notes, 1 warning, 1 error"
 
 
@@ -43,14 +40,11 @@ BAD = warning("c", "z", "why", "do")
 WORST = error("d", "z", "why", "do")
 
 
-def test_only_errors_fail() -> None:
-    assert exit_code(FINE) == exit_code([*FINE, BAD]) == 0
-    assert exit_code([*FINE, BAD, WORST]) == 1
-
-
-def test_strict_makes_warnings_fail() -> None:
-    assert exit_code(FINE, strict=True) == 0
-    assert exit_code([*FINE, BAD], strict=True) == 1
+@pytest.mark.parametrize(
+    "findings, code, strict_code", [(FINE, 0, 0), ([*FINE, BAD], 0, 1), ([*FINE, BAD, WORST], 1, 1)]
+)
+def test_errors_fail_and_strict_makes_warnings_fail(findings: list[Finding], code: int, strict_code: int) -> None:
+    assert (exit_code(findings), exit_code(findings, strict=True)) == (code, strict_code)
 
 
 def test_counts_have_every_level() -> None:

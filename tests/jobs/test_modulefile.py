@@ -11,13 +11,15 @@ import stat
 import subprocess
 from configparser import ConfigParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as some
 
 from hpctrain.errors import UsageError
-from hpctrain.jobs.modulefile import LANGUAGES, Module, home_page, modulefile, publish, read_template, venv_of
+from hpctrain.jobs.modulefile import LANGUAGES, Module, home_page, modulefile, read_template, venv_of
+from hpctrain.jobs.template import publish
 
 ROOT = Path(__file__).resolve().parents[2]
 # Every command writes its name and arguments, one line per call; values contain no line ends.
@@ -105,7 +107,7 @@ def test_its_description_is_that_of_the_package(language: str) -> None:
 
 NAMES = "abzAZ09_.+=@/-" + "äßé日"
 UNSEEN = ("\n", "\r", "\t", "\0", "\x1b", "\u2028", "\u202e")
-HOSTILE = [*'$`"\'\\{}[]();#%&|<>*?!~^,: ', *UNSEEN, "]]", "$(canary)", "[exec canary]"]
+HOSTILE = [*"$`\"'\\{}[]();#%&|<>*?!~^,: ", *UNSEEN, "]]", "$(canary)", "[exec canary]"]
 quick = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -122,22 +124,18 @@ def test_lua_tcl_and_shell_syntax_is_refused_with_the_option_name(piece: str) ->
         Module("/apps/a", "1", ("gcc", f"mpi{piece}"))
 
 
-@pytest.mark.parametrize("root", ["", "apps", "-x", "--root", "/", "//", "/apps/../etc", "~/apps"])
-def test_a_root_must_be_an_absolute_path(root: str) -> None:
-    with pytest.raises(UsageError, match="^--root "):
-        Module(root)
-
-
-@pytest.mark.parametrize("version", ["", "a/b", "-1", ".hidden", "ä"])
-def test_a_version_must_be_a_file_name(version: str) -> None:
-    with pytest.raises(UsageError, match="^--version "):
-        Module("/apps/a", version)
-
-
-@pytest.mark.parametrize("name", ["hpctrain", "hpctrain/2.0"])
-def test_a_module_cannot_depend_on_itself(name: str) -> None:
-    with pytest.raises(UsageError, match="cannot depend on itself"):
-        Module("/apps/a", "1", (name,))
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        # A root is an absolute path, and a version the name of a file.
+        *(({"root": root}, "^--root ") for root in ("", "apps", "-x", "--root", "/", "//", "/apps/../etc", "~/apps")),
+        *(({"version": version}, "^--version ") for version in ("", "a/b", "-1", ".hidden", "ä")),
+        *(({"depends_on": (name,)}, "cannot depend on itself") for name in ("hpctrain", "hpctrain/2.0")),
+    ],
+)
+def test_wrong_values_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Module(**{"root": "/apps/a", "version": "1", **wrong})
 
 
 def test_other_languages_are_refused() -> None:

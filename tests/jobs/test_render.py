@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import job_requests
@@ -21,6 +22,7 @@ from hpctrain.jobs.render import render, script_path
 from hpctrain.jobs.request import Request, combine, run_folder
 
 NOWHERE = {"HOME": "/nowhere"}
+ONLY_SLURM = ("reservation", "constraint", "exclude", "qos")
 PROFILES = {name: profiles.load(name, NOWHERE)[0] for name in profiles.names(NOWHERE)}
 LEAST = Request(config="a.toml", folder="runs/a", time="04:00:00")
 MOST = replace(
@@ -101,11 +103,6 @@ def test_gpus_are_requested_by_the_option_of_the_site(
     script = render(replace(LEAST, ranks_per_node=4, gpus_per_node=asked), profile)
     assert lines(script, "#SBATCH --g") == ([directive] if directive else [])
     assert [line for line in lines(script, "srun ") if "--gpus" in line and option not in line.split()] == []
-
-
-def test_gpus_by_rank_must_be_enough() -> None:
-    with pytest.raises(UsageError, match="gpus_per_node = 2: this profile asks for GPUs by rank, and there are 4"):
-        render(replace(LEAST, ranks_per_node=4, gpus_per_node=2), Profile(scheduler="slurm", gpus="gpus-per-task"))
 
 
 @pytest.mark.parametrize(
@@ -199,15 +196,22 @@ def test_resources_of_pbs_are_in_the_chunk() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["reservation", "constraint", "exclude", "qos"])
-def test_options_unknown_to_pbs_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=f"^{name} = 'x': PBS does not support it"):
-        render(replace(LEAST, **{name: "x"}), PROFILES["generic-pbs"])
+TASKS = (("a.b=1",), ("a.b=2",))
 
 
-def test_an_array_of_pbs_needs_two_tasks() -> None:
-    with pytest.raises(UsageError, match="sweep has 1 task: an array of PBS has at least 2"):
-        render(replace(LEAST, template="array", sweep=(("a.b=1",),)), PROFILES["generic-pbs"])
+@pytest.mark.parametrize(
+    "asked, profile, message",
+    [
+        *(({name: "x"}, "generic-pbs", f"^{name} = 'x': PBS does not support it") for name in ONLY_SLURM),
+        ({"template": "array", "sweep": TASKS[:1]}, "generic-pbs", "sweep has 1 task: an array of PBS has at least 2"),
+        ({"template": "array", "sweep": TASKS, "at_once": 1}, "generic-pbs", "at_once = 1: tasks of a PBS array that"),
+        ({"ranks_per_node": 4, "gpus_per_node": 2}, "by-rank", "gpus_per_node = 2: this profile asks for GPUs by rank"),
+    ],
+)
+def test_requests_that_a_site_cannot_fulfil_are_refused(asked: dict[str, Any], profile: str, message: str) -> None:
+    site = PROFILES.get(profile) or Profile(scheduler="slurm", gpus="gpus-per-task")
+    with pytest.raises(UsageError, match=message):
+        render(replace(LEAST, **asked), site)
 
 
 def test_requested_values_override_the_profile() -> None:
@@ -228,10 +232,9 @@ def test_the_script_is_in_the_run_folder() -> None:
     assert "script=runs/a/job.pbs " in render(LEAST, PROFILES["generic-pbs"])
 
 
-def test_at_once_is_refused_for_pbs_arrays_that_restart() -> None:
-    asked = replace(LEAST, template="array", sweep=(("a.b=1",), ("a.b=2",)), at_once=1)
-    with pytest.raises(UsageError, match="at_once = 1: tasks of a PBS array that come back are jobs of their own"):
-        render(asked, PROFILES["generic-pbs"])
+def test_at_once_limits_arrays() -> None:
+    """Tasks of a PBS array that come back are jobs of their own, which its limit does not count."""
+    asked = replace(LEAST, template="array", sweep=TASKS, at_once=1)
     assert "#PBS -J 0-1%1" in render(replace(asked, restarts=0), PROFILES["generic-pbs"])
     assert "--array=0-1%1" in render(asked, PROFILES["generic-slurm"])
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.schedulers import SAVES, WAITS, Batch, wait_for
@@ -175,14 +176,16 @@ def test_a_task_of_a_pbs_array_restarts_alone(batch: Batch) -> None:
     assert noted == "7[1].server nothing 7[1].server\n7[1].server step_1.h5 8\n"
 
 
-def test_the_launcher_starts_the_container(batch: Batch) -> None:
-    profile = Profile(scheduler="slurm", container_options=("--nv",))
-    run(batch, render(Request(config="a.toml", folder="r", time="00:10:00", container="torch.sif"), profile))
-    assert batch.calls("srun")[0].words[2:8] == ["apptainer", "exec", "--nv", "torch.sif", "hpctrain", "train"]
-
-
-@pytest.mark.parametrize("asked, runs", [("", ["podman", "exec", "site.sif", "hpctrain"]), ("none", ["hpctrain"])])
-def test_the_container_of_a_site_is_the_default(asked: str, runs: list[str], batch: Batch) -> None:
-    profile = Profile(scheduler="slurm", container="site.sif", container_program="podman")
+@pytest.mark.parametrize(
+    "settings, asked, runs",
+    [
+        ({"container_options": ("--nv",)}, "torch.sif", ["apptainer", "exec", "--nv", "torch.sif", "hpctrain"]),
+        ({"container": "site.sif", "container_program": "podman"}, "", ["podman", "exec", "site.sif", "hpctrain"]),
+        ({"container": "site.sif"}, "none", ["hpctrain"]),
+    ],
+)
+def test_the_launcher_starts_the_container(settings: dict[str, Any], asked: str, runs: list[str], batch: Batch) -> None:
+    """The container of a site is the default."""
+    profile = Profile(scheduler="slurm", **settings)
     run(batch, render(Request(config="a.toml", folder="r", time="00:10:00", container=asked), profile))
     assert batch.calls("srun")[0].words[2 : 2 + len(runs)] == runs

@@ -25,7 +25,6 @@ class Interpreter:
 
 
 def read_interpreter() -> Interpreter:
-    """Return the properties of this process's Python."""
     import site
     from pathlib import Path
 

@@ -16,7 +16,7 @@ from typing import Any
 from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
 from hpctrain.doctor.login import environment, libraries, mpi, resources, schedulers
-from hpctrain.doctor.login.mpi import Mpi, fits, needed_type
+from hpctrain.doctor.login.mpi import Mpi, fits
 from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.errors import LaunchError, UsageError
 from hpctrain.jobs.check import problems
@@ -51,7 +51,7 @@ class LoginFacts:
             **{name: {**answer.facts, "trouble": answer.error} for name, answer in probes.items()},
             "gpus": self.gpus.names,
             "mpiexec": self.mpi.mpiexec,
-            "srun_mpi": mpi.needed_type(self.mpi),
+            "srun_mpi": self.mpi.srun_type,
             "storage": {folder.role: {"path": folder.path, **folder.answer.facts} for folder in self.storage},
         }
 
@@ -142,7 +142,6 @@ class Start:
 
     @property
     def launcher(self) -> str:
-        """Return the launcher's name."""
         return self.words[0].rpartition("/")[2]
 
     def value(self, *options: str) -> str | None:
@@ -227,7 +226,7 @@ def _check_srun(script: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapp
 
 def _check_type(where: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding if an srun command does not request the ``--mpi`` type of this MPI."""
-    kind = needed_type(mpi)
+    kind = mpi.srun_type
     asked = start.value("--mpi")
     default = environ.get("SLURM_MPI_TYPE") or slurm.setting("MpiDefault")
     if not kind or (asked is None and fits(default, kind)) or fits(asked or "", kind):

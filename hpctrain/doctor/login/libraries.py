@@ -7,6 +7,7 @@ crashes is detected.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +47,6 @@ _BUSY = 2.0  # processes per core
 
 
 def check_torch(torch: Answer) -> Iterator[Finding]:
-    """Yield the findings on torch."""
     if torch.timed_out:
         yield error(
             "torch",
@@ -66,24 +66,25 @@ _REINSTALL = "pip install torch, for the CUDA or ROCm of the compute nodes (pyto
 
 def _check_loaded(torch: Answer) -> Iterator[Finding]:
     version, seconds = str(torch.facts["version"]), float(torch.facts["seconds"])
-    if _numbers(version) < _OLDEST_TORCH:
+    text = f"{version}, {build(torch)}; import took {seconds:.{0 if seconds > _SLOW else 1}f} s"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST_TORCH:
         yield error("torch", version, "hpctrain needs torch 2.11 or newer", "pip install --upgrade torch")
     elif seconds > _SLOW and torch.facts["load"] > _BUSY:
         yield note(
             "torch",
-            f"{version}, {build(torch)}; import took {seconds:.0f} s",
+            text,
             f"{torch.facts['load']:.0f} processes per core of this node want to run, so this time says little",
             "check again when the load is lower",
         )
     elif seconds > _SLOW:
         yield warning(
             "torch",
-            f"{version}, {build(torch)}; import took {seconds:.0f} s",
+            text,
             "all ranks of a job import it at once, which is even slower, at each start of a job",
             "put the environment on a faster filesystem, or pack it into a container image",
         )
     else:
-        yield ok("torch", f"{version}, {build(torch)}; import took {seconds:.1f} s")
+        yield ok("torch", text)
 
 
 def build(torch: Answer) -> str:
@@ -91,14 +92,6 @@ def build(torch: Answer) -> str:
     if torch.facts.get("cuda"):
         return f"built for CUDA {torch.facts['cuda']}"
     return f"built for ROCm {torch.facts['hip']}" if torch.facts.get("hip") else "built for CPUs only"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.partition("+")[0].split(".")[:2]:
-        digits = "".join(character for character in part if character.isdigit())
-        numbers.append(int(digits or 0))
-    return tuple(numbers)
 
 
 # Checks of the GPU software: a driver that supports torch's CUDA version, and NCCL through CuPy -----------------------
@@ -122,18 +115,15 @@ class Gpus:
 
     @property
     def version(self) -> str:
-        """Return the driver's version."""
         row = self.driver.text.splitlines()[0].split(",")
         return row[1].strip()
 
 
 def query_gpus() -> Gpus:
-    """Query the driver and CuPy."""
     return Gpus(run_program(_QUERY), run_probe("cupy"))
 
 
 def check_gpus(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings on GPUs."""
     if gpus.driver.timed_out:
         yield error(
             "GPUs", "nvidia-smi does not answer", "the driver hangs: no program will see a GPU here", "tell the site"

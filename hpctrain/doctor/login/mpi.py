@@ -45,6 +45,11 @@ class Mpi:
         return world_check.library(str(self.probe.facts["library"])) if self.probe.facts else ""
 
     @property
+    def srun_type(self) -> str:
+        """Return the ``srun --mpi=`` type that this MPI needs; empty if unknown."""
+        return world_check.srun_type(self.library)
+
+    @property
     def described(self) -> str:
         """Return the library and its version as text."""
         number = re.search(r"\d+(\.\d+)+", str(self.probe.facts["library"]))
@@ -141,21 +146,11 @@ def _check_launcher(mpi: Mpi) -> Iterator[Finding]:
 _SEPARATE_WORLDS = "every rank would be a world of its own, which hpctrain refuses; the wrong type lets MPI_Init abort"
 
 
-def needed_type(mpi: Mpi) -> str:
-    """Return the ``srun --mpi=`` type that this MPI needs; empty if unknown."""
-    return world_check.srun_type(mpi.library)
-
-
-def offers(slurm: Slurm, kind: str) -> bool:
-    """Return whether srun supports this type; ``pmix`` may exist only as ``pmix_v4``."""
-    return any(name == kind or name.startswith(f"{kind}_v") for name in slurm.mpi_types)
-
-
 def check_srun(mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings on how srun starts ranks of this MPI."""
     if not slurm.installed or not mpi.library:
         return
-    kind = needed_type(mpi)
+    kind = mpi.srun_type
     if not kind:
         yield note(
             "srun",
@@ -170,7 +165,7 @@ def check_srun(mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[F
             "srun", f"{mpi.described} needs --mpi={kind}; srun does not list its types", _SEPARATE_WORLDS, advice
         )
         return
-    if not offers(slurm, kind):
+    if not any(fits(name, kind) for name in slurm.mpi_types):
         yield error(
             "srun",
             f"{mpi.described} needs --mpi={kind}, and srun has only {', '.join(slurm.mpi_types)}",

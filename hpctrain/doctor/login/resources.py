@@ -36,7 +36,6 @@ class ProcessLimits:
 
 
 def read_limits() -> ProcessLimits:
-    """Query the system's limits."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ProcessLimits(
         cores=os.cpu_count() or 1,
@@ -153,7 +152,6 @@ class FolderFacts:
 
 
 def folders(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the folders to check."""
     home = environ.get("HOME", "")
     found = {"shm": "/dev/shm", "tmp": environ.get("TMPDIR") or "/tmp", "home": home, "work": os.getcwd()}
     return {role: path for role, path in found.items() if path}
@@ -173,7 +171,6 @@ def _folder_facts(role: str, path: str, answer: Answer) -> FolderFacts:
 
 
 def check_storage(found: list[FolderFacts]) -> Iterator[Finding]:
-    """Yield the findings on each folder."""
     for folder in found:
         yield _checked(folder)
         yield from check_left_over(folder.segments)

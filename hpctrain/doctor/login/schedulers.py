@@ -26,7 +26,6 @@ class Slurm:
 
     @property
     def installed(self) -> bool:
-        """Return whether Slurm is installed."""
         return not self.version.missing
 
     @property
@@ -57,7 +56,6 @@ class Slurm:
 
 
 def query_slurm() -> Slurm:
-    """Query Slurm's commands."""
     version = run_program(["srun", "--version"], with_stderr=True)
     if version.missing:
         return Slurm(version, version, version)
@@ -66,7 +64,6 @@ def query_slurm() -> Slurm:
 
 
 def check_slurm(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings on Slurm."""
     if not slurm.installed:
         return
     if slurm.config.error:
@@ -145,13 +142,9 @@ def query_pbs() -> Pbs:
     found = Pbs(version, remote_start=remote_start)
     if not found.release or _TORQUE.search(version.text):
         return found
-    server = accounting.server(_output)
+    server = accounting.server()
     name = str((server or {}).get("default_queue", ""))
-    return Pbs(version, server, accounting.queue(name, _output) if name else None, remote_start)
-
-
-def _output(command: object) -> str:
-    return run_program(list(command)).text  # type: ignore[call-overload]
+    return Pbs(version, server, accounting.queue(name) if name else None, remote_start)
 
 
 def check_pbs(pbs: Pbs, environ: Mapping[str, str], slurm: bool) -> Iterator[Finding]:

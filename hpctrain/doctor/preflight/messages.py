@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,6 @@ def measure_clocks(
 
 
 def check_clocks(skews: Sequence[Skew]) -> Iterator[Finding]:
-    """Yield the findings on the clocks."""
     off = [skew for skew in skews if abs(skew.seconds) - skew.within > MAX_OFFSET]
     for skew in off:
         yield warning(
@@ -159,15 +159,14 @@ def measure_pairs(
             break
         progress(f"round {number + 1} of {len(rounds)}")
         measured += 1
-        partner = next((_other(pair, comm.rank) for pair in matches if comm.rank in pair), None)
+        partner = next((sum(pair) - comm.rank for pair in matches if comm.rank in pair), None)
         if partner is not None and comm.rank < partner:
             own.append(_time_pair(comm, partner, buffer))
         elif partner is not None:
             _echo_pair(comm, partner, buffer)
     everyone: Sequence[list[Pair]] = comm.all_gather_object(own)
-    return Tournament(
-        tuple(sorted((pair for pairs in everyone for pair in pairs), key=_ranks_of)), measured, len(rounds)
-    )
+    pairs = sorted(chain.from_iterable(everyone), key=lambda pair: (pair.first, pair.second))
+    return Tournament(tuple(pairs), measured, len(rounds))
 
 
 def typical_bandwidth(pairs: Sequence[Pair], members: int) -> dict[int, float]:
@@ -218,14 +217,6 @@ def _echo(comm: Communicator, partner: int, message: Tensor) -> None:
     comm.send(message, partner)
 
 
-def _other(pair: tuple[int, int], rank: int) -> int:
-    return pair[1] if pair[0] == rank else pair[0]
-
-
-def _ranks_of(pair: Pair) -> tuple[int, int]:
-    return pair.first, pair.second
-
-
 # all_reduce over all ranks, with the calls of training, and check of its results --------------------------------------
 
 
@@ -274,7 +265,6 @@ def measure_reductions(comm: Communicator, device: torch.device, seconds: float)
 
 
 def check_reductions(found: Sequence[ReductionCheck]) -> Iterator[Finding]:
-    """Yield the findings on reductions."""
     wrong = sorted({rank for one in found for rank in one.wrong})
     if wrong:
         yield error(

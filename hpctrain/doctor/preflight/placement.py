@@ -8,6 +8,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,7 +151,6 @@ def check_placements(placements: Sequence[RankPlacement], scheduler: str | None 
 
 
 def by_node(placements: Iterable[RankPlacement]) -> dict[int, list[RankPlacement]]:
-    """Return the ranks of every node."""
     nodes: dict[int, list[RankPlacement]] = defaultdict(list)
     for each in placements:
         nodes[each.node].append(each)
@@ -170,10 +170,8 @@ def _check_cores(nodes: Mapping[int, Sequence[RankPlacement]], scheduler: str | 
         for kind, text in _sharing(on_node):
             observations[kind, text].append(on_node[0].host)
     for (kind, text), hosts in observations.items():
-        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes, {hosts[0]} the first"
         level, why, remedy = _SHARING[kind]
-        remedy = remedy or advice("more cores", scheduler)
-        yield Finding(level, "binding", f"{text} ({where})", why, remedy)
+        yield Finding(level, "binding", f"{text} ({on(hosts)})", why, remedy or advice("more cores", scheduler))
     if not observations:
         yield ok("binding", "no two ranks share a core")
 
@@ -197,7 +195,7 @@ def _sharing(on_node: Sequence[RankPlacement]) -> Iterator[tuple[str, str]]:
     elif len(on_node) > 1 and alike:
         yield "unbound", f"{len(on_node)} ranks may all use cores {format_cpus(everything)}: they are not bound"
     elif sum(len(set(each.cpus)) for each in on_node) > len(everything):
-        for one, two in _pairs(on_node):
+        for one, two in combinations(on_node, 2):
             if shared := set(one.cpus) & set(two.cpus):
                 yield "overlap", f"ranks {one.rank} and {two.rank} share cores {format_cpus(shared)}"
     if 2 * len(everything) <= on_node[0].cores:
@@ -206,12 +204,6 @@ def _sharing(on_node: Sequence[RankPlacement]) -> Iterator[tuple[str, str]]:
     spread = [each.rank for each in on_node if bound and len(each.numa) > 1]
     if spread:
         yield "spread", f"the cores of {ranks_in_words(spread)} are in several NUMA nodes"
-
-
-def _pairs(on_node: Sequence[RankPlacement]) -> Iterator[tuple[RankPlacement, RankPlacement]]:
-    for number, one in enumerate(on_node):
-        for two in on_node[number + 1 :]:
-            yield one, two
 
 
 def _check_devices(placements: Sequence[RankPlacement], scheduler: str | None) -> Iterator[Finding]:

@@ -179,13 +179,8 @@ def check_writes(found: Sequence[Written], placements: Sequence[RankPlacement], 
                 "see quota and df there",
             )
     if not unseen and not any(one.trouble for one in found):
-        rate = total_rate(found)
+        rate = sum(one.rate for one in found)
         yield ok("files", f"{len(found)} ranks wrote {rate / 1e6:.0f} MB/s together into {folder}, flushed")
-
-
-def total_rate(found: Sequence[Written]) -> float:
-    """Return the rate of all ranks together, in bytes per second."""
-    return sum(one.rate for one in found)
 
 
 def _prepare(folder: Path, ranks: int) -> tuple[Path, int]:

@@ -11,8 +11,7 @@ from hpctrain.cluster.nodes import compress_node_list
 from hpctrain.cluster.resources import format_cpus
 from hpctrain.doctor.findings import Finding, advice, note, ok, warning
 from hpctrain.doctor.preflight import messages, placement
-from hpctrain.doctor.preflight.messages import Pair
-from hpctrain.doctor.preflight.placement import RankPlacement
+from hpctrain.doctor.preflight.messages import Pair, Tournament
 from hpctrain.doctor.preflight.rates import LEAST, check_writes, slow
 from hpctrain.doctor.preflight.survey import PreflightReport
 from hpctrain.util.plotting import INK, add_grid, new_figure
@@ -31,8 +30,7 @@ def findings(report: PreflightReport, scheduler: str | None = None) -> list[Find
         *messages.check_clocks(report.skews),
         *_check_rates(report, "products", "matrix products", report.products, "GFLOP/s"),
         *_check_rates(report, "memory", "reading and writing memory", report.streams, "GB/s"),
-        *_check_inside(report),
-        *_check_between(report),
+        *_check_messages(report),
         *messages.check_reductions(report.reductions),
         *check_writes(report.written, report.placements, Path(report.folder)),
         *_check_writers(report),
@@ -45,7 +43,7 @@ def slow_nodes(report: PreflightReport) -> list[str]:
     hosts = report.hosts
     if len(hosts) < 2:
         return []
-    by_rank = [*slow(_by_rank(report.products)), *slow(_by_rank(report.streams))]
+    by_rank = [rank for rates in (report.products, report.streams) for rank in slow(dict(enumerate(rates)))]
     nodes = {report.placements[rank].node for rank in by_rank}
     nodes |= {*slow(_inside(report), _FAR), *slow(_between(report)), *slow(_writing(report), _IDLE)}
     return [hosts[node] for node in sorted(nodes)]
@@ -57,15 +55,11 @@ def excluded(report: PreflightReport) -> str:
     return compress_node_list(names) if 2 * len(names) <= len(report.hosts) else ""
 
 
-def _by_rank(rates: Sequence[float]) -> dict[int, float]:
-    return dict(enumerate(rates))
-
-
 def _inside(report: PreflightReport) -> dict[int, float]:
     """Return the usual bandwidth within each node."""
-    found = {}
+    found, ranks = {}, placement.by_node(report.placements)
     for node, tournament in report.inside.items():
-        if typical := messages.typical_bandwidth(tournament.pairs, len(placement.by_node(report.placements)[node])):
+        if typical := messages.typical_bandwidth(tournament.pairs, len(ranks[node])):
             found[node] = median_high(typical.values())
     return found
 
@@ -87,7 +81,7 @@ def _writing(report: PreflightReport) -> dict[int, float]:
 def _check_rates(
     report: PreflightReport, topic: str, what: str, rates: Sequence[float], unit: str
 ) -> Iterator[Finding]:
-    lagging = slow(_by_rank(rates))
+    lagging = slow(dict(enumerate(rates)))
     middle = median_high(rates)
     if not lagging:
         yield ok(topic, f"{middle / 1e9:.3g} {unit} per rank, all at once; the slowest has {min(rates) / 1e9:.3g}")
@@ -101,41 +95,27 @@ def _check_rates(
     )
 
 
-def _check_inside(report: PreflightReport) -> Iterator[Finding]:
-    every = [pair for tournament in report.inside.values() for pair in tournament.pairs]
-    if not every:
-        return
-    lagging = slow(_inside(report), _FAR)
-    text = _usual(every)
-    if lagging:
-        names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
-        yield warning(
-            "messages",
-            f"slow inside of nodes: {_listed(names)}; the median is {text}",
-            "messages of such a node's ranks hold up the others",
-            "see whether MPI's shared memory works there (/dev/shm)",
-        )
-    else:
-        yield ok("messages", f"inside of nodes: {text}, {_measured_pairs(report.inside)}")
-
-
-def _check_between(report: PreflightReport) -> Iterator[Finding]:
-    every = report.between.pairs
-    if not every:
-        return
-    text = _usual(every)
+def _check_messages(report: PreflightReport) -> Iterator[Finding]:
     lagging = slow(_between(report))
-    if lagging:
-        names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
-        yield warning(
-            "messages",
-            f"slow between nodes: {_listed(names)}; the median is {text}",
-            "a collective is as slow as its slowest link",
-            "exclude them, and tell the site: a cable, an adapter or a switch",
-        )
-    else:
-        yield ok("messages", f"between nodes: {text}, {_measured_pairs({0: report.between})}")
-    slow_pairs = slow({(pair.first, pair.second): pair.bandwidth for pair in every})
+    inside = (
+        "messages of such a node's ranks hold up the others",
+        "see whether MPI's shared memory works there (/dev/shm)",
+    )
+    between = (
+        "a collective is as slow as its slowest link",
+        "exclude them, and tell the site: a cable, an adapter or a switch",
+    )
+    for where, tournaments, slow_there, reason in (
+        ("inside of nodes", [*report.inside.values()], slow(_inside(report), _FAR), inside),
+        ("between nodes", [report.between], lagging, between),
+    ):
+        every = [pair for tournament in tournaments for pair in tournament.pairs]
+        if every and slow_there:
+            found = f"slow {where}: {_shares_of(report, slow_there)}; the median is {_usual(every)}"
+            yield warning("messages", found, *reason)
+        elif every:
+            yield ok("messages", f"{where}: {_usual(every)}, {_measured_pairs(tournaments)}")
+    slow_pairs = slow({(pair.first, pair.second): pair.bandwidth for pair in report.between.pairs})
     unexplained = {pair: share for pair, share in slow_pairs.items() if not set(pair) & set(lagging)}
     if unexplained:
         names = [
@@ -147,10 +127,9 @@ def _check_between(report: PreflightReport) -> Iterator[Finding]:
 def _check_writers(report: PreflightReport) -> Iterator[Finding]:
     lagging = slow(_writing(report), _IDLE)
     if lagging and len(report.hosts) > 1 and not any(one.trouble or not one.seen for one in report.written):
-        names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
         yield warning(
             "files",
-            f"slow in writing: {_listed(names)}",
+            f"slow in writing: {_shares_of(report, lagging)}",
             "a checkpoint is complete when its slowest rank has written",
             "exclude them, and tell the site",
         )
@@ -171,25 +150,27 @@ def _check_nodes(report: PreflightReport, scheduler: str | None) -> Iterator[Fin
         yield note("nodes", f"{len(names)} of {len(report.hosts)} nodes differ", "too many to exclude")
 
 
-def _usual(every: Sequence[messages.Pair]) -> str:
+def _shares_of(report: PreflightReport, lagging: Mapping[int, float]) -> str:
+    """Return the names of slow nodes, with their shares of the usual rate."""
+    return _listed([f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()])
+
+
+def _usual(every: Sequence[Pair]) -> str:
     """Return the usual bandwidth and latency of pairs as text."""
     rate = median_high(pair.bandwidth for pair in every)
     return f"{format_bandwidth(rate)}, {format_seconds(median_high(pair.latency for pair in every))}"
 
 
-def _measured_pairs(tournaments: Mapping[int, messages.Tournament]) -> str:
+def _measured_pairs(tournaments: Sequence[Tournament]) -> str:
     """Return the number of measured pairs as text."""
-    measured = sum(len(one.pairs) for one in tournaments.values())
-    done, rounds = (sum(getattr(one, name) for one in tournaments.values()) for name in ("rounds", "of_rounds"))
+    measured = sum(len(one.pairs) for one in tournaments)
+    done, rounds = sum(one.rounds for one in tournaments), sum(one.of_rounds for one in tournaments)
     return counted(measured, "pair") if done == rounds else f"{measured} pairs in {done} of {rounds} rounds"
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-# Results of a preflight, as text and as a plot: one line per rank, the bandwidth of pairs, times of all_reduce --------
 
 
 # Report as text: one line per rank, the bandwidth of pairs, and the times of all_reduce -------------------------------
@@ -220,17 +201,13 @@ def _ranks(report: PreflightReport) -> list[str]:
     head = ("host", "rank", "local", "cpus", "NUMA", "threads", "device", "GFLOP/s", "memory GB/s", "writes MB/s")
     rows: list[tuple[str, ...]] = [head]
     for each, flops, stream, one in zip(report.placements, report.products, report.streams, report.written):
+        numbers = (each.host, str(each.rank), str(each.local_rank), format_cpus(each.cpus))
+        place = (format_cpus(each.numa) or "-", str(each.threads), f"{each.device} {each.gpu}".strip())
         measured = (f"{flops / 1e9:.4g}", f"{stream / 1e9:.3g}", f"{one.rate / 1e6:.0f}" if one.rate else "-")
-        rows.append((*_placement_cells(each), *measured))
+        rows.append((*numbers, *place, *measured))
     left_out = len(rows) - 1 - _ROWS
     shown = columns(rows[: _ROWS + 1], right=(1, 2, 5, 7, 8, 9))
     return [*shown, f"... and {left_out} more ranks"] if left_out > 0 else shown
-
-
-def _placement_cells(each: RankPlacement) -> tuple[str, ...]:
-    numbers = (each.host, str(each.rank), str(each.local_rank), format_cpus(each.cpus))
-    device = f"{each.device} {each.gpu}".strip()
-    return (*numbers, format_cpus(each.numa) or "-", str(each.threads), device)
 
 
 def _square(title: str, pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:

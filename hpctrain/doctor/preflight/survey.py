@@ -53,7 +53,6 @@ class PreflightReport:
         return [first[node] for node in sorted(first)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         return {
             "seconds": round(self.seconds, 3),
             "hosts": self.hosts,
@@ -113,19 +112,9 @@ def survey(
     inside, between = _messages(comm, seconds_in_all, progress)
     progress("all_reduce")
     reduced = messages.measure_reductions(comm, device, seconds_in_all * _REDUCTIONS) if comm.size > 1 else []
-    seconds = comm.broadcast_object(time.monotonic() - begin)
+    seconds, folder = comm.broadcast_object(time.monotonic() - begin), str(plan.folder.absolute())
     return PreflightReport(
-        placements,
-        nodes,
-        skews,
-        products,
-        streams,
-        inside,
-        between,
-        reduced,
-        written,
-        str(plan.folder.absolute()),
-        seconds,
+        placements, nodes, skews, products, streams, inside, between, reduced, written, folder, seconds
     )
 
 

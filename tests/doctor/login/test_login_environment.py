@@ -12,14 +12,14 @@ from hpctrain.doctor.login.environment import (
     check_interpreter,
     check_modules,
     check_variables,
-    read_interpreter,
 )
 
 FINE = Interpreter((3, 12, 1), "/home/me/venv", True, "/home/me/hpctrain", "")
 
 
-def test_a_supported_interpreter_is_no_finding() -> None:
-    assert told(check_interpreter(FINE, {})) == []
+@pytest.mark.parametrize("python, environ", [(FINE, {}), (replace(FINE, venv=False), {"CONDA_PREFIX": "/opt/conda"})])
+def test_a_supported_interpreter_is_no_finding(python: Interpreter, environ: dict[str, str]) -> None:
+    assert told(check_interpreter(python, environ)) == []
 
 
 @pytest.mark.parametrize(
@@ -36,37 +36,25 @@ def test_an_unsuitable_interpreter_is_a_finding(python: Interpreter, environ: di
     assert told(check_interpreter(python, environ)) == [(level, "Python")]
 
 
-def test_a_conda_environment_counts_as_an_environment() -> None:
-    assert told(check_interpreter(replace(FINE, venv=False), {"CONDA_PREFIX": "/opt/conda"})) == []
-
-
-def test_gather_describes_the_running_interpreter() -> None:
-    import sys
-
-    found = read_interpreter()
-    assert found.version == sys.version_info[:3] and found.prefix == sys.prefix
-
-
 LMOD = {"LMOD_VERSION": "8.6.19", "LOADEDMODULES": "gcc/12.2:openmpi/5.0:pytorch/2.4"}
 
 
-def test_a_machine_without_modules_is_reported() -> None:
-    assert [finding.found for finding in check_modules({}, True)] == ["no environment modules here"]
+@pytest.mark.parametrize(
+    "environ, words",
+    [
+        ({}, "no environment modules here"),
+        ({"MODULESHOME": "/m", "MODULES_VERSION": "5.2.0"}, "Environment Modules 5.2.0; loaded: none"),
+    ],
+)
+def test_the_module_system_is_recognized(environ: dict[str, str], words: str) -> None:
+    assert [finding.found for finding in check_modules(environ, True)] == [words]
 
 
 def test_a_module_that_conflicts_with_the_environment_is_noted() -> None:
     first, *rest = check_modules(LMOD, venv=True)
     assert first.found == "Lmod 8.6.19; loaded: gcc/12.2, openmpi/5.0, pytorch/2.4"
     assert told(rest) == [("note", "modules")] and rest[0].advice.startswith("module unload pytorch/2.4")
-
-
-def test_a_module_without_an_environment_is_no_conflict() -> None:
     assert told(check_modules(LMOD, venv=False)) == []
-
-
-def test_environment_modules_is_recognized() -> None:
-    (found,) = check_modules({"MODULESHOME": "/usr/share/modules", "MODULES_VERSION": "5.2.0"}, True)
-    assert found.found == "Environment Modules 5.2.0; loaded: none"
 
 
 @pytest.mark.parametrize(

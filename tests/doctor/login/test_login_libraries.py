@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.doctoring import MISSING, SILENT, facts, only, told
 
-from hpctrain.doctor.login.libraries import PREFIX, Gpus, build, check_gpus, check_hdf5, check_torch, run_probe
+from hpctrain.doctor.login.libraries import PREFIX, Gpus, check_gpus, check_hdf5, check_torch, run_probe
 from hpctrain.util.probe import Answer
 
 
@@ -16,43 +16,24 @@ def torch(version: str = "2.13.0+cpu", seconds: float = 2.0, cuda: str | None = 
     return facts(**{"version": version, "seconds": seconds, "cuda": cuda, "load": 0.1, **other})
 
 
-def test_a_supported_torch_is_no_finding() -> None:
-    assert (
-        told(check_torch(torch())) == []
-        and told(check_torch(torch("2.11.0"))) == []
-        and told(check_torch(torch("3.0a1"))) == []
-    )
-
-
-@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cu117", "2.9.0a0+git1234"])
-def test_a_torch_that_is_too_old_is_an_error(version: str) -> None:
-    assert only(check_torch(torch(version))).level == "error"
-
-
-def test_a_slow_import_is_a_warning() -> None:
-    found = only(check_torch(torch(seconds=45.0)))
-    assert found.level == "warning" and "import took 45 s" in found.found
-
-
-def test_a_slow_import_on_a_busy_node_is_a_note() -> None:
-    found = only(check_torch(torch(seconds=45.0, load=11.2)))
-    assert found.level == "note" and found.why.startswith("11 processes per core")
-
-
-def test_a_hanging_import_is_an_error() -> None:
-    found = only(check_torch(SILENT))
-    assert found.level == "error" and "did not end in 60 s" in found.found
-
-
-def test_a_failing_import_is_an_error() -> None:
-    found = only(check_torch(Answer(error="ImportError: libcudnn.so.9: cannot open shared object file")))
-    assert found.level == "error" and "libcudnn.so.9" in found.found
-
-
-def test_builds_are_described_in_words() -> None:
-    assert build(torch()) == "built for CPUs only"
-    assert build(torch(cuda="12.8")) == "built for CUDA 12.8"
-    assert build(torch(hip="6.3")) == "built for ROCm 6.3"
+@pytest.mark.parametrize(
+    "answer, level, words",
+    [
+        (torch(), "ok", "2.13.0+cpu, built for CPUs only; import took 2.0 s"),
+        (torch("2.11.0", cuda="12.8"), "ok", "built for CUDA 12.8"),
+        (torch("3.0a1", hip="6.3"), "ok", "built for ROCm 6.3"),
+        (torch("2.10.1"), "error", "2.10.1"),
+        (torch("1.13.0+cu117"), "error", "1.13.0+cu117"),
+        (torch("2.9.0a0+git1234"), "error", "2.9.0a0+git1234"),
+        (torch(seconds=45.0), "warning", "import took 45 s"),
+        (torch(seconds=45.0, load=11.2), "note", "import took 45 s; 11 processes per core"),  # a busy node
+        (SILENT, "error", "did not end in 60 s"),
+        (Answer(error="ImportError: libcudnn.so.9: cannot open shared object file"), "error", "libcudnn.so.9"),
+    ],
+)
+def test_torch_is_recent_loads_quickly_and_is_described(answer: Answer, level: str, words: str) -> None:
+    (found,) = check_torch(answer)
+    assert (found.level, found.topic) == (level, "torch") and words in f"{found.found}; {found.why}"
 
 
 SMI = "NVIDIA A100-SXM4-40GB, 535.104.05, 40960 MiB\nNVIDIA A100-SXM4-40GB, 535.104.05, 40960 MiB\n"
@@ -73,33 +54,25 @@ def test_compatible_parts_are_no_finding() -> None:
     assert told(found(Answer(SMI), gpu_torch("12.8", True))) == []
     assert texts[0] == "2 x NVIDIA A100-SXM4-40GB, driver 535.104.05"
     assert texts[1] == "2.27.3 through CuPy 13.4.0; torch has NCCL 2.27.3"
+    assert told(found(MISSING, gpu_torch(), cupy=NO_CUPY)) == []  # a torch for CPUs needs no GPU
 
 
-def test_a_cpu_torch_without_gpus_is_no_finding() -> None:
-    assert told(found(MISSING, gpu_torch(), cupy=NO_CUPY)) == []
-
-
-def test_a_cuda_torch_without_gpus_is_a_note() -> None:
-    assert told(found(MISSING, gpu_torch("12.8"))) == [("note", "GPUs")]
-
-
-def test_a_cpu_torch_with_gpus_is_a_warning() -> None:
-    assert told(found(Answer(SMI), gpu_torch())) == [("warning", "GPUs")]
-
-
-def test_a_driver_that_is_too_old_is_an_error() -> None:
-    assert only(found(Answer(SMI), gpu_torch("12.8"))).level == "error"
-
-
-@pytest.mark.parametrize("value, level", [("", "note"), ("-1", "note"), ("1", "error"), ("0,1", "error")])
-def test_gpus_hidden_by_a_variable_are_a_note(value: str, level: str) -> None:
-    assert only(found(Answer(SMI), gpu_torch("12.8"), {"CUDA_VISIBLE_DEVICES": value})).level == level
-
-
-def test_a_driver_that_hangs_is_an_error() -> None:
-    assert told(found(Answer(error="no answer in 10 s", timed_out=True), gpu_torch("12.8", True))) == [
-        ("error", "GPUs")
-    ]
+@pytest.mark.parametrize(
+    "driver, own, hidden, level",
+    [
+        (MISSING, gpu_torch("12.8"), None, "note"),  # no GPU here
+        (Answer(SMI), gpu_torch(), None, "warning"),  # torch for CPUs only
+        (Answer(SMI), gpu_torch("12.8"), None, "error"),  # the driver is too old
+        (Answer(SMI), gpu_torch("12.8"), "1", "error"),
+        (Answer(SMI), gpu_torch("12.8"), "0,1", "error"),
+        (Answer(SMI), gpu_torch("12.8"), "", "note"),
+        (Answer(SMI), gpu_torch("12.8"), "-1", "note"),
+        (Answer(error="no answer in 10 s", timed_out=True), gpu_torch("12.8", True), None, "error"),
+    ],
+)
+def test_gpus_that_torch_cannot_use_are_a_finding(driver: Answer, own: Answer, hidden: str | None, level: str) -> None:
+    environ = {} if hidden is None else {"CUDA_VISIBLE_DEVICES": hidden}
+    assert told(found(driver, own, environ)) == [(level, "GPUs")]
 
 
 @pytest.mark.parametrize(
@@ -118,15 +91,18 @@ def test_unavailable_nccl_is_a_finding(cupy: Answer, words: str) -> None:
 FINE = facts(h5py="3.16.0", hdf5="2.0.0", mpi=False)
 
 
-@pytest.mark.parametrize("value", [None, "TRUE", "BEST_EFFORT", "1"])
-def test_default_locking_is_no_finding(value: str | None) -> None:
-    assert told(check_hdf5(FINE, {} if value is None else {"HDF5_USE_FILE_LOCKING": value})) == []
-
-
-@pytest.mark.parametrize("variable, value", [("HDF5_USE_FILE_LOCKING", "FALSE"), ("HDF5_PLUGIN_PATH", "/opt/plugins")])
-def test_variables_that_change_hdf5_are_noted(variable: str, value: str) -> None:
-    found = only(check_hdf5(FINE, {variable: value}))
-    assert found.level == "note" and found.found == f"{variable}={value}"
+@pytest.mark.parametrize(
+    "variable, value, noted",
+    [
+        *(("HDF5_USE_FILE_LOCKING", value, False) for value in ("TRUE", "BEST_EFFORT", "1")),
+        ("HDF5_USE_FILE_LOCKING", "FALSE", True),
+        ("HDF5_PLUGIN_PATH", "/opt/plugins", True),
+    ],
+)
+def test_variables_that_change_hdf5_are_noted(variable: str, value: str, noted: bool) -> None:
+    assert told(check_hdf5(FINE, {})) == []
+    texts = [(one.level, one.found) for one in check_hdf5(FINE, {variable: value}) if one.level != "ok"]
+    assert texts == ([("note", f"{variable}={value}")] if noted else [])
 
 
 @pytest.mark.parametrize("answer", [SILENT, Answer(error="No module named 'h5py'")])

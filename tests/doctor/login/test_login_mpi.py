@@ -40,13 +40,12 @@ def test_libraries_are_named_with_their_version(library: str, words: str) -> Non
     assert mpi(library).described == words
 
 
-def test_an_unknown_launcher_is_a_note() -> None:
-    found = only(check_mpi(mpi(launcher="something else")))
-    assert found.level == "note" and "says 'something else'" in found.found
-
-
-def test_a_missing_launcher_is_a_note() -> None:
-    assert told(check_mpi(mpi(mpiexec=""))) == [("note", "mpiexec")]
+@pytest.mark.parametrize(
+    "own, words", [(mpi(launcher="something else"), "says 'something else'"), (mpi(mpiexec=""), "none in PATH")]
+)
+def test_an_unknown_or_missing_launcher_is_a_note(own: Mpi, words: str) -> None:
+    found = only(check_mpi(own))
+    assert (found.level, found.topic) == ("note", "mpiexec") and words in found.found
 
 
 def test_another_copy_of_the_same_launcher_is_a_note(tmp_path: Path) -> None:
@@ -82,32 +81,35 @@ ONLY_NONE = "MPI plugin types are...\n\tnone\n"
 ONLY_V4 = "MPI plugin types are...\n\tnone\nspecific pmix plugin versions available: pmix_v4\n"
 
 
-@pytest.mark.parametrize("library, kind", [(MPICH, "pmi2"), (OPENMPI, "pmix")])
-def test_a_matching_default_is_ok(library: str, kind: str) -> None:
-    (found,) = check_srun(mpi(library), slurm(default=kind), {})
+@pytest.mark.parametrize(
+    "own, of_slurm, kind",
+    [
+        (mpi(), slurm(default="pmi2"), "pmi2"),
+        (mpi(OPENMPI), slurm(default="pmix"), "pmix"),
+        (mpi(OPENMPI), slurm(ONLY_V4, default="pmix_v4"), "pmix"),  # a specific version counts as pmix
+    ],
+)
+def test_a_matching_default_is_ok(own: Mpi, of_slurm: Slurm, kind: str) -> None:
+    (found,) = check_srun(own, of_slurm, {})
     assert found.level == "ok" and found.found.startswith(f"srun --mpi={kind} starts ranks of ")
 
 
-@pytest.mark.parametrize("library, default", [(MPICH, "none"), (MPICH, "pmix"), (OPENMPI, "none"), (OPENMPI, "pmi2")])
-def test_a_default_that_makes_singletons_is_a_warning(library: str, default: str) -> None:
-    found = only(check_srun(mpi(library), slurm(default=default), {}))
-    assert found.level == "warning" and f"srun takes {default} (MpiDefault)" in found.found
-
-
-def test_slurm_mpi_type_overrides_the_default() -> None:
+@pytest.mark.parametrize(
+    "library, default, variable",
+    [(MPICH, "none", ""), (MPICH, "pmix", ""), (OPENMPI, "none", ""), (OPENMPI, "pmi2", ""), (MPICH, "pmi2", "pmix")],
+)
+def test_a_default_that_makes_singletons_is_a_warning(library: str, default: str, variable: str) -> None:
+    environ = {"SLURM_MPI_TYPE": variable} if variable else {}
+    found = only(check_srun(mpi(library), slurm(default=default), environ))
+    taken = f"{variable} (SLURM_MPI_TYPE)" if variable else f"{default} (MpiDefault)"
+    assert found.level == "warning" and f"srun takes {taken}" in found.found
     assert told(check_srun(mpi(), slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"})) == []
-    found = only(check_srun(mpi(), slurm(default="pmi2"), {"SLURM_MPI_TYPE": "pmix"}))
-    assert "srun takes pmix (SLURM_MPI_TYPE)" in found.found
 
 
 @pytest.mark.parametrize("library", [MPICH, OPENMPI, CRAY])
 def test_a_slurm_without_the_needed_plugin_is_an_error(library: str) -> None:
     found = only(check_srun(mpi(library), slurm(ONLY_NONE), {}))
     assert found.level == "error" and "srun has only none" in found.found
-
-
-def test_a_specific_version_of_pmix_counts_as_pmix() -> None:
-    assert told(check_srun(mpi(OPENMPI), slurm(ONLY_V4, default="pmix_v4"), {})) == []
 
 
 def test_an_unknown_mpi_or_unknown_slurm_is_a_note() -> None:

@@ -15,28 +15,22 @@ def test_a_well_configured_slurm_is_ok() -> None:
     assert found.found == "22.05.8; --mpi: none, pmix, pmi2, pmix_v4 (default: pmi2)"
 
 
-def test_missing_kill_on_bad_exit_is_a_warning() -> None:
-    found = only(check_slurm(slurm(kill=0), {}))
-    assert found.level == "warning" and "--kill-on-bad-exit=1" in found.advice
-    assert told(check_slurm(slurm(kill=0), {"SLURM_KILL_BAD_EXIT": "1"})) == []
-
-
 @pytest.mark.parametrize(
-    "line, words",
+    "line, level, words",
     [
-        ("JobRequeue = 0", "JobRequeue = 0"),
-        ("KillWait = 5 sec", "KillWait = 5 sec"),
-        ("PreemptMode = CANCEL\nPreemptType = preempt/qos", "PreemptMode = CANCEL"),
+        ("KillOnBadExit = 0", "warning", "--kill-on-bad-exit=1"),
+        ("JobRequeue = 0", "note", "JobRequeue = 0"),
+        ("KillWait = 5 sec", "note", "KillWait = 5 sec"),
+        ("PreemptMode = CANCEL\nPreemptType = preempt/qos", "note", "PreemptMode = CANCEL"),
+        ("PreemptMode = CANCEL\nPreemptType = preempt/none", None, ""),  # unused preemption
     ],
 )
-def test_settings_that_affect_requeueing_are_noted(line: str, words: str) -> None:
-    found = only(check_slurm(Slurm(Answer("slurm 24.05.1"), Answer(TYPES), Answer(f"KillOnBadExit = 1\n{line}\n")), {}))
-    assert found.level == "note" and words in found.found
-
-
-def test_unused_preemption_is_no_finding() -> None:
-    config = Answer("PreemptMode = CANCEL\nPreemptType = preempt/none\n")
-    assert told(check_slurm(Slurm(Answer("slurm 24.05.1"), Answer(TYPES), config), {})) == []
+def test_settings_that_affect_the_end_of_jobs_are_found(line: str, level: str | None, words: str) -> None:
+    of_slurm = Slurm(Answer("slurm 24.05.1"), Answer(TYPES), Answer(f"{line}\n"))
+    assert told(check_slurm(of_slurm, {})) == ([(level, "Slurm")] if level else [])
+    assert any(words in f"{one.found} {one.advice}" for one in check_slurm(of_slurm, {}))
+    if level == "warning":
+        assert told(check_slurm(of_slurm, {"SLURM_KILL_BAD_EXIT": "1"})) == []
 
 
 def test_an_unreachable_controller_is_a_warning() -> None:
@@ -70,13 +64,13 @@ def test_all_formats_of_the_mpi_list_are_parsed() -> None:
 PBS = Pbs(Answer("pbs_version = 2022.1.3.20230214"))
 
 
-def test_openpbs_and_torque_are_recognized() -> None:
-    (found,) = check_pbs(PBS, {}, slurm=False)
-    assert found.level == "ok" and found.found.startswith("2022.1.3.20230214;")
-    (found,) = check_pbs(
-        Pbs(Answer("Version: 6.1.2\nCommit: 661e092552de43a785c15d39a3634a541d86898e")), {}, slurm=False
-    )
-    assert found.found.startswith("6.1.2;")
+TORQUE = Pbs(Answer("Version: 6.1.2\nCommit: 661e092552de43a785c15d39a3634a541d86898e"))
+
+
+@pytest.mark.parametrize("own, version", [(PBS, "2022.1.3.20230214"), (TORQUE, "6.1.2")])
+def test_openpbs_and_torque_are_recognized(own: Pbs, version: str) -> None:
+    (found,) = check_pbs(own, {}, slurm=False)
+    assert found.level == "ok" and found.found.startswith(f"{version};")
 
 
 def test_pbs_wrappers_of_slurm_are_not_pbs() -> None:
@@ -105,12 +99,9 @@ def test_a_well_configured_server_is_ok() -> None:
     assert "qdel leaves a job 90 s" in pbs(queue={"kill_delay": 90})[1].found
 
 
-def test_a_server_that_refuses_submission_by_jobs_is_a_warning() -> None:
+def test_a_server_that_refuses_submission_or_forgets_jobs_is_a_finding() -> None:
     first = pbs(flatuid="False")[0]
     assert first.level == "warning" and "Bad UID" in first.why and "flatuid = True" in first.advice
-
-
-def test_a_server_without_job_history_is_noted() -> None:
     assert pbs(job_history_enable="False")[1].found.startswith("no history of jobs")
 
 

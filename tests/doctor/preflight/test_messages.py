@@ -20,7 +20,6 @@ from hpctrain.doctor.preflight.messages import (
     Skew,
     check_clocks,
     check_reductions,
-    describe,
     measure_clocks,
     measure_pairs,
     measure_reductions,
@@ -33,12 +32,10 @@ def test_large_offsets_are_a_finding() -> None:
     near, far = Skew(1, "n2", 0.5, 1e-3), Skew(2, "n3", -3.0, 1e-3)
     assert told(check_clocks([near])) == [] == list(check_clocks([]))
     assert only(check_clocks([near, far])).found == "n3 is 3 s (within 1 ms) behind the first node"
+    (usual,) = check_clocks([Skew(1, "n2", 0.0012, 1e-4)])
+    assert usual.found == "n2 is furthest off, 1.2 ms (within 100 us) ahead of the first node"
     assert told(check_clocks([Skew(1, "n2", 3.0, 2.5)])) == []  # the error bound of the messages is that large
     assert [finding.found for finding in check_clocks([Skew(1, "n2", 1e-5, 1e-4)])] == ["no difference seen"]
-
-
-def test_offsets_are_described_in_words() -> None:
-    assert describe(Skew(1, "n2", 0.0012, 1e-4)) == "1.2 ms (within 100 us) ahead of"
 
 
 @pytest.fixture
@@ -58,12 +55,11 @@ def test_a_clock_that_is_ahead_is_measured(apart: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_without_time_there_is_no_measurement(apart: Any) -> None:
+def test_without_time_or_other_nodes_there_is_no_measurement(apart: Any, comm: Any) -> None:
     assert measure_clocks(apart, ["n"] * apart.size, 0.0) == []
-
-
-def test_one_node_has_one_clock(comm: Any) -> None:
-    assert measure_clocks(comm, ["here"], 1.0) == []
+    node = comm.split(comm.node)
+    assert measure_clocks(node, ["here"], 1.0) == []
+    node.free()
 
 
 # Bandwidth between pairs of ranks: each pair meets once, each rank has one partner per round; the messages sent -------
@@ -109,16 +105,13 @@ def test_measurement_ends_after_a_whole_round(own: Any) -> None:
 CPU = torch.device("cpu")
 
 
-def test_bus_bandwidth_follows_the_ring_formula() -> None:
-    assert ReductionCheck(1000, 0.5, (), 4).bus == 2 * 3 / 4 * 1000 / 0.5
-
-
 def test_wrong_sums_and_times_are_findings() -> None:
     right, wrong = ReductionCheck(2**20, 2e-3, (), 4), ReductionCheck(2**12, 1e-5, (1, 3), 4)
     assert told(check_reductions([wrong, right])) == [("error", "all_reduce")]
     assert only(check_reductions([wrong])).found == "a wrong sum on 2 ranks, 1 the first"
     assert [finding.found for finding in check_reductions([right])] == ["correct on all ranks; 1 MiB in 2 ms"]
     assert list(check_reductions([])) == []
+    assert ReductionCheck(1000, 0.5, (), 4).bus == 2 * 3 / 4 * 1000 / 0.5  # of a ring
 
 
 @pytest.mark.ranks

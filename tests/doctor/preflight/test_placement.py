@@ -30,15 +30,12 @@ def ranks(*cpus: tuple[int, ...], **other: Any) -> list[RankPlacement]:
 
 
 def test_ranks_on_separate_cores_are_ok() -> None:
-    assert [
-        finding.found
-        for finding in check_placements(
-            [rank_placement(0, 0, 0), rank_placement(1, 0, 1), rank_placement(2, 1, 0), rank_placement(3, 1, 1)]
-        )
-    ] == [
-        "4 ranks on 2 nodes",
-        "no two ranks share a core",
+    placement = [rank_placement(rank, rank // 2, rank % 2) for rank in range(4)]
+    assert [finding.found for finding in check_placements(placement)] == [
+        *("4 ranks on 2 nodes", "no two ranks share a core")
     ]
+    # A rank that has the whole node may span it.
+    assert told(check_placements([rank_placement(0, 0, 0, cpus=tuple(range(8)), numa=(0, 1), cores=8)])) == []
 
 
 @pytest.mark.parametrize(
@@ -56,10 +53,6 @@ def test_shared_or_wrong_cores_are_findings(placement: list[RankPlacement], leve
     assert (found.level, found.topic, found.found) == (level, "binding", words)
 
 
-def test_a_rank_that_has_the_whole_node_may_span_it() -> None:
-    assert told(check_placements([rank_placement(0, 0, 0, cpus=tuple(range(8)), numa=(0, 1), cores=8)])) == []
-
-
 def test_a_finding_on_many_nodes_is_reported_once() -> None:
     both = tuple(range(8))
     found = only(check_placements([rank_placement(rank, rank // 2, rank % 2, cpus=both) for rank in range(200)]))
@@ -67,10 +60,8 @@ def test_a_finding_on_many_nodes_is_reported_once() -> None:
 
 
 def test_unequal_numbers_of_ranks_are_reported() -> None:
-    assert (
-        only(check_placements([rank_placement(0, 0, 0), rank_placement(1, 0, 1), rank_placement(2, 1, 0)])).found
-        == "3 ranks on 2 nodes, from 1 to 2 on each"
-    )
+    found = only(check_placements([rank_placement(rank, rank // 2, rank % 2) for rank in range(3)]))
+    assert found.found == "3 ranks on 2 nodes, from 1 to 2 on each"
 
 
 def gpu(rank: int, identity: str, node: int = 0, name: str = "A100", local: int | None = None) -> RankPlacement:
@@ -78,23 +69,22 @@ def gpu(rank: int, identity: str, node: int = 0, name: str = "A100", local: int 
     return rank_placement(rank, node, local, device=f"cuda:{local}", gpu=name, identity=identity)
 
 
-def test_separate_gpus_are_no_finding() -> None:
-    assert told(check_placements([gpu(0, "a"), gpu(1, "b")])) == []
-    same_number = [gpu(0, "a"), gpu(1, "a", node=1, local=0)]
-    assert told(check_placements(same_number)) == []
+@pytest.mark.parametrize("second", [gpu(1, "b"), gpu(1, "a", node=1, local=0)])
+def test_separate_gpus_are_no_finding(second: RankPlacement) -> None:
+    assert told(check_placements([gpu(0, "a"), second])) == []
 
 
-def test_a_shared_gpu_is_an_error() -> None:
-    found = only(check_placements([gpu(0, "a"), gpu(1, "a"), gpu(2, "b")]))
-    assert found.level == "error" and found.found == "ranks 0-1 share a GPU of n1 (cuda:0)"
-
-
-def test_ranks_without_a_gpu_among_ranks_with_one_are_an_error() -> None:
-    assert told(check_placements([gpu(0, "a"), rank_placement(1, 0, 1)])) == [("error", "GPUs")]
-
-
-def test_gpus_of_two_models_are_reported() -> None:
-    assert only(check_placements([gpu(0, "a"), gpu(1, "b", name="H100")])).found == "2 x A100, H100"
+@pytest.mark.parametrize(
+    "others, level, words",
+    [
+        ([gpu(1, "a"), gpu(2, "b")], "error", "ranks 0-1 share a GPU of n1 (cuda:0)"),
+        ([rank_placement(1, 0, 1)], "error", "rank 1 see none, others do"),
+        ([gpu(1, "b", name="H100")], "note", "2 x A100, H100"),
+    ],
+)
+def test_shared_missing_and_unequal_gpus_are_findings(others: list[RankPlacement], level: str, words: str) -> None:
+    found = only(check_placements([gpu(0, "a"), *others]))
+    assert (found.level, found.topic, found.found) == (level, "GPUs", words)
 
 
 def test_numa_nodes_are_read_from_sysfs(tmp_path: Path) -> None:
@@ -123,24 +113,19 @@ def test_take_gathers_the_placement_of_this_process(comm: Any) -> None:
 FINE = Host("n1", LIMITS, 2**36, 2**35)
 
 
-def test_good_nodes_are_no_finding() -> None:
-    assert list(check_hosts([FINE, replace(FINE, name="n2")])) == []
+@pytest.mark.parametrize("other", [replace(FINE, name="n2"), replace(FINE, limits=replace(LIMITS, affinity=(3,)))])
+def test_good_nodes_are_no_finding(other: Host) -> None:
+    """The number of cores is left to the check of the binding."""
+    assert list(check_hosts([FINE, other])) == []
 
 
 def test_a_defect_of_several_nodes_is_one_finding() -> None:
     small = replace(LIMITS, memory=2**30)
     found = only(check_hosts([FINE, *(Host(f"n{node}", small, 2**36, 2**35) for node in (2, 3, 4))]))
     assert found.level == "warning" and found.found == "limited to 1 GiB of 64 GiB (3 nodes, n2 the first)"
-
-
-def test_little_shared_memory_is_a_warning() -> None:
     found = only(check_hosts([FINE, Host("n2", LIMITS, 2**26, 2**26)]))
     assert (found.level, found.topic) == ("warning", "node memory")
     assert found.found == "/dev/shm: 64 MiB free of 64 MiB (n2)"
-
-
-def test_the_number_of_cores_is_no_finding() -> None:
-    assert told(check_hosts([replace(FINE, limits=replace(LIMITS, affinity=(3,)))])) == []
 
 
 @pytest.mark.ranks(1, 2)

@@ -49,10 +49,27 @@ def test_the_only_node_is_not_excluded_for_a_slow_rank() -> None:
     assert told(findings(found)) == [("warning", "products")] and excluded(found) == ""
 
 
-def test_a_node_with_a_slow_link_is_excluded() -> None:
-    found = report(6, 2, between=between(6, 3))
-    assert told(findings(found)) == [("warning", "messages"), ("warning", "nodes")]
-    assert excluded(found) == "n4"
+WRITTEN = [Written(2**24, 0.1 if rank // 2 != 3 else 1.0) for rank in range(8)]
+INSIDE = {node: tournament([5e9 if node != 1 else 1e9], 2) for node in range(4)}
+
+
+@pytest.mark.parametrize(
+    "nodes, parts, topic, node",
+    [
+        (6, {"between": between(6, 3)}, "messages", "n4"),
+        (4, {"inside": INSIDE}, "messages", "n2"),
+        (4, {"written": WRITTEN}, "files", "n4"),
+    ],
+)
+def test_a_node_with_slow_messages_or_writes_is_excluded(
+    nodes: int, parts: dict[str, Any], topic: str, node: str
+) -> None:
+    found = report(nodes, 2, **parts)
+    assert told(findings(found)) == [("warning", topic), ("warning", "nodes")] and excluded(found) == node
+
+
+def test_half_of_the_usual_write_rate_is_normal_on_a_shared_filesystem() -> None:
+    assert told(findings(report(4, 2, written=[Written(2**24, 0.1 * (1 + rank // 4)) for rank in range(8)]))) == []
 
 
 def test_a_slow_pair_is_reported_without_exclusion() -> None:
@@ -64,20 +81,6 @@ def test_a_slow_pair_is_reported_without_exclusion() -> None:
 
 def test_a_slow_link_of_two_nodes_excludes_neither() -> None:
     assert slow_nodes(report(2, 2, between=between(2, 0))) == []
-
-
-def test_a_node_with_slow_internal_messages_is_excluded() -> None:
-    inside = {node: tournament([5e9 if node != 1 else 1e9], 2) for node in range(4)}
-    found = report(4, 2, inside=inside)
-    assert told(findings(found)) == [("warning", "messages"), ("warning", "nodes")] and excluded(found) == "n2"
-
-
-def test_a_node_with_slow_writes_is_excluded() -> None:
-    written = [Written(2**24, 0.1 if rank // 2 != 3 else 1.0) for rank in range(8)]
-    found = report(4, 2, written=written)
-    assert told(findings(found)) == [("warning", "files"), ("warning", "nodes")] and excluded(found) == "n4"
-    # Half of the usual rate is normal on a shared filesystem.
-    assert told(findings(report(4, 2, written=[Written(2**24, 0.1 * (1 + rank // 4)) for rank in range(8)]))) == []
 
 
 def test_several_nodes_are_excluded_by_one_list() -> None:
@@ -127,13 +130,9 @@ def test_text_has_ranks_links_and_reductions() -> None:
     assert found[-1].split() == ["1", "MiB", "1", "ms", "1.57", "GB/s"]
 
 
-def test_slow_links_are_written_in_megabytes() -> None:
-    found = lines(report(2, 1, between=tournament([2.5e6], 2)))
-    assert ["between", "nodes,", "MB/s", "n1", "n2"] in [line.split() for line in found]
-    assert ["n2", "2.5", "-"] in [line.split() for line in found]
-
-
-def test_one_node_shows_its_ranks() -> None:
+def test_slow_links_are_written_in_megabytes_and_one_node_shows_its_ranks() -> None:
+    found = [line.split() for line in lines(report(2, 1, between=tournament([2.5e6], 2)))]
+    assert ["between", "nodes,", "MB/s", "n1", "n2"] in found and ["n2", "2.5", "-"] in found
     assert any(line.split() == "between ranks, GB/s 0 1 2".split() for line in lines(report(1, 3)))
 
 
@@ -144,12 +143,11 @@ def test_text_of_many_nodes_is_shortened(nodes: int) -> None:
     assert any("more ranks" in line for line in found) == (nodes > 64)
 
 
-@pytest.mark.parametrize("nodes, local", [(1, 1), (50, 1)])
-def test_a_report_is_drawn_as_svg(nodes: int, local: int) -> None:
+@pytest.mark.parametrize("nodes", [1, 50])
+def test_a_report_is_drawn_as_svg(nodes: int) -> None:
     pytest.importorskip("matplotlib")
-    drawn = figure(report(nodes, local), "a title")
     out = io.BytesIO()
-    drawn.savefig(out, format="svg")
+    figure(report(nodes, 1), "a title").savefig(out, format="svg")
     assert b"</svg>" in out.getvalue()
 
 
