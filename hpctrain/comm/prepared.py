@@ -202,7 +202,13 @@ def choose(
     for an algorithm that is unknown or not applicable.
     """
     if algorithm != "auto":
-        return _named(operation, algorithm, unavailable)
+        check_known(operation, algorithm)
+        if unavailable[algorithm]:
+            able = ", ".join(sorted(name for name, why in unavailable.items() if not why))
+            raise CommunicationError(
+                f"algorithm {algorithm} cannot do this {operation}: {unavailable[algorithm]}; able are auto, {able}"
+            )
+        return algorithm
     wanted: list[str | None] = [table.best(operation, location, kind, nbytes) for table in tables]
     wanted += unavailable
     for name in wanted:
@@ -210,16 +216,6 @@ def choose(
             return name
     reasons = "; ".join(f"{name}: {why}" for name, why in unavailable.items())
     raise CommunicationError(f"no algorithm supports {operation} of this tensor: {reasons}")
-
-
-def _named(operation: str, algorithm: str, unavailable: Mapping[str, str]) -> str:
-    check_known(operation, algorithm)
-    if unavailable[algorithm]:
-        able = ", ".join(sorted(name for name, why in unavailable.items() if not why))
-        raise CommunicationError(
-            f"algorithm {algorithm} cannot do this {operation}: {unavailable[algorithm]}; able are auto, {able}"
-        )
-    return algorithm
 
 
 class FlatHostCollectives:

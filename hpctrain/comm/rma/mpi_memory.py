@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import numpy as np
@@ -32,6 +32,7 @@ _REQUEST, _ELEMENTS, _ANSWER = 1, 2, 3  # tags; the last is the first of many
 _ANSWERS = 1000
 _FIELDS = 5
 _DONE = torch.zeros(1, dtype=torch.uint8)
+PAGE = 4096
 
 _EXISTING: list[RemoteMemoryByMessages] = []
 
@@ -63,9 +64,18 @@ class RemoteMemoryByMessages(RemoteMemory):
     def __init__(self, comm: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
         self._comm = comm.Dup()
         self.rank, self.lengths, self.dtype = comm.rank, list(lengths), dtype
-        self._segments = SharedParts(self._comm, lengths, dtype)
-        self._node_ranks = {rank: node_rank for node_rank, rank in enumerate(self._segments.views)}
-        self._counters = Counters(self._segments.node, words + 1)
+        self._node = window.node_of(self._comm)
+        nbytes = -(-max(lengths[self.rank] * dtype.itemsize, 1) // PAGE) * PAGE
+        agree: Callable[[bool], bool] = lambda here: self._comm.allreduce(here, MPI.LAND)
+        self._segments = window.reserve_window(self._node, nbytes, agree)
+        self._views: dict[int, Tensor] = {}  # segments of the ranks of this node, mapped by all of them
+        for place, rank in enumerate(self._node.allgather(self.rank)):
+            segment, _ = self._segments.Shared_query(place)
+            self._views[rank] = torch.frombuffer(segment, dtype=dtype, count=max(lengths[rank], 1))[: lengths[rank]]
+        self._views[self.rank].zero_()
+        self._node.Barrier()
+        self._node_ranks = {rank: place for place, rank in enumerate(self._views)}
+        self._counters = Counters(self._node, words + 1)
         self._barrier_word, self._barriers = words, 0  # last counter: number of barriers that a rank has reached
         _EXISTING.append(self)
         register_progress(serve)
@@ -75,7 +85,7 @@ class RemoteMemoryByMessages(RemoteMemory):
 
     def view(self, rank: int) -> Tensor | None:
         """Return a rank's memory if it is on this node."""
-        return self._segments.views.get(rank)
+        return self._views.get(rank)
 
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
         """Atomically add to a counter of a rank, and return its previous value."""
@@ -182,42 +192,14 @@ class RemoteMemoryByMessages(RemoteMemory):
     def _free_all(self) -> None:
         _EXISTING.remove(self)
         self._counters.free()
-        self._segments.free()
+        self._views.clear()
+        self._segments.Free()
+        self._node.Free()
         self._comm.Free()
 
 
 def _timeout_message(operation: str, rank: int) -> str:
     return f"{operation}: rank {rank} did not answer within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
-
-
-# Memory and counters of a node that every rank maps, made before any communicator exists ------------------------------
-
-
-PAGE = 4096
-
-
-class SharedParts:
-    """Memory segments of all ranks of a node, of individual lengths, mapped by all of them: ``views``."""
-
-    def __init__(self, world: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype) -> None:
-        self.node = window.node_of(world)
-        nbytes = lengths[world.rank] * dtype.itemsize
-        nbytes = max(-(-nbytes // PAGE) * PAGE, PAGE)
-        self._window = window.reserve_window(self.node, nbytes, lambda here: world.allreduce(here, MPI.LAND))
-        self.views: dict[int, Tensor] = {}
-        for place, rank in enumerate(self.node.allgather(world.rank)):
-            memory, _ = self._window.Shared_query(place)
-            self.views[rank] = torch.frombuffer(memory, dtype=dtype, count=max(lengths[rank], 1))[: lengths[rank]]
-        self.own = self.views[world.rank]
-        self.own.zero_()
-        self.node.Barrier()
-
-    def free(self) -> None:
-        """Unmap all segments. Collective over the ranks of the node."""
-        self.views.clear()
-        del self.own
-        self._window.Free()
-        self.node.Free()
 
 
 class Counters:
@@ -266,7 +248,7 @@ class RemoteMemoryByRma(RemoteMemoryByMessages):
         super().__init__(comm, lengths, dtype, words)
         self._window = MPI.WIN_NULL
         if any(self._comm.allgather(len(self._node_ranks) < comm.size)):
-            own = self._segments.own
+            own = self._views[self.rank]
             memory = MPI.buffer.fromaddress(own.data_ptr(), own.nbytes)
             self._window = MPI.Win.Create(memory, dtype.itemsize, comm=self._comm)
             self._window.Lock_all(MPI.MODE_NOCHECK)

@@ -234,10 +234,6 @@ class NodeCollectives:
         """Return a flat tensor that all ranks of the node share. Collective."""
         return self.memory.allocate_common(max(numel, 1) * dtype.itemsize).views(0, numel, dtype)[0]
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether a contiguous host tensor is stored in this memory."""
-        return self.memory.find(tensor) is not None
-
     def is_common(self, tensor: Tensor) -> bool:
         """Return whether all ranks of the node share a tensor of this memory."""
         found = self.memory.find(tensor)
@@ -262,7 +258,7 @@ class NodeCollectives:
 
         Other tensors are staged through this memory. The first such call is collective.
         """
-        if self.holds(whole):
+        if self.memory.find(whole) is not None:
             if operation == "all_gather" and self._in_place(*arguments):
                 return partial(self._queue.synchronize, operation)
             return partial(self._queue.run, operation, self._part(operation, whole, arguments))

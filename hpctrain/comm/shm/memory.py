@@ -46,18 +46,14 @@ def discover(transport: Transport, node: Transport) -> Topology:
     Nodes are numbered by their lowest rank.
     """
     leader = node.broadcast_object(transport.rank)
-    everyone = transport.all_gather_object((leader, node.rank, _cores()))
+    # A rank may be bound to a subset of the node's cores.
+    everyone = transport.all_gather_object((leader, node.rank, frozenset(os.sched_getaffinity(0))))
     leaders = sorted({leader for leader, *_ in everyone})
     grid = [[rank for rank, (other, *_) in enumerate(everyone) if other == leader] for leader in leaders]
     for ranks in grid:
         ranks.sort(key=lambda rank: everyone[rank][1])
     oversubscribed = any(len(ranks) > len(frozenset().union(*(everyone[rank][2] for rank in ranks))) for ranks in grid)
     return Topology(leaders.index(leader), len(leaders), node.rank, node.size, tuple(map(tuple, grid)), oversubscribed)
-
-
-def _cores() -> frozenset[int]:
-    """Return the cores that this rank may run on; a rank may be bound to a subset of the node's cores."""
-    return frozenset(os.sched_getaffinity(0))
 
 
 # Shared memory, from first use to release -----------------------------------------------------------------------------
@@ -137,7 +133,8 @@ class SharedMemory:
 
     def location_of(self, tensor: Tensor) -> str:
         """Return the location of a contiguous host tensor: ``window``, or ``host`` for private memory."""
-        return "window" if self._collectives is not None and self._collectives.holds(tensor) else "host"
+        collectives = self._collectives
+        return "host" if collectives is None or collectives.memory.find(tensor) is None else "window"
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the location of a tensor in this memory as text, the same on all ranks; empty for other tensors."""
