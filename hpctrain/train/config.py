@@ -213,13 +213,7 @@ class CheckpointSettings:
         for hint in self.hints:
             if not all(hint.partition("=")):
                 raise SettingsError(f"setting checkpoint.hints: {short_repr(hint)} is not of the form name=value")
-        self._check_judge()
-
-    def _check_judge(self) -> None:
-        """Refuse metrics that cannot select the best checkpoint, and likely misspellings.
-
-        Other names are accepted, because a strategy may log them.
-        """
+        # Other names than the known ones are accepted, because a strategy may log them, but no likely misspellings.
         known, name = [*LOGGED_EVALUATING, *LOGGED_EACH_STEP], self.keep_best
         if name in NOT_JUDGED:
             text = f"setting checkpoint.keep_best = {short_repr(name)}: not a value that a run logs"

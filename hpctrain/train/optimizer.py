@@ -32,9 +32,9 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 def classes() -> dict[str, type[torch.optim.Optimizer]]:
     """Return the optimizers of ``torch.optim`` by lower-case name."""
-    found = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    known = {name: kind for name, kind in found.items() if issubclass(kind, torch.optim.Optimizer)}
-    return {name.lower(): kind for name, kind in known.items() if kind is not torch.optim.Optimizer}
+    base = torch.optim.Optimizer
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)]
+    return {kind.__name__.lower(): kind for kind in kinds if kind is not base}
 
 
 def resolve(settings: OptimizerSettings) -> OptimizerFactory:

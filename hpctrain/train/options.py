@@ -184,9 +184,8 @@ class RunOptions:
     def storage(self) -> Storage:
         """Return how checkpoints are written."""
         pairs = [hint.partition("=") for hint in self.hints]
-        for name, sign, value in pairs:
-            if not (name and sign and value):
-                raise UsageError(f"a run with hints {list(self.hints)}: give each as name=value", everywhere=True)
+        if not all(map(all, pairs)):
+            raise UsageError(f"a run with hints {list(self.hints)}: give each as name=value", everywhere=True)
         return Storage(self.io, self.alignment, {name: value for name, _, value in pairs})
 
     @property

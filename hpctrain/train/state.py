@@ -224,12 +224,6 @@ class TrainState:
             )
         return found[0]
 
-    def _restore_rank_local(self, path: Path) -> None:
-        """Restore the rank-local states if the same number of ranks has saved them."""
-        own = self._rank_local_state()
-        if own and not load_rank_local(path, own, comm=self.comm) and self.comm.rank == 0:
-            logger.warning("%s has no state of these workers: all start from the center", path)
-
     @on_shards
     def restore(
         self,
@@ -250,7 +244,9 @@ class TrainState:
         loaded = load(path, model=self.models, optimizer=self.optimizers, comm=self.comm, split=self.splits)
         for strategy in self.strategies.values():
             strategy.refresh()
-        self._restore_rank_local(path)
+        own = self._rank_local_state()
+        if own and not load_rank_local(path, own, comm=self.comm) and self.comm.rank == 0:  # by as many ranks only
+            logger.warning("%s has no state of these workers: all start from the center", path)
         train = loaded.train
         with _plain_values(path):
             states = dict(train.get("states", {}))
