@@ -56,13 +56,13 @@ class ScheduleExecutor:
         channels.begin(schedule.microbatches)
         for action in schedule.actions[rank]:
             channels.channel_set.progress()
-            step.do(action)
+            getattr(step, action.kind.word)(action)
         channels.channel_set.finish()
         return step.total
 
 
 class _Step:
-    """Execution state of one step."""
+    """Execution of one step, with a method per ``ActionKind.word``."""
 
     def __init__(
         self, executor: ScheduleExecutor, schedule: Schedule, channels: ChunkChannels, step_input: StepInput
@@ -75,17 +75,7 @@ class _Step:
         self._saved: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}  # inputs and outputs of forward passes
         self.total = torch.zeros((), device=executor.device)
 
-    def do(self, action: Action) -> None:
-        """Execute one action."""
-        {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.INPUT: self._backward,
-            ActionKind.WEIGHT: self._weight,
-            ActionKind.UPDATE: self._update,
-        }[action.kind](action)
-
-    def _forward(self, action: Action) -> None:
+    def forward(self, action: Action) -> None:
         chunk, microbatch, executor = action.chunk, action.microbatch, self._executor
         inputs = self._inputs(action)
         message_formats = self._channels.message_formats
@@ -115,7 +105,7 @@ class _Step:
         requires_grad = torch.is_grad_enabled()
         return tuple(each.detach().requires_grad_(requires_grad and each.is_floating_point()) for each in received)
 
-    def _backward(self, action: Action) -> None:
+    def backward(self, action: Action) -> None:
         chunk, executor, key = action.chunk, self._executor, (action.chunk, action.microbatch)
         inputs, outputs = self._saved[key] if action.kind is ActionKind.INPUT else self._saved.pop(key)
         gradients: Tensors | None = None
@@ -129,13 +119,15 @@ class _Step:
         if action.kind is ActionKind.BACKWARD:
             self._release(action)
 
-    def _weight(self, action: Action) -> None:
+    input = backward
+
+    def weight(self, action: Action) -> None:
         with _span(action):
             self._executor.weight_gradients.flush((action.chunk, action.microbatch))
         del self._saved[action.chunk, action.microbatch]
         self._release(action)
 
-    def _update(self, action: Action) -> None:
+    def update(self, action: Action) -> None:
         assert self._executor.versions is not None, "only pipedream updates inside a step"
         with trace.span("optimizer", microbatch=action.microbatch):
             self._executor.versions.update()

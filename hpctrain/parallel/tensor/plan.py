@@ -219,7 +219,8 @@ def apply(
     """
     chosen = choose(model, plan)
     entries = check(chosen, comm.size)
-    _check_shared(model, entries)
+    cuts = {entry.module: entry.parallel_class.dims for entry in entries}
+    _check_shared(model, cuts)
     if sequence:
         _check_sequence(chosen)
     check_initialisable(model)
@@ -227,7 +228,7 @@ def apply(
     # Dropout, and modules that are still to be initialised, must draw alike on all ranks.
     synchronize_generators(comm, *dict.fromkeys((torch.device("cpu"), device)))
     region = RngRegion(comm.rank) if has_dropout(model) else None
-    positions = slice_positions(model, comm, {entry.module: entry.parallel_class.dims for entry in entries})
+    positions = slice_positions(model, comm, cuts)
     slice_parameters(model, comm, {one.module: partial(one.parallel_class.slice_of, comm) for one in entries}, device)
     split: dict[str, Parallel] = {}
     for entry in entries:
@@ -298,9 +299,8 @@ def _is_pruned(module: nn.Module) -> bool:
     return len(own) > 0 and all(parameter is None for parameter in own)
 
 
-def _check_shared(model: nn.Module, entries: Sequence[PlanEntry]) -> None:
+def _check_shared(model: nn.Module, cuts: Mapping[nn.Module, Mapping[str, int]]) -> None:
     """Raise ``UsageError`` if modules that share a parameter would split it differently, or not all of them."""
-    cuts = {entry.module: entry.parallel_class.dims for entry in entries}
     owners: dict[nn.Parameter, tuple[str, int | None]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
