@@ -25,6 +25,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.models.gpt import GPT
 from hpctrain.models.settings import GPTConfig
+from hpctrain.util.probe import output_of
 
 CONTEXT = 128
 HEAD_WIDTH = 64
@@ -246,14 +247,5 @@ def delete(path: Path) -> None:
 
 def filesystem_of(folder: Path) -> str:
     """Return the type of a folder's filesystem: ext4, lustre, tmpfs; ``unknown`` if the system does not report it."""
-    device = os.stat(folder).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    for line in lines:  # proc(5): id, parent, major:minor, root, mount point, options, optional fields, -, kind, ...
-        fields = line.split()
-        if fields[2] == wanted:
-            return fields[fields.index("-") + 1]
-    return "unknown"
+    words = output_of(["df", "--output=fstype", str(folder)]).split()
+    return words[-1] if words else "unknown"

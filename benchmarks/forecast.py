@@ -22,7 +22,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +30,10 @@ from typing import Any
 import numpy as np
 from forecast_models import CLASSES, CONTEXT, VARIABLE
 from harness.memory import memory_fields
-from harness.ranks import end_child, mpiexec
+from harness.ranks import mpiexec, run_child
 from harness.report import provenance, table, write_result
 from harness.run import finish, main, make_parser, parse_candidates, parse_names
-from harness.turns import announce, stop, until_stopped
+from harness.turns import announce, until_stopped
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.data.dataset import write_arrays
@@ -189,33 +188,24 @@ class Rank:
         return self.private + self.shared
 
 
-def run_job(command: Sequence[str], environ: Mapping[str, str], folder: Path, limit: float) -> list[Rank]:
-    """Run a job; return the memory of its ranks. Raises ``OSError`` if the job fails."""
+def measure(config: Path, case: Case, folder: Path) -> list[Rank]:
+    """Train; return the memory of the ranks."""
     folder.mkdir(parents=True)
     ranks: dict[str, Rank] = {}
-    printed = folder.with_suffix(".log")
-    end = time.monotonic() + limit
-    with printed.open("w") as log:
-        job = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**environ, VARIABLE: str(folder)},
-        )
-        try:
-            while job.poll() is None:
-                stop.check()
-                if time.monotonic() > end:
-                    break
-                _read_peaks(folder, ranks)
-                time.sleep(PAUSE)
-        finally:
-            end_child(job)
-    if job.returncode:
-        raise OSError(f"exit code {job.returncode}: {printed.read_text().strip()[-600:]}")
+    places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environ = without_launcher(os.environ) | {VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(places)}
+    done = run_child(
+        train_command(config, case.ranks),
+        timeout=LONGEST,
+        watch=lambda: _read_peaks(folder, ranks),
+        interval=PAUSE,
+        stderr=subprocess.STDOUT,
+        env=environ,
+    )
+    if done.returncode:
+        raise UsageError(f"{case.name}: exit code {done.returncode}: {done.stdout.strip()[-600:]}")
+    if len(ranks) != case.ranks:
+        raise UsageError(f"{case.name}: {len(ranks)} of {case.ranks} ranks reported their memory")
     return list(ranks.values())
 
 
@@ -324,31 +314,11 @@ def run(args: argparse.Namespace) -> None:
 def play(args: argparse.Namespace, case: Case, folder: Path) -> Outcome:
     """Forecast and measure a case."""
     config = case.config(folder)
-    forecast = memory_of(planned(config, case))
-    if args.earlier:
-        ranks = [Rank(**rank) for rank in args.earlier["cases"][case.name]["ranks"]]
-    else:
-        ranks = measure(config, case, folder / "peaks" / case.name)
-    return Outcome(case, forecast, ranks)
-
-
-def planned(config: Path, case: Case) -> PlannedRun:
-    """Return the planned run of a case."""
     settings = load(config, [])
-    return PlannedRun(settings, facts_of(settings), case.ranks, case.ranks, "cpu")
-
-
-def measure(config: Path, case: Case, folder: Path) -> list[Rank]:
-    """Train; return the memory of the ranks."""
-    environ = without_launcher(os.environ)
-    environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environ.get("PYTHONPATH", "")])
-    try:
-        ranks = run_job(train_command(config, case.ranks), environ, folder, LONGEST)
-    except OSError as error:
-        raise UsageError(f"{case.name}: {error}") from error
-    if len(ranks) != case.ranks:
-        raise UsageError(f"{case.name}: {len(ranks)} of {case.ranks} ranks reported their memory")
-    return ranks
+    forecast = memory_of(PlannedRun(settings, facts_of(settings), case.ranks, case.ranks, "cpu"))
+    if args.earlier:
+        return Outcome(case, forecast, [Rank(**rank) for rank in args.earlier["cases"][case.name]["ranks"]])
+    return Outcome(case, forecast, measure(config, case, folder / "peaks" / case.name))
 
 
 def content_of(outcomes: Sequence[Outcome], measurement: Mapping[str, Any]) -> dict[str, Any]:

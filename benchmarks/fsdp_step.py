@@ -16,6 +16,7 @@ benchmarks/fsdp_step.py` alone only times steps.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from fsdp_step_memory import (
     FULL,
     MB,
     NOTE,
+    PER_PARAMETER,
     SMALL,
     Memory,
     Name,
@@ -35,8 +37,6 @@ from fsdp_step_memory import (
     load,
     measure,
     memory_tables,
-    moments_excess,
-    moments_together,
     parameters_of_rank,
     save,
 )
@@ -210,7 +210,12 @@ def targets(times: Times, memory: Memory) -> Iterator[Target]:
             allowed = one["facts"]["parameters"] if where == "node" else parameters_of_rank(name, one["facts"])
             yield from at_most(f"memory: {what}, {name}", one["most"][PARAMETERS][where] / allowed, MEMORY_TARGET)
     if one := memory.get(Name.ZERO1):
-        excess, together = moments_excess(one), moments_together(one)
+        share = one["facts"]["parameters"] / one["facts"]["ranks"] + one["facts"]["padding"]
+        excess = max(one["moments"]) / (
+            PER_PARAMETER * share
+        )  # the largest rank's, relative to 1/ranks and the padding
+        # 1 if every element has one owner.
+        together = math.fsum(one["moments"]) / (PER_PARAMETER * one["facts"]["parameters"])
         yield from at_most(f"memory: moments of a rank / (1 / p + padding), {Name.ZERO1}", excess, 1)
         yield from at_most(f"memory: moments of all ranks / one copy, {Name.ZERO1}", together, 1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -135,18 +134,6 @@ def moments_of_rank(name: str, facts: dict[str, Any]) -> float:
     """Return the bytes of AdamW's moments per rank, without padding."""
     split = name in (*MAPPED, *GATHERED)
     return float(PER_PARAMETER * facts["parameters"] / (facts["ranks"] if split else 1))
-
-
-def moments_excess(found: dict[str, Any]) -> float:
-    """Return the largest rank's moments relative to those of 1/ranks and the padding."""
-    made = found["facts"]
-    allowed = PER_PARAMETER * (made["parameters"] / made["ranks"] + made["padding"])
-    return float(max(found["moments"]) / allowed)
-
-
-def moments_together(found: dict[str, Any]) -> float:
-    """Return the moments of all ranks relative to one copy: 1 if every element has one owner."""
-    return float(math.fsum(found["moments"]) / (PER_PARAMETER * found["facts"]["parameters"]))
 
 
 # Sums over ranks ------------------------------------------------------------------------------------------------------

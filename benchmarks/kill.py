@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -213,17 +213,23 @@ def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def hits_table(hits: Iterable[Hit]) -> str:
+def seconds_of(hits: Iterable[Hit]) -> dict[str, list[float]]:
+    """Return the seconds until a killed job had ended, by target; those of jobs that continued are left out."""
+    found: dict[str, list[float]] = {}
+    for hit in sorted(hits, key=lambda hit: hit.target):
+        found.setdefault(hit.target, []).extend([] if hit.seconds is None else [hit.seconds])
+    return found
+
+
+def hits_table(hits: Sequence[Hit]) -> str:
     """Return a table: the number of kills per process and phase, and the time until the rest had ended."""
-    hits = list(hits)
     phases = ("start", "resume", "step", "save")
     counts = Counter((hit.target, hit.phase) for hit in hits)
     rows = [["killed", *phases, "median s", "max s", "continued"]]
-    for target in sorted({hit.target for hit in hits}):
-        seconds = [hit.seconds for hit in hits if hit.target == target and hit.seconds is not None]
+    for target, seconds in seconds_of(hits).items():
+        each = [counts[target, phase] for phase in phases]
         times = [f"{statistics.median(seconds):.2f}", f"{max(seconds):.2f}"] if seconds else ["", ""]
-        continued = sum(hit.target == target and hit.seconds is None for hit in hits)
-        rows.append([target, *(str(counts[target, phase]) for phase in phases), *times, str(continued)])
+        rows.append([target, *map(str, each), *times, str(sum(each) - len(seconds))])
     total = [str(sum(hit.phase == phase for hit in hits)) for phase in phases]
     return table([*rows, ["all of them", *total, "", "", ""]])
 
@@ -257,7 +263,7 @@ def run(args: argparse.Namespace, prepare: Callable[[Path], None] = make_project
     """Test the requested forms, print and write the kills; return 1 after a violation."""
     seed = random.randrange(1 << 32) if args.seed is None else args.seed
     folder = Path(tempfile.mkdtemp(prefix="hpctrain-kill-", dir=args.folder))
-    started, forms, lines = time.monotonic(), {}, []
+    started, forms, lines, spread = time.monotonic(), {}, [], []
     print(f"seed {seed}, working in {folder}", file=sys.stderr)
     prepare(folder)
     try:
@@ -268,24 +274,17 @@ def run(args: argparse.Namespace, prepare: Callable[[Path], None] = make_project
             forms[form] = {"kills": len(hits), "steps": steps, "hits": [asdict(hit) for hit in hits]}
             end = "stopped" if steps is None else f"then to step {steps}: bitwise equal to the undisturbed run"
             lines.append(f"{form}: {len(hits)} kills, {end}\n{hits_table(hits)}")
+            for target, each in seconds_of(hits).items():
+                if each:
+                    row = f"seconds until ended, {form}", target, "", statistics.median(each), min(each), max(each)
+                    spread.append((*row, len(each)))
     except Violation as violation:
         print(f"violated, seed {seed}, folder kept: {folder}\n{violation}", file=sys.stderr)
         return 1
     shutil.rmtree(folder)
     content = {"seed": seed, "seconds": round(time.monotonic() - started), "forms": forms}
-    finish(args, "kill", content, lines, ranks=RANKS, rows=spread_of(forms))
+    finish(args, "kill", content, lines, ranks=RANKS, rows=spread)
     return 0
-
-
-def spread_of(forms: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield median, minimum and maximum of the seconds until a killed job had ended, by target."""
-    for form, found in forms.items():
-        for target in sorted({hit["target"] for hit in found["hits"]}):
-            each = [hit["seconds"] for hit in found["hits"] if hit["target"] == target and hit["seconds"] is not None]
-            if each:
-                yield f"seconds until ended, {form}", target, "", statistics.median(each), min(each), max(each), len(
-                    each
-                )
 
 
 if __name__ == "__main__":

@@ -200,11 +200,7 @@ def _processes_with(variable: str) -> dict[int, tuple[int, str]]:
 
 def _below_a_rank(pid: int, found: dict[int, tuple[int, str]]) -> bool:
     parent = found[pid][0]
-    while parent in found:
-        if found[parent][1]:
-            return True
-        parent = found[parent][0]
-    return False
+    return parent in found and (bool(found[parent][1]) or _below_a_rank(parent, found))
 
 
 def _is_tracker(pid: int) -> bool:

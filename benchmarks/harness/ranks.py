@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -102,10 +102,17 @@ def mpiexec(ranks: int) -> list[str]:
     return [str(Path(sys.executable).parent / "mpiexec"), "-n", str(ranks)]
 
 
-def run_child(command: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_child(
+    command: Sequence[str],
+    *,
+    timeout: float,
+    watch: Callable[[], object] = lambda: None,
+    interval: float = 0.2,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; a signal, or the limit in seconds, ends it and its ranks.
 
-    Raises ``Stopped`` after a signal, and ``UsageError`` at the limit.
+    ``watch`` is called in intervals. Raises ``Stopped`` after a signal, and ``UsageError`` at the limit.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
     deadline = time.monotonic() + timeout
@@ -115,8 +122,9 @@ def run_child(command: Sequence[str], *, timeout: float, **options: Any) -> subp
                 stop.check()
                 if time.monotonic() > deadline:
                     raise UsageError(f"{' '.join(command[:5])} ... did not end within {timeout:g} s")
+                watch()
                 with suppress(subprocess.TimeoutExpired):
-                    out, err = process.communicate(timeout=0.2)
+                    out, err = process.communicate(timeout=interval)
                     return subprocess.CompletedProcess(command, process.returncode, out, err)
         finally:
             end_child(process)

@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_helpers import OneRank
 from checkpoint_background import background_targets, measure, row_of
 from checkpoint_candidates import WrongResult
 from checkpoint_state import Values, Work, make_state, snapshot
 
 MIB = 2**20
 STALL, BOUNDARY = 0.5, 0.02  # seconds
-
-
-class Alone:
-    """Place, communicator and job of one rank."""
-
-    rank, size, folder = 0, 1, Path("none")
-
-    def __init__(self) -> None:
-        self.comm = self.world = self
-
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model
-
-    def Barrier(self) -> None:
-        pass
-
-    quiet = Barrier
-
-    def all_gather_object(self, item: Any) -> list[Any]:
-        return [item]
 
 
 class Slow:
@@ -79,12 +59,12 @@ class Slow:
 
 @pytest.fixture
 def work() -> Work:
-    return Work.of(Alone(), MIB)  # type: ignore[arg-type]
+    return Work.of(OneRank(), MIB)  # type: ignore[arg-type]
 
 
 def test_stalls_and_steps_are_timed_separately(work: Work) -> None:
     saver = Slow(work, 3)
-    (row,) = measure(work, Alone(), [saver], 2)
+    (row,) = measure(work, OneRank(), [saver], 2)
     assert STALL <= row["stall"] < row["written"]
     assert row["busy"] is not None and BOUNDARY < row["busy"] < STALL and 0 < row["free"] < STALL
     assert row["written"] >= STALL + 3 * BOUNDARY
@@ -97,19 +77,19 @@ def test_stalls_and_steps_are_timed_separately(work: Work) -> None:
 def test_the_file_is_compared_with_the_values_at_the_time_of_the_save(work: Work) -> None:
     saver = Slow(work, 3, late=True)
     with pytest.raises(WrongResult, match="slow: values of another moment"):
-        measure(work, Alone(), [saver], 1)
+        measure(work, OneRank(), [saver], 1)
     assert saver.log[-1] == "close"
 
 
 def test_without_a_step_during_a_write_its_time_is_missing(work: Work) -> None:
-    (row,) = measure(work, Alone(), [Slow(work, 0)], 1)
+    (row,) = measure(work, OneRank(), [Slow(work, 0)], 1)
     assert (row["busy"], row["busy_steps"]) == (None, 0)
 
 
 def test_a_write_that_never_ends_is_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("checkpoint_background.LIMIT", 0.1)
     with pytest.raises(WrongResult, match="slow: not written after 0.1 s"):
-        measure(work, Alone(), [Slow(work, 10**6)], 1)
+        measure(work, OneRank(), [Slow(work, 10**6)], 1)
 
 
 def test_the_slowest_rank_counts_and_each_rank_copies_its_share() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import checkpoint_figures
 import numpy as np
 import pytest
+from benchmark_helpers import OneRank
 from checkpoint_candidates import Candidate, WrongResult
 from checkpoint_figures import (
     Figures,
@@ -25,36 +26,9 @@ from checkpoint_figures import (
 from harness.targets import Target
 
 
-class Alone:
-    """Place of one rank that records its barriers."""
-
-    rank = 0
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.comm = self.world = self.transport = self
-        self.others: list[str] = []  # answers of rank 1, one per all-gather
-
-    def Barrier(self) -> None:
-        self.log.append("|")
-
-    def quiet(self) -> None:
-        self.log.append("quiet")
-
-    def Ibarrier(self) -> Alone:
-        self.log.append("rest")
-        return self
-
-    def Test(self) -> bool:
-        return True
-
-    def all_gather_object(self, item: Any) -> list[Any]:
-        return [item, self.others.pop(0)] if self.others and isinstance(item, str) else [item]
-
-
 @pytest.fixture
 def setting() -> Any:
-    return Alone()
+    return OneRank()
 
 
 def candidate(setting: Any, name: str, **options: Any) -> Candidate:

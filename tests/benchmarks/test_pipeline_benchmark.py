@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_helpers import FOLDER, PROVENANCE, TIME, texts_of
+from benchmark_helpers import FOLDER, PROVENANCE, TIME, OneRank, texts_of
 from pipeline import OURS, SMALL, TORCH, WORDS, Alone, Name, differences, draw, find, targets, timed_step
 from pipeline_ideal import ScheduleCost
 from support.jobs import JobStarter
@@ -67,19 +67,11 @@ def check_json(printed: dict[str, Any]) -> None:
 # Values of the candidates ---------------------------------------------------------------------------------------------
 
 
-class OneRank:
-    """Communicator of one rank with the methods that the benchmark uses; records its barriers."""
-
-    rank, size, node = 0, 1, 0
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value]
+class Rank(OneRank):
+    """Rank that waits for the others outside of steps."""
 
     def barrier(self) -> None:
-        self.said.append("barrier")
+        super().barrier()
         assert not trace.recording, "waiting for the others is no part of a step"
 
 
@@ -87,7 +79,7 @@ class Broken(Alone):
     """Candidate that drops one gradient, or compares with wrong targets."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(SMALL, OneRank(), 4)  # type: ignore[arg-type]
+        super().__init__(SMALL, Rank(), 4)  # type: ignore[arg-type]
         self.what = what
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
@@ -98,7 +90,7 @@ class Broken(Alone):
 
 
 def test_losses_and_gradients_equal_those_of_a_plain_pass() -> None:
-    comm: Any = OneRank()
+    comm: Any = Rank()
     found = find(comm, Alone(SMALL, comm, 4), SMALL)
     model = SMALL.model()
     inputs, targets = SMALL.batch(-1, 4)
@@ -110,7 +102,7 @@ def test_losses_and_gradients_equal_those_of_a_plain_pass() -> None:
 
 @pytest.mark.parametrize("what", ["loss", "norm"])
 def test_a_candidate_that_computes_something_else_is_detected(what: str) -> None:
-    comm: Any = OneRank()
+    comm: Any = Rank()
     found = differences(comm, {"right": Alone(SMALL, comm, 4), "wrong": Broken(what)}, SMALL)
     assert found["right"] == {"loss": 0, "norm": 0}
     assert found["wrong"][what] > 1e-5
@@ -149,10 +141,10 @@ class Candidate:
 
 
 def test_a_timed_step_has_its_spans_and_restores_all_switches() -> None:
-    comm: Any = OneRank()
+    comm: Any = Rank()
     turn = partial(timed_step, comm, task=SMALL, ahead=10.0, number=5)
     step = turn(Candidate())  # type: ignore[arg-type]
-    assert comm.said == ["barrier"]
+    assert comm.log == ["|"]
     backward, send = step.spans
     assert (backward.name, backward.chunk, backward.microbatch, send.name) == ("backward", 1, 0, "send")
     assert step.start <= backward.start <= send.start <= send.end <= backward.end <= step.end
