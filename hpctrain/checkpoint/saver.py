@@ -352,37 +352,35 @@ class CollectiveSave:
         next(self._steps)()
 
     def _write(self) -> None:
-        offsets = self._agreed(lambda: self._writer.result() if self._is_rank_0 else None)
-        self.offsets = self._comm.broadcast_object(offsets)
+        self.offsets = self._comm.broadcast_object(self._result_of_rank_0())
         assert self.offsets is not None
         self._writer.write(self._target, self.offsets)
 
     def _compare(self) -> None:
         """Compare the layout with the expected one; if it differs, write again. Then complete the file."""
-        laid_out = self._agreed(lambda: self._writer.result() if self._is_rank_0 else None)
-        expected = self._expected
+        laid_out, expected = self._result_of_rank_0(), self._expected
         assert expected is not None
         differs = laid_out is not None and any(laid_out[name] != offset for name, offset in expected.items())
         self.offsets = self._comm.broadcast_object(laid_out if differs else None) or expected
         if self.offsets is not expected:
             self._agreed(self._writer.result, alike=False)
-            self._agreed(lambda: clear(self._target) if self._is_rank_0 else None)
+            self._agreed(lambda: None if self._comm.rank else clear(self._target))
             self._writer.write(self._target, self.offsets)
         self._finish()
 
     def _finish(self) -> None:
         written = self._agreed(self._writer.result, alike=False)
         of_all_ranks = np.concatenate(self._comm.all_gather_object(written))
-        if self._is_rank_0:
+        if self._comm.rank == 0:
             self._writer.finish(of_all_ranks)
 
     def _end(self) -> None:
-        self._agreed(lambda: self._writer.result() if self._is_rank_0 else None)
+        self._result_of_rank_0()
         self.done = True
 
-    @property
-    def _is_rank_0(self) -> bool:
-        return self._comm.rank == 0
+    def _result_of_rank_0(self) -> Any:
+        """Return the result of rank 0's writer; ``None`` on the other ranks."""
+        return self._agreed(lambda: None if self._comm.rank else self._writer.result())
 
     def _agreed(self, action: Callable[[], T], *, alike: bool = True) -> T:
         """Run an action that may fail; if it fails on any rank, drop the checkpoint and raise on all ranks."""

@@ -46,6 +46,7 @@ class WrittenChunk(NamedTuple):
 
 _STEP = 1 << 20  # bytes handled at a time: the CRC finds in the cache what was just copied
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE: start writeback, do not wait
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
 def write_chunks(handle: int, chunks: Iterable[FileChunk]) -> list[WrittenChunk]:
@@ -54,7 +55,7 @@ def write_chunks(handle: int, chunks: Iterable[FileChunk]) -> list[WrittenChunk]
     The disk works on one range while the next is copied and compared. Raises ``CheckpointError`` if
     the file differs from memory.
     """
-    rows, buffer = [], _buffer()
+    rows, buffer = [], memoryview(bytearray(_STEP))
     for offset, data, name in chunks:
         crc = 0
         for start in range(0, len(data), _STEP):
@@ -63,8 +64,8 @@ def write_chunks(handle: int, chunks: Iterable[FileChunk]) -> list[WrittenChunk]
             write_at(handle, block, offset + start)
         rows.append(WrittenChunk(offset, len(data), crc, name))
         _compare(handle, rows[-1], buffer)
-        if len(data) >= _STEP:
-            _start_writing(handle, offset, len(data))
+        if len(data) >= _STEP and _sync_file_range is not None:  # systems without this call write at fsync
+            _sync_file_range(handle, ctypes.c_int64(offset), ctypes.c_int64(len(data)), _START_WRITING)
     return rows
 
 
@@ -80,13 +81,9 @@ def as_written(rows: Sequence[WrittenChunk]) -> Written:
 
 def check_written(handle: int, rows: Iterable[WrittenChunk]) -> None:
     """Read the written ranges back; raise ``CheckpointError`` if a CRC-32 differs."""
-    buffer = _buffer()
+    buffer = memoryview(bytearray(_STEP))
     for row in rows:
         _compare(handle, row, buffer)
-
-
-def _buffer() -> memoryview:
-    return memoryview(bytearray(_STEP))
 
 
 def _compare(handle: int, row: WrittenChunk, buffer: memoryview) -> None:
@@ -119,15 +116,6 @@ def _read_at(handle: int, block: memoryview, offset: int, name: str) -> None:
         if count == 0:
             raise CheckpointError(f"{name} is incomplete: the file ends {len(block) - done} bytes too early")
         done += count
-
-
-def _start_writing(handle: int, offset: int, nbytes: int) -> None:
-    """Start writeback of a range while the next is prepared; systems without this call write at fsync."""
-    if _sync_file_range is not None:
-        _sync_file_range(handle, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _START_WRITING)
-
-
-_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
 # One file, from its layout to its commit ------------------------------------------------------------------------------
