@@ -197,7 +197,7 @@ class ArrayDataset:
         _check(str(path), split, inputs, targets)
         self._classes = targets.dtype.kind in "iu"
         outputs = _count_classes(file, split) if self._classes else int(np.prod(targets.shape[1:]))
-        # What a model needs: the shape of an input and the number of outputs per target.
+        # A model needs the shape of an input and the number of outputs per target.
         self.facts: dict[str, Any] = {"input_shape": tuple(map(int, inputs.shape[1:])), "outputs": outputs}
         self._inputs, self._targets = map_dataset(inputs), map_dataset(targets)
         if not isinstance(self._inputs, h5py.Dataset) and not isinstance(self._targets, h5py.Dataset):
