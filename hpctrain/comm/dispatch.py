@@ -132,17 +132,14 @@ class HostCollectives:
             EXCHANGES[operation](self.flat.transport, target, source, *root)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Send to one rank."""
         with self.ordered(), as_flat(tensor, back=False) as host:
             self.flat.transport.send(host, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Receive from one rank."""
         with self.ordered(), as_flat(tensor) as host:
             self.flat.transport.recv(host, peer, tag)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Start to send to one rank."""
         with self.ordered(), as_flat(tensor, back=False) as host:
             return self._registered(self.flat.transport.isend(host, peer, tag))
 

@@ -55,7 +55,6 @@ class NcclTransport(TensorTransport):
         return op_code(dtype, op, self._version) is not None
 
     def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
-        """Return a call that reduces over the ranks into the root's tensor."""
         code = self._code(tensor.dtype, op)
 
         def call(comm: Any, stream: int) -> None:

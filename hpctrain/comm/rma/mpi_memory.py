@@ -84,11 +84,9 @@ class RemoteMemoryByMessages(RemoteMemory):
         self._comm.Barrier()
 
     def view(self, rank: int) -> Tensor | None:
-        """Return a rank's memory if it is on this node."""
         return self._views.get(rank)
 
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
-        """Atomically add to a counter of a rank, and return its previous value."""
         if rank in self._node_ranks:
             return self._counters.fetch_add(self._node_ranks[rank], word, amount)
         before = torch.zeros(1, dtype=torch.int64)

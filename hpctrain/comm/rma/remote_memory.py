@@ -201,11 +201,9 @@ class LocalMemory(RemoteMemory):
         self._words = [0] * words
 
     def view(self, rank: int) -> Tensor | None:
-        """Return the memory."""
         return self._memory
 
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
-        """Add to a counter, and return its previous value."""
         before = self._words[word]
         self._words[word] += amount
         return before
@@ -214,7 +212,6 @@ class LocalMemory(RemoteMemory):
         """Return immediately: there is no other rank."""
 
     def free(self) -> None:
-        """Release the memory."""
         self._memory = torch.empty(0, dtype=self.dtype)
 
     def _carry(self, what: str, rank: int, values: Tensor, start: int, rows: Tensor | None) -> None:

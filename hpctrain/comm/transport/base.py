@@ -286,19 +286,15 @@ class SingleTransport(Transport):
         return True
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the object in a list."""
         return [item]
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        """Return the object."""
         return item
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a new transport of one rank."""
         return SingleTransport()
 
     def split_node(self) -> Transport:
-        """Return a new transport of one rank."""
         return SingleTransport()
 
     def abort(self, code: int) -> None:

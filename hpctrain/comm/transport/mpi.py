@@ -76,11 +76,9 @@ class MpiTransport(Transport):
             return self.comm.bcast(item, root)
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a transport of the ranks with the same color, ordered by key."""
         return self._part(self.comm.Split(color, key))
 
     def split_node(self) -> MpiTransport:
-        """Return a transport of the ranks that can share memory with this one."""
         return self._part(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
     def _part(self, comm: MPI.Comm) -> MpiTransport:
@@ -100,7 +98,6 @@ class MpiTransport(Transport):
         MPI.COMM_WORLD.Abort(code)
 
     def free(self) -> None:
-        """Free the communicator. Collective."""
         self.comm.Free()
 
     # Collectives ------------------------------------------------------------------------------------------------------
@@ -109,7 +106,6 @@ class MpiTransport(Transport):
     # that this rank waits for. It does not keep its memory alive.
 
     def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> PreparedCall:
-        """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
         self._check_reduction(tensor, op)
         calls: list[PreparedCall]
         if self.rank == root:
@@ -136,7 +132,6 @@ class MpiTransport(Transport):
         return call
 
     def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> PreparedCall:
-        """Return a call that concatenates the tensors of all ranks."""
         own = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
         gather = super().prepared_all_gather(out, tensor)
         if own.data_ptr() == tensor.data_ptr():
