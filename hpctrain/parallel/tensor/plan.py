@@ -232,8 +232,12 @@ def apply(
     slice_parameters(model, comm, {one.module: partial(one.parallel_class.slice_of, comm) for one in entries}, device)
     split: dict[str, Parallel] = {}
     for entry in entries:
-        split[entry.name] = entry.parallel_class.adopt(entry.module, comm, **entry.options)
-        _configure(entry, sequence, region)
+        options: dict[str, Any] = {} if entry.kind == "embedding" else {"sequence": sequence}
+        if entry.kind in ("column", "heads", "row"):
+            options["region"] = region
+        split[entry.name] = entry.parallel_class.adopt(entry.module, comm, **entry.options, **options)
+        for name, count in entry.counters.items():
+            setattr(entry.parent, name, count)
     if region is not None:
         model.register_forward_hook(lambda *_: region.end(), always_call=True)
     partial_gradients = None
@@ -245,8 +249,8 @@ def apply(
                 replicate(entry.module, comm)
         partial_gradients = PartialGradients(model, comm, split.values(), {each.module: str(each) for each in chosen})
         model.register_forward_hook(lambda _, args, result: partial_gradients.after_forward(result))
-    named = {entry.name for entry in entries if entry.kind == "vocabulary"}
-    heads = [one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)]
+    vocabularies = (split[entry.name] for entry in entries if entry.kind == "vocabulary")
+    heads = [one for one in vocabularies if isinstance(one, ColumnParallel)]
     return TensorSplit(comm, split, positions, heads, partial_gradients)
 
 
@@ -324,16 +328,3 @@ def _check_sequence(chosen: Sequence[PlanEntry]) -> None:
             "and one of kind vocabulary or gather, from which on they are whole",
             everywhere=True,
         )
-
-
-# Application of the plan ----------------------------------------------------------------------------------------------
-
-
-def _configure(entry: PlanEntry, sequence: bool, region: RngRegion | None) -> None:
-    module = entry.module
-    if entry.kind != "embedding":
-        module.sequence = sequence  # type: ignore[assignment]
-    if entry.kind in ("column", "heads", "row"):
-        module.region = region  # type: ignore[assignment]
-    for name, count in entry.counters.items():
-        setattr(entry.parent, name, count)

@@ -134,14 +134,13 @@ class WholeModel:
             if any(comm.all_gather_object(draws or used_generators())):
                 logger.debug("tensor parallelism: no comparison with the whole model, which is random, or has hooks")
                 self._expected, self.done = None, True
+                self._remove_hooks()
             else:
                 self._record(self._model, 0)
                 if self._has_dropout:
                     with torch.no_grad():
                         self.after(self._model(*args, **kwargs))
         self.drop()
-        if self.done:
-            self._remove_hooks()
 
     def after(self, result: Any) -> None:
         """Compare the outputs of the pass. Raises ``MismatchError`` if they differ. Collective."""
