@@ -7,7 +7,7 @@ the observed order of the gradients.
 Note: gradients are stored in buckets, and buckets in node-shared memory. When autograd has produced
 a gradient, the hook writes it to its place in the bucket while it is in cache, divided by the
 number of ranks in the same pass. The hook then makes that place the parameter's ``grad``. The
-gradient is reduced in place (see the note in ``collectives.node.window``), and the optimizer reads
+gradient is reduced in place (see the note in ``comm.shm.in_place``), and the optimizer reads
 it there without a copy.
 
 All ranks start the buckets in the same order, whatever the order of their gradients. No rank waits
