@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.cpu_burner import BURN
 from support.forecasts import CPU
+from support.pace import scaled
 
 from hpctrain.data.dataset import write_arrays
 from hpctrain.forecast import dry_run
@@ -54,7 +55,7 @@ train.batch = 48
 def test_processes_that_share_cores_take_longer(plan: Any) -> None:
     """Three processes that each use a core share the existing cores: timing one process alone would not show it."""
     cores = len(os.sched_getaffinity(0))
-    found = time_dry_run(plan(3, message="not an answer"), 1, 0.0)
+    found = time_dry_run(plan(3, message="not an answer"), 1, 0.0, deadline=scaled(60))
     assert found is not None and (found.ranks, found.threads) == (3, 1)
     assert found.forward >= BURN * max(1.0, 0.9 * 3 / cores) and 0 < found.backward
 
