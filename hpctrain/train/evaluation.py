@@ -63,20 +63,15 @@ class Evaluation:
                 with nullcontext() if self._has_warned else watching_means(uneven):
                     self._over(what, compute, totals, strategies[0].data)
         gathered = strategies[0].data.all_gather_object((totals, uneven[:1]))
-        self._warn([loss for _, losses in gathered for loss in losses])
-        return _means([each for each, _ in gathered])
-
-    def _warn(self, uneven: list[str]) -> None:
-        """Warn once if means over targets were averaged as if they were means over samples."""
-        if not uneven or self._has_warned:
-            return
-        self._has_warned = True
-        if self._comm.rank == 0:
+        everywhere = [loss for _, losses in gathered for loss in losses]
+        if everywhere and not self._has_warned and self._comm.rank == 0:
             logger.warning(
                 "evaluate: loss whose mean is not over the samples: %s; means of batches and ranks are weighted with "
                 "their samples; return the sum of the losses and the number (or weight) of the targets",
-                uneven[0],
+                everywhere[0],
             )
+        self._has_warned |= bool(everywhere)
+        return _means([each for each, _ in gathered])
 
     def _over(self, loader: Any, compute: Measure, totals: dict[str, list[float]], data: Communicator) -> None:
         feed = self._feed(loader, data)

@@ -176,25 +176,20 @@ class Loop:
             if self._next_item is None and not self.feed.looks_ahead:
                 self._next_item = self._fetch()
         self._exhausted = True
-        if began and self.steps.pending and self.in_epochs:
-            self._warn_of_unused_gradients(began)
+        if began and self.steps.pending and self.in_epochs and self.comm.rank == 0:
+            logger.warning(  # the program's index may have skipped an update
+                "epoch %d was resumed after batch %d and ends with gradients of %d batches that no update has used; "
+                "enumerate(run) restarts at 0: use run.batch and run.last to decide on updates",
+                self.feed.epoch,
+                began,
+                self.steps.pending,
+            )
         self._idle = 0 if self.state.step > steps or began else self._idle + 1
         if self._idle >= _IDLE_PASSES:
             raise UsageError(
                 f"no optimizer of the run has stepped in {self._idle} passes over the loader; call optimizer.step() in "
                 "the loop, or measure with run.evaluate",
                 everywhere=True,
-            )
-
-    def _warn_of_unused_gradients(self, began: int) -> None:
-        """Warn if a resumed epoch ends with unused gradients: the program's index may have skipped an update."""
-        if self.comm.rank == 0:
-            logger.warning(
-                "epoch %d was resumed after batch %d and ends with gradients of %d batches that no update has used; "
-                "enumerate(run) restarts at 0: use run.batch and run.last to decide on updates",
-                self.feed.epoch,
-                began,
-                self.steps.pending,
             )
 
     def _fetch(self) -> Item | None:
@@ -232,7 +227,16 @@ class Loop:
             self._next_item = self._fetch()
         self._fetched_ahead = False
         self._ended_ahead = self.feed.looks_ahead and not ends and self._next_item is None
-        averages, requests = self._agree(iteration, left=left)
+        step_state = StepState(
+            weight=self.weight,
+            checksum=0 if iteration.item.share is None else iteration.item.share.checksum,
+            updated=iteration.updated,
+            left=left,
+            ended=self._ended_ahead,
+            saves=self.steps.save_requested,
+        )
+        own = self.steps.requests(final=self._stop_reason is not None)
+        averages, requests = self.exchange(self.steps.log.averaged, own, self.state.step + 1, step_state)
         self._iteration = None
         self.feed.consumed()
         if requests.final:
@@ -240,20 +244,6 @@ class Loop:
         self.steps.end_iteration(iteration, averages, requests, held=self._ended_ahead)
         if iteration.updated and requests.stop and not self.steps.finished:
             self.steps.leave()
-
-    def _agree(self, iteration: Iteration, *, left: bool) -> tuple[dict[str, float], StepRequests]:
-        """Exchange data with the other ranks at the end of an iteration."""
-        share = iteration.item.share
-        step_state = StepState(
-            weight=self.weight,
-            checksum=0 if share is None else share.checksum,
-            updated=iteration.updated,
-            left=left,
-            ended=self._ended_ahead,
-            saves=self.steps.save_requested,
-        )
-        requests = self.steps.requests(final=self._stop_reason is not None)
-        return self.exchange(self.steps.log.averaged, requests, self.state.step + 1, step_state)
 
     # After the loop ---------------------------------------------------------------------------------------------------
 
