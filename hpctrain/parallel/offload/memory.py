@@ -163,14 +163,12 @@ def _pinned(nbytes: int, pin: Callable[[int], Tensor]) -> Tensor:
     try:
         return pin(rounded).zero_()
     except RuntimeError as error:
-        _warn(str(error).splitlines()[0])
+        reason = str(error).splitlines()[0]
+        _warn_once("offload: no more pinned memory (%s): copies from and to the device will be slower", reason)
         return _pageable(nbytes)
 
 
-@cache
-def _warn(reason: str) -> None:
-    """Log once why the allocation of pinned memory failed."""
-    logger.warning("offload: no more pinned memory (%s): copies from and to the device will be slower", reason)
+_warn_once = cache(logger.warning)
 
 
 # Optimizer states in such memory --------------------------------------------------------------------------------------

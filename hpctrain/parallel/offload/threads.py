@@ -156,10 +156,7 @@ class SliceThreads:
             raise errors[0]
 
 
-@cache
-def shared_threads(count: int | None = None) -> SliceThreads:
-    """Return the thread pool of this process. There is one pool for all optimizers, because they share the cores."""
-    return SliceThreads(count)
+shared_threads = cache(SliceThreads)  # one pool for all optimizers of this process, because they share the cores
 
 
 def _process(remaining: deque[T], function: Callable[[T], None]) -> None:
