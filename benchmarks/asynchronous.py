@@ -31,9 +31,8 @@ from asynchronous_members import DIGITS, FULL, GPT, SILENT, SMALL, TASKS, Name, 
 from asynchronous_timing import PACED, Mark, Record, costs, paces, reached, same_bits, target_of, time_steps, train_all
 from harness.plot import GRID, save
 from harness.ranks import start
-from harness.report import mpi_slug, table
+from harness.report import Target, at_most, mpi_slug, table, target_table
 from harness.run import finish, main, make_parser, parse_names, words_of
-from harness.targets import Target, at_most, target_table
 from harness.turns import announce, stop
 
 from hpctrain.errors import UsageError

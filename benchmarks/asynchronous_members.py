@@ -67,7 +67,6 @@ class Member:
 
     @property
     def period(self) -> int:
-        """Return the steps between exchanges."""
         return self.asynchronous.period
 
     def rate(self, task: str, workers: int) -> float:

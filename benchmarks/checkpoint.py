@@ -24,9 +24,8 @@ from checkpoint_candidates import Name, readers, save, writers
 from checkpoint_figures import Row, by_name, draw, earlier_targets, measure, ratio_tables, row_table, targets
 from checkpoint_state import LEAST, Setting, Work, delete, filesystem_of
 from harness.ranks import process_group, start
-from harness.report import left_out_lines, mpi_name
+from harness.report import left_out_lines, mpi_name, target_table
 from harness.run import finish, main, make_parser, parse_names, parse_sizes
-from harness.targets import target_table
 from harness.turns import announce, stop
 
 from hpctrain.errors import UsageError

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from checkpoint_candidates import Name, WrongResult, after_load, clear, dcp_load_into
 from checkpoint_state import CONTEXT, State, Values, Work, compare_file, snapshot
-from harness.report import table
+from harness.report import Target, at_most, table
 from harness.stats import slowest, summary
-from harness.targets import Target, at_most
 from harness.training import token_loss
 from harness.turns import interleave
 from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
@@ -104,7 +103,6 @@ class Async(LoopSaver):
 
 
 def savers(work: Work) -> Iterator[LoopSaver]:
-    """Yield the methods to save between the steps of a training."""
     yield BetweenSteps(work, Name.FOREGROUND, work.file("foreground.h5"))
     yield BetweenSteps(work, Name.BACKGROUND, work.file("background.h5"), background=True)
     yield Async(work, Name.ASYNC, work.file("torch-dcp-async"))

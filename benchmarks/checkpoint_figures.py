@@ -16,9 +16,8 @@ from checkpoint_state import Setting
 from harness.memory import STATUS, memory_fields
 from harness.plot import GREEN, RED, Bar, bars, colour_of, save
 from harness.ranks import wait_asleep
-from harness.report import table
+from harness.report import Target, at_least, at_most, table
 from harness.stats import slowest
-from harness.targets import Target, at_least, at_most
 from harness.turns import interleave, no_garbage_collection
 
 from hpctrain.util.text import format_bytes

@@ -38,10 +38,9 @@ from communication_candidates import (
 from communication_figures import Row, by_size_and_name, draw, ratio_tables, ratios_json, row_of, row_table, targets
 from communication_library import lack_of_library, library_candidates
 from harness.ranks import process_group, refuse, start
-from harness.report import left_out_lines, mpi_name, mpi_slug
+from harness.report import Target, left_out_lines, mpi_name, mpi_slug, target_table
 from harness.run import finish, main, make_parser, parse_sizes, split
 from harness.stats import slowest
-from harness.targets import Target, target_table
 from harness.turns import announce, interleave, no_garbage_collection, stop
 
 from hpctrain.errors import UsageError

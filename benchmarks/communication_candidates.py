@@ -203,7 +203,6 @@ class Candidate:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the whole tensor."""
         return self.tensors[0].numel() * self.tensors[0].element_size()
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from communication_candidates import ORDER, PEERS, STREAM_SIZE, Name
 from harness.plot import GRID, save
-from harness.report import table
-from harness.targets import Target, at_least
+from harness.report import Target, at_least, table
 
 from hpctrain.util.plotting import add_grid
 from hpctrain.util.text import format_bytes

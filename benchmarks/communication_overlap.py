@@ -49,12 +49,10 @@ class NonblockingReduction:
     wait: Callable[[Any], object]
 
     def blocking(self) -> None:
-        """Reduce without concurrent compute."""
         self.wait(self.start())
 
 
 def overlap_percent(communication: float, compute: float, overall: float) -> float:
-    """Return the share of the communication that overlaps with compute, in percent."""
     return 100 * max(0.0, 1 - (overall - compute) / communication)
 
 

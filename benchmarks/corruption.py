@@ -58,7 +58,6 @@ class Mutation:
 
 
 def flip(data: bytes, number: int) -> Mutation:
-    """Return the flip of a bit of a file."""
     at, bit = divmod(number, 8)
     return Mutation("flipped bit", ((at, bytes([data[at] ^ 1 << bit])),))
 

@@ -25,10 +25,9 @@ from functools import partial
 
 import torch
 from harness.ranks import process_group, start
-from harness.report import step_table
+from harness.report import Target, at_least, step_table, target_table
 from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import Times, differences, ratio, slowest, summaries
-from harness.targets import Target, at_least, target_table
 from harness.training import Training, time_all
 from harness.turns import timed
 from torch import nn

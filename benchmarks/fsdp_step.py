@@ -43,10 +43,9 @@ from fsdp_step_memory import (
 from fsdp_step_samples import KINDS, PARAMETERS, REST
 from harness import plot
 from harness.ranks import process_group, start
-from harness.report import step_table
+from harness.report import Target, at_least, at_most, step_table, target_table
 from harness.run import finish, main, make_parser, parse_candidates, parse_names
 from harness.stats import Seconds, Times, differences, ratio, summaries
-from harness.targets import Target, at_least, at_most, target_table
 from harness.training import Training, time_all
 from harness.turns import timed
 from torch import Tensor, nn

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 from harness.ranks import start
-from harness.report import table
+from harness.report import Target, table, target_table
 from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import summary
-from harness.targets import Target, target_table
 from harness.turns import announce, interleave, stop
 from torch import nn
 

@@ -78,7 +78,6 @@ class Job:
 
     @property
     def returncode(self) -> int | None:
-        """Return the launcher's exit code, ``None`` while it runs."""
         return self._process.poll()
 
     def said(self, lines: int = 12) -> str:

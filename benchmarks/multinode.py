@@ -22,9 +22,8 @@ from communication import measure_size
 from communication_candidates import OPERATIONS, PEERS, Name, Setting, twin_name
 from communication_figures import Figures, Row, by_size_and_name, row_table, speedup
 from harness.ranks import process_group, refuse, start, wait_asleep
-from harness.report import left_out_lines, mpi_name, mpi_slug, table
+from harness.report import Target, left_out_lines, mpi_name, mpi_slug, table, target_table
 from harness.run import finish, main, make_parser, parse_sizes
-from harness.targets import Target, target_table
 from harness.turns import announce, stop
 
 from hpctrain.comm.communicator import Communicator

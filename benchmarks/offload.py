@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 from harness.plot import Bar, bars, colour_of, save
-from harness.report import step_table
+from harness.report import Target, at_least, step_table, target_table
 from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import Times, ratio, summary
-from harness.targets import Target, at_least, target_table
 from harness.turns import announce, interleave, stop, timed
 from torch import Tensor, nn
 
@@ -146,7 +145,6 @@ class Torch(Side):
         self.step()
 
     def update(self) -> None:
-        """Update only."""
         for parameters, gradients in zip(self.parameters, self.gradients):
             for parameter, gradient in zip(parameters, gradients.views):
                 parameter.grad = gradient

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from harness.plot import BLUE, GREY, ORANGE, save
 from harness.ranks import run_child
-from harness.report import step_table
+from harness.report import Target, at_least, at_most, step_table, target_table
 from harness.run import finish
 from harness.stats import covered, summary
-from harness.targets import Target, at_least, at_most, target_table
 from harness.turns import stop, until_stopped
 
 from hpctrain.comm.communicator import Communicator
@@ -240,7 +239,6 @@ class Event(NamedTuple):
 
 
 def profile(training: Training) -> list[Event]:
-    """Return the profiled events of one step."""
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity
 

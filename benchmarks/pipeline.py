@@ -31,10 +31,9 @@ from typing import Any
 import torch
 from harness.plot import bars, save, save_figure, step_bars
 from harness.ranks import process_group, start
-from harness.report import step_table, table
+from harness.report import Target, at_least, at_most, step_table, table, target_table
 from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import Times, ratio, slowest, summary
-from harness.targets import Target, at_least, at_most, target_table
 from harness.turns import announce, interleave, no_garbage_collection
 from pipeline_candidates import FULL, MANY, OURS, SMALL, TORCH, WORDS, Alone, Candidate, Name, Task, make
 from pipeline_ideal import Ranks, ScheduleCost, Step, compare, timeline

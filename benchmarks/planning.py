@@ -61,7 +61,6 @@ class Case:
 
     @property
     def assignments(self) -> list[str]:
-        """Return the settings of its strategy."""
         if self.strategy == "pipe":
             return [f"parallel.pipe={self.ranks}"]
         return [f"parallel.data={self.strategy}"]

@@ -18,10 +18,9 @@ import time
 from collections.abc import Sequence
 
 from harness.ranks import end_child, mpiexec, refuse, run_child
-from harness.report import table
+from harness.report import at_most, table, target_table
 from harness.run import finish, main, make_parser
 from harness.stats import summary
-from harness.targets import at_most, target_table
 from harness.turns import interleave, stop
 
 TARGET = 1.15

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from harness.plot import bars, save, step_bars
 from harness.ranks import process_group, start
-from harness.report import step_table
+from harness.report import Target, at_least, step_table, target_table
 from harness.run import finish, main, make_parser, parse_candidates
 from harness.stats import Seconds, Times, differences, ratio, summaries
-from harness.targets import Target, at_least, target_table
 from harness.training import Training, time_all
 from harness.turns import stop, timed
 from torch import Tensor, nn

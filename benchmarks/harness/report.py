@@ -1,4 +1,4 @@
-"""Output of a benchmark: tables, and result files as JSON and CSV with their provenance."""
+"""Output of a benchmark: tables, targets of figures, and result files as JSON and CSV with their provenance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hpctrain.util.text import columns
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 COLUMNS = ("group", "candidate", "size", "median", "low", "high", "repeats")
 STEP = ("median ms", "quartile 1", "quartile 3", "min")
+_SMALL = 0.005  # smaller figures would show as zero with two decimals
 _ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor())"
 
 
@@ -50,6 +52,59 @@ def step_table(head: str, times: Times, more: Mapping[str, Mapping[str, str]] | 
 def left_out_lines(left_out: Mapping[str, str]) -> list[str]:
     """Return which candidates could not take part, and why."""
     return [f"left out: {name}: {why}" for name, why in left_out.items()]
+
+
+# Targets --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """Figure with its target, which is a minimum or a maximum."""
+
+    what: str
+    value: float
+    target: float
+    at_least: bool = True
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+    @property
+    def wanted(self) -> str:
+        """Return the target as text."""
+        return f"{'>=' if self.at_least else '<='} {self.target:g}"
+
+
+def at_least(what: str, value: float | None, target: float) -> Iterator[Target]:
+    """Yield a figure with its minimum, if it was measured."""
+    if value is not None:
+        yield Target(what, value, target)
+
+
+def at_most(what: str, value: float | None, target: float) -> Iterator[Target]:
+    """Yield a figure with its maximum, if it was measured."""
+    if value is not None:
+        yield Target(what, value, target, at_least=False)
+
+
+def target_table(found: Iterable[Target]) -> str:
+    """Return the figures that have a target, and whether they reach it; empty if there are none."""
+    rows = [[one.what, _figure(one.value), one.wanted, "reached" if one.met else "missed"] for one in found]
+    return table([["target", "measured", "wanted", ""], *rows]) + "\n" if rows else ""
+
+
+def targets_json(found: Iterable[Target]) -> list[dict[str, Any]]:
+    return [{"what": one.what, "value": one.value, "wanted": one.wanted, "met": one.met} for one in found]
+
+
+def _figure(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.1e}" if 0 < value < _SMALL else f"{value:.2f}"
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
 
 
 def write_result(folder: Path, name: str, content: Mapping[str, Any], rows: Iterable[Sequence[Any]] = ()) -> list[Path]:

@@ -14,8 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness.report import RESULTS, mpi_name, mpi_slug, provenance, write_result
-from harness.targets import Target, targets_json
+from harness.report import RESULTS, Target, mpi_name, mpi_slug, provenance, targets_json, write_result
 from harness.turns import Stopped, stop
 
 import hpctrain

@@ -23,7 +23,7 @@ from checkpoint_figures import (
     share_reached,
     targets,
 )
-from harness.targets import Target
+from harness.report import Target
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from communication_figures import FACTORS, Figures, Row, by_size_and_name, names_of, row_of, sizes_of, speedup, targets
-from harness.targets import Target
+from harness.report import Target
 
 RANKS = (2, 3, 4, 8, 9)
 

@@ -34,7 +34,7 @@ from fsdp_step_samples import (
     Sample,
     TensorMemory,
 )
-from harness.targets import Target
+from harness.report import Target
 from support.jobs import JobStarter
 from support.programs import in_one_job
 

@@ -18,8 +18,8 @@ import pytest
 from benchmark_helpers import FOLDER, PROVENANCE, TIME, texts_of
 from harness import plot, report, stats, turns
 from harness.ranks import run_child
+from harness.report import Target, at_least, at_most, target_table, targets_json
 from harness.run import parse_sizes, split
-from harness.targets import Target, at_least, at_most, target_table, targets_json
 from harness.turns import Stopped, interleave, stop
 
 from hpctrain.errors import UsageError
