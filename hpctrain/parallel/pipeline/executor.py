@@ -23,99 +23,91 @@ from hpctrain.parallel.pipeline.channels import Channel, ChunkChannels
 from hpctrain.parallel.pipeline.layers import MicrobatchCall
 from hpctrain.parallel.pipeline.schedules import Action, ActionKind, Schedule
 from hpctrain.parallel.pipeline.split_backward import WeightGradStore
-from hpctrain.parallel.pipeline.stage import Chunk, Tensors, backward, used_twice
+from hpctrain.parallel.pipeline.stage import Chunk, Tensors, backward
 
 
-@dataclass(frozen=True)
-class StepInput:
-    """Input of one step: microbatches of inputs and targets, their objective, and the weight of the loss."""
+@dataclass(eq=False)
+class StepExecutor:
+    """Executor of one step on this rank's chunks, by chunk number, with a method per ``ActionKind.word``.
 
+    ``inputs`` and ``targets`` are microbatches. The last of all ``count`` chunks computes the loss,
+    which ``weight_of_loss`` scales.
+    """
+
+    chunks: Mapping[int, Chunk]
+    count: int
+    device: torch.device
+    versions: StashedWeights | None
+    undeferred: Sequence[nn.Parameter]  # see ``WeightGradStore``
+    schedule: Schedule
+    channels: ChunkChannels
     inputs: Sequence[MicrobatchCall]
     targets: Sequence[Any]
     objective: Objective
-    weight: float
+    weight_of_loss: float
 
+    def __post_init__(self) -> None:
+        self._last, self._splits = self.count - 1, self.schedule.splits_backward
+        # If every microbatch has its own update, its gradient counts in full; the loss is a mean in any case.
+        self._mean_scale = self.weight_of_loss / self.schedule.microbatches
+        self._loss_scale = self.weight_of_loss if self.versions is not None else self._mean_scale
+        self._saved: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}  # inputs and outputs of forward passes
+        self._weight_gradients = WeightGradStore(self.undeferred)
+        self._total = torch.zeros((), device=self.device)
 
-class ScheduleExecutor:
-    """Executor of schedules on this rank's chunks, by chunk number; the last of ``count`` chunks computes the loss."""
-
-    def __init__(
-        self, chunks: Mapping[int, Chunk], count: int, device: torch.device, versions: StashedWeights | None = None
-    ) -> None:
-        self.chunks, self.last, self.device, self.versions = chunks, count - 1, device, versions
-        layers = [layer for chunk in chunks.values() for layer in chunk.layers]
-        self.weight_gradients = WeightGradStore(used_twice(layers))
-
-    def run(self, schedule: Schedule, channels: ChunkChannels, step_input: StepInput, rank: int) -> Tensor:
+    def run(self, rank: int) -> Tensor:
         """Return the loss on the rank that computes it, elsewhere 0; accumulate gradients in this rank's parameters.
 
         The schedule has backward passes if gradients are enabled, and forward passes only otherwise.
         """
-        step = _Step(self, schedule, channels, step_input)
-        self.weight_gradients.deferred.clear()  # of a step that has failed
-        channels.begin(schedule.microbatches)
-        for action in schedule.actions[rank]:
-            channels.channel_set.progress()
-            getattr(step, action.kind.word)(action)
-        channels.channel_set.finish()
-        return step.total
-
-
-class _Step:
-    """Execution of one step, with a method per ``ActionKind.word``."""
-
-    def __init__(
-        self, executor: ScheduleExecutor, schedule: Schedule, channels: ChunkChannels, step_input: StepInput
-    ) -> None:
-        self._executor, self._channels, self._step_input = executor, channels, step_input
-        self._splits = schedule.splits_backward
-        # If every microbatch has its own update, its gradient counts in full; the loss is a mean in any case.
-        self._count = schedule.microbatches
-        self._loss_scale = step_input.weight if executor.versions is not None else step_input.weight / self._count
-        self._saved: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}  # inputs and outputs of forward passes
-        self.total = torch.zeros((), device=executor.device)
+        self.channels.begin(self.schedule.microbatches)
+        for action in self.schedule.actions[rank]:
+            self.channels.channel_set.progress()
+            getattr(self, action.kind.word)(action)
+        self.channels.channel_set.finish()
+        return self._total
 
     def forward(self, action: Action) -> None:
-        chunk, microbatch, executor = action.chunk, action.microbatch, self._executor
+        chunk, microbatch = action.chunk, action.microbatch
         inputs = self._inputs(action)
-        message_formats = self._channels.message_formats
+        message_formats = self.channels.message_formats
         received = message_formats[chunk - 1].structure if chunk else ONE_TENSOR
         with _span(action), self._version(action):
-            with self._deferring(action), self._step_input.objective.computing(executor.device):
-                returned = executor.chunks[chunk](inputs, received, self._step_input.inputs[microbatch])
+            with self._deferring(action), self.objective.computing(self.device):
+                returned = self.chunks[chunk](inputs, received, self.inputs[microbatch])
             outputs = returned.tensors
-            if chunk == executor.last:
+            if chunk == self._last:
                 result = unflatten(returned.structure, outputs)
-                mean = self._step_input.objective.compare(result, self._step_input.targets[microbatch])
-                self.total += mean.detach() * (self._step_input.weight / self._count)
+                mean = self.objective.compare(result, self.targets[microbatch])
+                self._total += mean.detach() * self._mean_scale
                 outputs = (mean * self._loss_scale,)
-        if chunk != executor.last:
-            message_formats[chunk].check_structure(returned.structure, executor.chunks[chunk].layers[-1].name)
+        if chunk != self._last:
+            message_formats[chunk].check_structure(returned.structure, self.chunks[chunk].layers[-1].name)
             with trace.span("send", chunk=chunk, microbatch=microbatch):
-                self._channels.activations_out[chunk].send([tensor.detach() for tensor in outputs])
+                self.channels.activations_out[chunk].send([tensor.detach() for tensor in outputs])
         if torch.is_grad_enabled():
             self._saved[chunk, microbatch] = inputs, outputs
         elif chunk:
-            self._channels.activations_in[chunk].release()
+            self.channels.activations_in[chunk].release()
 
     def _inputs(self, action: Action) -> Tensors:
         if action.chunk == 0:
             return ()  # the first chunk starts from the arguments of the model
-        received = self._receive(self._channels.activations_in[action.chunk], action, "activations")
+        received = self._receive(self.channels.activations_in[action.chunk], action, "activations")
         requires_grad = torch.is_grad_enabled()
         return tuple(each.detach().requires_grad_(requires_grad and each.is_floating_point()) for each in received)
 
     def backward(self, action: Action) -> None:
-        chunk, executor, key = action.chunk, self._executor, (action.chunk, action.microbatch)
+        chunk, key = action.chunk, (action.chunk, action.microbatch)
         inputs, outputs = self._saved[key] if action.kind is ActionKind.INPUT else self._saved.pop(key)
         gradients: Tensors | None = None
-        if chunk != executor.last:
-            gradients = self._receive(self._channels.gradients_in[chunk], action, "gradients")
+        if chunk != self._last:
+            gradients = self._receive(self.channels.gradients_in[chunk], action, "gradients")
         with _span(action), self._version(action), self._deferring(action):
             found = backward(outputs, gradients, inputs)
         if chunk:
             with trace.span("send", chunk=chunk, microbatch=action.microbatch):
-                self._channels.gradients_out[chunk].send(found)
+                self.channels.gradients_out[chunk].send(found)
         if action.kind is ActionKind.BACKWARD:
             self._release(action)
 
@@ -123,27 +115,27 @@ class _Step:
 
     def weight(self, action: Action) -> None:
         with _span(action):
-            self._executor.weight_gradients.flush((action.chunk, action.microbatch))
+            self._weight_gradients.flush((action.chunk, action.microbatch))
         del self._saved[action.chunk, action.microbatch]
         self._release(action)
 
     def update(self, action: Action) -> None:
-        assert self._executor.versions is not None, "only pipedream updates inside a step"
+        assert self.versions is not None, "only pipedream updates inside a step"
         with trace.span("optimizer", microbatch=action.microbatch):
-            self._executor.versions.update()
+            self.versions.update()
 
     def _release(self, action: Action) -> None:
         if action.chunk:
-            self._channels.activations_in[action.chunk].release()
-        if action.chunk != self._executor.last:
-            self._channels.gradients_in[action.chunk].release()
+            self.channels.activations_in[action.chunk].release()
+        if action.chunk != self._last:
+            self.channels.gradients_in[action.chunk].release()
 
     def _receive(self, channel: Channel, action: Action, what: str) -> Tensors:
         with trace.span("receive", chunk=action.chunk, microbatch=action.microbatch):
-            return self._channels.channel_set.receive(channel, f"{what} of microbatch {action.microbatch}")
+            return self.channels.channel_set.receive(channel, f"{what} of microbatch {action.microbatch}")
 
     def _version(self, action: Action) -> AbstractContextManager[None]:
-        versions = self._executor.versions
+        versions = self.versions
         if versions is None or not torch.is_grad_enabled():
             return nullcontext()
         forward = action.kind is ActionKind.FORWARD
@@ -152,7 +144,7 @@ class _Step:
     def _deferring(self, action: Action) -> AbstractContextManager[object]:
         if not self._splits or not torch.is_grad_enabled():
             return nullcontext()
-        return self._executor.weight_gradients.deferring((action.chunk, action.microbatch))
+        return self._weight_gradients.deferring((action.chunk, action.microbatch))
 
 
 def _span(action: Action) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from hpctrain.parallel.config import MICROBATCHES_PER_STAGE, ParallelSettings, l
 from hpctrain.parallel.objective import CallArguments, Objective, cut, samples_of, unflatten
 from hpctrain.parallel.pipeline.channels import ChunkChannels, MessageFormat
 from hpctrain.parallel.pipeline.compare import LayersCheck
-from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StashedWeights, StepInput
+from hpctrain.parallel.pipeline.executor import StashedWeights, StepExecutor
 from hpctrain.parallel.pipeline.layers import ArgumentBinder, Layer, MicrobatchCall, find_layers, tensors_in
 from hpctrain.parallel.pipeline.partition import balance, parse_partition
 from hpctrain.parallel.pipeline.schedules import Schedule, forward_only, make
@@ -31,6 +31,7 @@ from hpctrain.parallel.pipeline.stage import (
     make_chunks,
     prune,
     tied_parameters,
+    used_twice,
 )
 from hpctrain.parallel.rng import restored_generators
 
@@ -85,7 +86,8 @@ class Pipeline:
                     everywhere=True,
                 )
             self.versions = StashedWeights(model, make("pipedream", comm.size, count).live(comm.rank))
-        self._executor = ScheduleExecutor(self.chunks, count, device, self.versions)
+        undeferred = used_twice([layer for chunk in self.chunks.values() for layer in chunk.layers])
+        self._executor = partial(StepExecutor, self.chunks, count, device, self.versions, undeferred)
         self._generators = PassGenerators(device, (comm.rank, replica))
         self._channels: dict[Hashable, ChunkChannels] = {}
         self._check_inputs = True  # the inputs of the stages
@@ -169,9 +171,10 @@ class Pipeline:
             self.check(microbatches[0])
             message_formats = self._message_formats(calls[0], objective)
             self._channels[key] = ChunkChannels(self.comm, schedule, message_formats, self.device)
-        step_input = StepInput(calls, cut(targets, schedule.microbatches), objective, weight)
+        parts = cut(targets, schedule.microbatches)
+        step = self._executor(schedule, self._channels[key], calls, parts, objective, weight)
         with self._generators.own_stream():
-            total = self._executor.run(schedule, self._channels[key], step_input, self.comm.rank)
+            total = step.run(self.comm.rank)
             self.comm.broadcast(total, root=self.comm.size - 1)
         return total
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.channels import ChunkChannels
-from hpctrain.parallel.pipeline.executor import ScheduleExecutor, StepInput
+from hpctrain.parallel.pipeline.executor import StepExecutor
 from hpctrain.parallel.pipeline.layers import MicrobatchCall, find_layers
 from hpctrain.parallel.pipeline.schedules import Action, ActionKind, Schedule
 from hpctrain.parallel.pipeline.stage import make_chunks
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def test_a_step_after_a_failed_one_has_only_its_own_weight_gradients(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    executor = ScheduleExecutor({0: make_chunks(find_layers(model), [range(2)])[0]}, 1, CPU)
+    chunks = {0: make_chunks(find_layers(model), [range(2)])[0]}
     actions = tuple(Action(ActionKind(word[0]), 0, int(word[1])) for word in ("F0", "I0", "F1", "I1", "W0", "W1"))
     schedule = Schedule("by hand", 1, 1, 2, (actions,))
     channels = ChunkChannels(comm, schedule, [], CPU)
@@ -33,7 +33,8 @@ def test_a_step_after_a_failed_one_has_only_its_own_weight_gradients(comm: Any) 
             return outputs.square().mean()
 
         calls = [MicrobatchCall((each,)) for each in inputs]
-        executor.run(schedule, channels, StepInput(calls, torch.arange(2), Objective(loss), 1.0), 0)
+        parts = list(torch.arange(2))
+        StepExecutor(chunks, 1, CPU, None, [], schedule, channels, calls, parts, Objective(loss), 1.0).run(0)
 
     with pytest.raises(KeyError):
         step(fails=True)
