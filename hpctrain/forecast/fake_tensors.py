@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -33,6 +34,7 @@ Allocate = Callable[[int, torch.dtype, int], Tensor]
 _READ = torch.ops.aten._local_scalar_dense.default
 _INDEX = torch.ops.aten.index.Tensor
 _EXCLUDED: set[int] = set()  # storages that are never counted
+_COMPLETED = SimpleNamespace(done=lambda: True, wait=lambda: None)  # handle of an operation
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -166,11 +168,11 @@ class RecordingCommunicator:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         self._note("all_reduce", tensor)
-        return _CompletedWork() if async_op else tensor
+        return _COMPLETED if async_op else tensor
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
         self._note("reduce_scatter", tensor)
-        return _CompletedWork() if async_op else out
+        return _COMPLETED if async_op else out
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
         self._note("all_gather", out)
@@ -224,14 +226,6 @@ def comparison(loss: str, split: TensorSplit | None) -> tuple[Compare, AbstractC
     if split is None or not split.has_head or compare is not cross_entropy:
         return compare, nullcontext()
     return split.cross_entropy, split.split_outputs()
-
-
-class _CompletedWork:
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
 
 
 class _GpuAttention(TorchFunctionMode):

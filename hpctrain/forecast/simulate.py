@@ -212,7 +212,8 @@ def _simulate(task: Task) -> StrategyRecord:
         model = _model_of(task, recorder)
         comm = RecordingCommunicator(task.group, recorder.communicate, recorder.allocate)
         make = ShardedDataParallel if task.sharded else attach
-        strategy: Strategy = make(model, cast(Communicator, comm), _settings(task), CPU if task.on_cpu else META)
+        settings = replace(task.settings, units=(_Unit.__name__,), elementwise=(_NoUpdate.__name__,))
+        strategy: Strategy = make(model, cast(Communicator, comm), settings, CPU if task.on_cpu else META)
         optimizer = _NoUpdate(model.parameters(), lr=0.0)
         _run_step(task, strategy, optimizer, recorder)  # the order of collectives is fixed after the first step
         recorder.begin_recording()
@@ -228,11 +229,6 @@ def _whole(task: Task) -> StrategyRecord:
     owned = (parameters, MemoryItem("buffers", sum(task.buffers)))
     trained = sum(one.nbytes for one in task.parameters if one.trained)
     return StrategyRecord((), owned, {}, {}, 0, (), trained, keeps_gradients=True)
-
-
-def _settings(task: Task) -> ParallelSettings:
-    """Return the settings with the units and the optimizer of the simulation."""
-    return replace(task.settings, units=(_Unit.__name__,), elementwise=(_NoUpdate.__name__,))
 
 
 def _run_step(task: Task, strategy: Strategy, optimizer: torch.optim.Optimizer, recorder: StepRecorder) -> list[int]:

@@ -78,15 +78,11 @@ class Forecasts:
         else:
             found.append("layers: operations and bytes counted, divided by the rates")
         if run.ranks > 1:
-            measured = any(layout.size == run.ranks for layout in self.calibrated)
+            measured = [one for layout, one in self.calibrated.items() if layout.size == run.ranks]
             source = "from the calibration" if measured else "by messages, bytes and passes over memory"
-            found.append(f"collectives: {source}{self._load(run.ranks)}")
+            loads = [one.load for one in measured if one.load is not None]  # of the machine at the calibration
+            found.append(f"collectives: {source}" + (f", at a load of {max(loads):g} per core" if loads else ""))
         return [*found, *self.machine.assumed]
-
-    def _load(self, ranks: int) -> str:
-        """Return the load of the machine when collectives of ``ranks`` ranks were calibrated, as text."""
-        loads = [one.load for layout, one in self.calibrated.items() if layout.size == ranks and one.load is not None]
-        return f", at a load of {max(loads):g} per core" if loads else ""
 
     def _work(self, run: PlannedRun, parallel: ParallelSettings) -> ModelWork:
         dtype, loss = dtype_of(run), run.settings.train.loss
