@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -62,17 +60,6 @@ def test_invalid_sizes_are_one_line_of_error_before_anything_starts(
 def test_invalid_seconds_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "calibrate", f"--seconds={text}"]) == 2
     assert "is not a number of seconds above 0" in capsys.readouterr().err
-
-
-def test_the_verb_loads_neither_torch_nor_mpi() -> None:
-    code = """
-import sys
-from hpctrain.cli.main import main
-assert main(["bench", "calibrate", "--sizes", "x"]) == 2
-print([name for name in ("torch", "mpi4py", "numpy", "tqdm") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "[]\n"
 
 
 def test_show_without_a_calibration_is_an_error(capsys: pytest.CaptureFixture[str], calibrations: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -182,13 +181,3 @@ def test_profiles_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_submit_does_not_explain_profiles(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "slurm", "jobs/gpt-tiny.toml", "--show-profile"]) == 2
     assert "unrecognized arguments: --show-profile" in capsys.readouterr().err
-
-
-def test_a_login_node_needs_neither_torch_nor_mpi() -> None:
-    code = (
-        "import sys; from hpctrain.cli.main import main; "
-        f"main(['job', *{SCRIPTS['train.sbatch']!r}]); main(['job', 'profiles']); import hpctrain.cli.submit; "
-        "print({'torch', 'mpi4py', 'numpy', 'h5py'} & sys.modules.keys(), file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "set()"

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.commands import parsers
@@ -15,6 +16,8 @@ from hpctrain import __version__
 from hpctrain.cli.main import VERBS, main, make_parser, with_reports
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,3 +109,20 @@ def test_the_command_starts_without_torch_and_mpi() -> None:
     code = "import sys; from hpctrain.cli.main import make_parser; make_parser(['train', 'x'])"
     check = "; assert not {'torch', 'mpi4py', 'h5py', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bench", "calibrate", "--sizes", "x"],
+        ["job", "profiles"],
+        ["job", "slurm", str(ROOT / "jobs/gpt-tiny.toml"), "--time", "04:00:00", "--profile", "lumi"],
+        ["submit", "slurm"],
+        ["modulefile", "lua", "--root", "/a"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_verbs_of_a_login_node_load_no_libraries(words: list[str]) -> None:
+    code = "import sys; from hpctrain.cli.main import main; main(sys.argv[1:])"
+    check = "; assert not {'torch', 'mpi4py', 'h5py', 'numpy', 'tqdm'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code + check, *words], check=True, capture_output=True, timeout=60)
