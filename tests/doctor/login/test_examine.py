@@ -14,7 +14,7 @@ from hpctrain.doctor.login.environment import Interpreter
 from hpctrain.doctor.login.examine import LoginFacts, check, check_script, read_script, starts
 from hpctrain.doctor.login.libraries import Gpus
 from hpctrain.doctor.login.resources import ProcessLimits
-from hpctrain.doctor.login.schedulers import Pbs
+from hpctrain.doctor.login.schedulers import Pbs, Slurm
 from hpctrain.errors import UsageError
 from hpctrain.util.probe import Answer
 
@@ -98,24 +98,28 @@ def test_missing_options_of_srun_are_findings(line: str, level: str, words: str)
     assert words in found.found
 
 
-def test_options_that_slurm_sets_by_default_may_be_omitted() -> None:
-    bare = "srun hpctrain train a.toml"
-    head = HEAD.replace("#SBATCH --cpus-per-task=8\n", "")
-    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(kill=1, default="pmi2"), {})) == []
-    assert told(check_script(f"{head}export SLURM_KILL_BAD_EXIT=1\n{bare}\n", mpi(), slurm(kill=0), {})) == []
-    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"})) == []
-    assert told(check_script(f"{head}{bare}\n", mpi(), slurm(default="none"), {})) == [("error", "script")]
+BARE = "srun hpctrain train a.toml"
+FEW = HEAD.replace("#SBATCH --cpus-per-task=8\n", "")
+NO_CPUS = GOOD.replace(" --cpus-per-task=8", "")
 
 
-def test_cpus_per_task_may_be_omitted_if_slurm_passes_it_on() -> None:
-    line = GOOD.replace(" --cpus-per-task=8", "")
-    assert told(check_script(f"{HEAD}{line}\n", mpi(), NEW, {})) == []
-    assert told(check_script(f"{HEAD}export SRUN_CPUS_PER_TASK=8\n{line}\n", mpi(), OLD, {})) == []
-
-
-def test_short_options_are_recognized() -> None:
-    line = "srun -K1 -c 8 --mpi pmi2 -n 8 hpctrain train a.toml"
-    assert told(check_script(f"{HEAD}{line}\n", mpi(), OLD, {})) == []
+@pytest.mark.parametrize(
+    "text, own, environ, wrong",
+    [
+        # Options that Slurm sets by default, or the script's environment, may be omitted.
+        (f"{FEW}{BARE}", slurm(kill=1, default="pmi2"), {}, []),
+        (f"{FEW}export SLURM_KILL_BAD_EXIT=1\n{BARE}", slurm(kill=0), {}, []),
+        (f"{FEW}{BARE}", slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"}, []),
+        (f"{FEW}{BARE}", slurm(default="none"), {}, [("error", "script")]),
+        (f"{HEAD}{NO_CPUS}", NEW, {}, []),
+        (f"{HEAD}export SRUN_CPUS_PER_TASK=8\n{NO_CPUS}", OLD, {}, []),
+        (f"{HEAD}srun -K1 -c 8 --mpi pmi2 -n 8 hpctrain train a.toml", OLD, {}, []),  # short options
+    ],
+)
+def test_options_of_srun_may_be_omitted_or_short(
+    text: str, own: Slurm, environ: dict[str, str], wrong: list[tuple[str, str]]
+) -> None:
+    assert told(check_script(f"{text}\n", mpi(), own, environ)) == wrong
 
 
 @pytest.mark.parametrize("launcher", [GOOD, "mpirun -n 8 hpctrain train a.toml"])
