@@ -126,7 +126,7 @@ def provenance(ranks: int, *, launched: bool) -> dict[str, Any]:
 
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([*(["mpiexec", "-n", str(ranks)] if launched else []), "python", *sys.argv]),
+        "command": command(sys.argv, ranks if launched else 0),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "--", "hpctrain", "benchmarks/*.py")),
         "machine": socket.gethostname(),
@@ -153,6 +153,12 @@ def mpi_name() -> str:
 def mpi_slug() -> str:
     """Return the name of the MPI library as part of a file name: mpich, openmpi."""
     return re.sub("[^a-z]", "", mpi_name().lower())
+
+
+def command(words: Sequence[str], ranks: int) -> str:
+    """Return the command line of a program, under ``mpiexec`` if it has ranks; paths are those in the repository."""
+    launcher = ["mpiexec", "-n", str(ranks)] if ranks else []
+    return " ".join([*launcher, "python", *words]).replace(f"{RESULTS.parents[1]}{os.sep}", "")
 
 
 def _git(*words: str) -> str:

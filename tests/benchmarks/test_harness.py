@@ -285,3 +285,10 @@ def _has(path: Path, mark: bytes) -> bool:
 def _is_rank(path: Path) -> bool:
     words = (path.parent / "cmdline").read_bytes().split(b"\0")
     return len(words) > 1 and words[1].endswith(b"tensor.py")  # else the launcher, which may be a script
+
+
+def test_commands_of_results_name_no_folder_of_the_machine() -> None:
+    folder = report.RESULTS / "checkpoint.tmp-1"
+    command = report.command(["benchmarks/checkpoint.py", "--folder", str(folder)], 2)
+    assert command == "mpiexec -n 2 python benchmarks/checkpoint.py --folder benchmarks/results/checkpoint.tmp-1"
+    assert report.command(["benchmarks/kill.py"], 0) == "python benchmarks/kill.py"
