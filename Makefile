@@ -156,7 +156,7 @@ test-jobs: env ## run the single-process tests that start jobs of several ranks
 
 test-long: env ## run what make test leaves out: sweeps, and all cases of parametrized tests
 	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs" -n $(JOBS) --cases rest \
-	    $(if $(COUNTS),--counts $(COUNTS))
+	    $(if $(COUNTS),--counts=$(COUNTS))
 	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
 
 test-%: env ## run the rank tests on N ranks: make test-3
