@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,24 +32,24 @@ TIMES = ("copy", "stall", "free", "busy", "written")
 Times = dict[str, list[float]]
 
 
-class LoopSaver:
+class LoopSaver(ABC):
     """Method to save from within a loop; all of its calls are collective."""
 
     def __init__(self, work: Work, name: str, path: Path) -> None:
         self.name, self.pending = name, False  # pending: still in progress at the last ``advance``, on all ranks
         self._work, self._path = work, path
 
+    @abstractmethod
     def begin(self, step: int) -> None:
         """Start to save; return as soon as the loop may continue and change the values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self) -> None:
         """Make progress of the write at a step boundary, and poll for its completion."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, expected: Values) -> str:
         """Return the errors in the file, empty if it contains these values."""
-        raise NotImplementedError
 
     def delete(self) -> None:
         """Delete the written file."""

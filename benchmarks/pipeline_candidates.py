@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -87,15 +88,15 @@ class Task:
 FULL, SMALL = Task(), Task(width=32, layers=4, heads=2, context=16)
 
 
-class Candidate:
+class Candidate(ABC):
     """Candidate of the benchmark; all ranks construct it and call its ``step`` together."""
 
     def __init__(self, model: nn.Module, microbatches: int = MANY) -> None:
         self.model, self.microbatches = model, microbatches  # the part of the model on this rank
 
+    @abstractmethod
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
         """Compute the gradients of the parameters; return the loss on ranks that know it, else None."""
-        raise NotImplementedError
 
 
 class Alone(Candidate):
