@@ -55,7 +55,7 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types layers floors bench docs \
+.PHONY: help env lock train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-ecosystem test-ecosystem-fast test-gpu test-install lint types layers floors bench docs \
     install uninstall clean
 
 help: ## list the targets and variables
@@ -145,17 +145,17 @@ TESTING = TMPDIR=$(FOLDER) $(PYTEST)
 RANKED  = TMPDIR=$(FOLDER) $(MPIEXEC)
 
 test: env ## run the tests: single-process tests on JOBS workers, then rank tests on 2 ranks
-	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS) --cases few
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not ecosystem and not long" -n $(JOBS) --cases few
 	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow" --cases few
 
 test-busy: env ## run make test next to processes that use all cores
 	$(BIN)/python tests/busy.py $(MAKE) --no-print-directory test TESTS="$(TESTS)"
 
 test-jobs: env ## run the single-process tests that start jobs of several ranks
-	$(TESTING) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS) --cases $(CASES)
+	$(TESTING) $(TESTS) -m "jobs and not benchmark and not ecosystem and not long" -n $(JOBS) --cases $(CASES)
 
 test-long: env ## run what make test leaves out: sweeps, and all cases of parametrized tests
-	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs" -n $(JOBS) --cases rest \
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not ecosystem" -n $(JOBS) --cases rest \
 	    $(if $(COUNTS),--counts=$(COUNTS))
 	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
 
@@ -181,6 +181,25 @@ test-pbs test-pbs-long:
 	@$(MAKE) --no-print-directory env MPI=mpich
 	@$(MAKE) --no-print-directory env MPI=openmpi
 	.venv/bin/python tests/pbs/run.py $(if $(REQUIRED),,--or-skip) $(if $(findstring long,$@),--long)
+
+# These programs need packages that the environment lacks. They are installed beside it, in a folder that only these tests
+# see. If TORCH is given, it has an environment of its own.
+ECOSYSTEM = $(VENV)$(if $(filter file,$(origin TORCH)),,-$(subst ==,-,$(TORCH)))
+test-ecosystem: ## run tests of PyTorch, Accelerate, Lightning and Transformers on NP ranks, with TORCH
+	@$(MAKE) --no-print-directory _ecosystem VENV=$(ECOSYSTEM) TORCH='$(TORCH)' MARKED=ecosystem
+
+test-ecosystem-fast: ## run the first part of test-ecosystem: PyTorch's tests under the name hpctrain
+	@$(MAKE) --no-print-directory _ecosystem VENV=$(ECOSYSTEM) TORCH='$(TORCH)' MARKED="ecosystem and not long"
+
+.PHONY: _ecosystem
+_ecosystem: LIBRARIES = $(CURDIR)/$(VENV)-libraries
+_ecosystem: env
+	@test -e $(LIBRARIES)/.installed || { \
+	    $(BIN)/python -m venv $(LIBRARIES) && cd $(LIBRARIES)/lib/python3.*/site-packages && \
+	    echo $(CURDIR)/$(VENV)/lib/python3.*/site-packages > environment.pth && \
+	    $(LIBRARIES)/bin/pip install --quiet 'hpctrain[ecosystem]' && touch $(LIBRARIES)/.installed; }
+	PYTHONPATH=$$(echo $(LIBRARIES)/lib/python3.*/site-packages) ECOSYSTEM_NP=$(NP) \
+	    $(PYTEST) tests/ecosystem tests/slurm -m "$(MARKED)"
 
 test-install: env ## run make install, and use it under both module systems, in a temporary folder
 	$(PYTEST) tests/modules -m install

@@ -1,7 +1,7 @@
 """Training of PyTorch models on the ranks that ``mpirun`` or ``srun`` started.
 
 Importing this package loads neither torch nor MPI; both are imported at first use of one of the
-names below.
+names below. It registers the back end ``hpctrain`` of torch.distributed.
 
     import hpctrain
 
@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hpctrain._version import __version__
+from hpctrain.torch_backend.autoload import start as _register_backend
 
 if TYPE_CHECKING:
     from hpctrain import checkpoint as checkpoint
@@ -50,6 +51,8 @@ _HOMES = {
     "init": "hpctrain.train.init",
 }
 _FORMER_NAMES = {"ServerSettings": "AsynchronousSettings"}
+
+_register_backend()  # of torch.distributed, as soon as a program imports that
 
 
 def __getattr__(name: str) -> Any:

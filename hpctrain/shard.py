@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hpctrain.errors import UsageError
 
@@ -84,4 +84,15 @@ class Split(Protocol):
 
         ``name`` is a name in the model's ``state_dict``. ``tensor`` is this rank's tensor of that
         name, or a state of the optimizer that has the parameter's shape.
+        """
+
+
+@runtime_checkable
+class WholeStates(Protocol):
+    """Capability of a ``Split``: some optimizers update whole parameters, and one rank has the state of each."""
+
+    def holds_state(self, optimizer: Any, name: str) -> bool | None:
+        """Return whether this rank has the whole state of a parameter; None if its states are split as the parameter.
+
+        ``name`` is a name in the model's ``state_dict``.
         """

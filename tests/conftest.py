@@ -82,6 +82,15 @@ def pytest_xdist_auto_num_workers() -> int:
     return how_many()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # collecting tests creates objects that stay: looking for garbage would take a tenth of its time
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     size = config.stash[_COMM].size if config.stash[_COMM] else 1
     others = [item for item in items if not runs_here(item, size)]

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hpctrain.checkpoint.dtensor import dtensor_boxes, inner_tensors, is_dtensor
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import group_of
 from hpctrain.checkpoint.format.plan import Source, described
 from hpctrain.checkpoint.states import check_storable, shard_source
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
-from hpctrain.shard import Shard, Split
+from hpctrain.shard import Shard, Split, WholeStates
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -76,9 +77,23 @@ class Models:
         cls,
         model: torch.nn.Module | Mapping[str, torch.nn.Module] | None,
         split: Split | Mapping[str, Split | None] | None = None,
+        *,
+        ranks: int = 1,
+        wrapped: bool = False,
     ) -> Models:
-        """Return the models that a caller names. Raises ``UsageError`` if ``split`` has a key that ``model`` lacks."""
-        modules = by_key(model, "model")
+        """Return the models that a caller names, without torch's DDP around them unless ``wrapped``.
+
+        Raises ``UsageError`` if ``split`` has a key that ``model`` lacks, and for the part of a model that
+        torch has split if the checkpoint is that of one of ``ranks``.
+        """
+        modules = {key: module if wrapped else _without_ddp(module) for key, module in by_key(model, "model").items()}
+        for module in modules.values() if ranks == 1 else ():
+            for name, tensor in module.named_parameters():
+                if is_dtensor(tensor) and tensor.to_local().shape != tensor.shape:  # type: ignore[attr-defined]
+                    raise UsageError(
+                        f"this rank holds a part of {name}, which torch has split: pass comm=, on all ranks "
+                        "(hpctrain.Communicator.world())"
+                    )
         splits = split if isinstance(split, Mapping) else {key: split for key in modules}
         unknown = sorted(set(splits) - set(modules))
         if unknown:
@@ -88,7 +103,8 @@ class Models:
     @property
     def is_split(self) -> bool:
         """Return whether any model is split over the ranks."""
-        return any(split is not None for split in self.splits.values())
+        tensors = (tensor for module in self.modules.values() for tensor in module.parameters())
+        return any(split is not None for split in self.splits.values()) or any(map(is_dtensor, tensors))
 
     def shards(self) -> list[Shard]:
         """Return this rank's shards of parameters and buffers; a shard's name is its path in the file."""
@@ -96,7 +112,7 @@ class Models:
         for key, module in self.modules.items():
             split, group = self.splits.get(key), group_of(layout.MODEL, key)
             for name, value in module.state_dict().items():
-                path = layout.child(group, name)
+                path = layout.child(group, plain_name(name))
                 shown = path.removeprefix(f"{layout.MODEL}/")
                 if not isinstance(value, torch.Tensor):
                     kind = type(value).__name__
@@ -110,20 +126,38 @@ class Models:
         for key, module in self.modules.items():
             group = group_of(layout.MODEL, key)
             for name, _ in module.named_parameters(remove_duplicate=False):
-                yield layout.child(group, name)
+                yield layout.child(group, plain_name(name))
 
     def parameters(self) -> dict[int, NamedParameter]:
         """Return the parameters by their ``id``; a shared parameter has the first of its names."""
         found: dict[int, NamedParameter] = {}
         for key, module in self.modules.items():
             for name, tensor in module.named_parameters():
-                relative = layout.child(group_of(layout.MODEL, key), name).removeprefix(f"{layout.MODEL}/")
+                relative = layout.child(group_of(layout.MODEL, key), plain_name(name)).removeprefix(f"{layout.MODEL}/")
                 found.setdefault(id(tensor), NamedParameter(tensor, name, relative, self.splits.get(key)))
         return found
 
 
+def plain_name(name: str) -> str:
+    """Return a tensor's name in a model without ``torch.compile``, which inserts a part for each compiled module."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod") if "_orig_mod" in name else name
+
+
+def _without_ddp(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside torch's DDP and ``torch.compile``, whose names every strategy and one process know."""
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif list(module._modules) == ["_orig_mod"]:
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
+
+
 def _boxes(split: Split | None, name: str, path: str, value: torch.Tensor) -> list[Shard]:
     """Return this rank's boxes of a tensor that is split like the one called ``name``; they are named ``path``."""
+    if is_dtensor(value):
+        return dtensor_boxes(path, value)
     if split is None:
         return [Shard.whole(path, value)]
     return [replace(box, name=path) for box in split.shards(name, value)]
@@ -165,7 +199,7 @@ def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> tuple
         values[name] = plain
         for key, value in tensors.items():
             check_storable(value, f"the optimizer's {key} of {name}")
-            shards += state_shards(layout.child(f"{root}/{name}", key), value, parameter)
+            shards += state_shards(layout.child(f"{root}/{name}", key), value, parameter, optimizer)
     return OptimizerState(type(optimizer).__name__, values, _groups(known, optimizer)), shards
 
 
@@ -178,7 +212,10 @@ def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and (inner := inner_tensors(value, f"the optimizer's state {key}")):
+            plain[key] = inner[0]
+            tensors |= {f"{key}.{name}": tensor for name, tensor in inner[1].items()}
+        elif isinstance(value, torch.Tensor):
             tensors[key] = value
         elif isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
             items = {f"{key}.{number}": item for number, item in enumerate(value) if isinstance(item, torch.Tensor)}
@@ -189,9 +226,18 @@ def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
     return plain, tensors
 
 
-def state_shards(path: str, value: torch.Tensor, parameter: NamedParameter) -> list[Shard]:
+def state_shards(
+    path: str, value: torch.Tensor, parameter: NamedParameter, optimizer: torch.optim.Optimizer
+) -> list[Shard]:
     """Return the boxes of a state tensor: those of its parameter if the shapes are equal, else the whole tensor."""
-    return _boxes(parameter.split if value.shape == parameter.tensor.shape else None, parameter.name, path, value)
+    splits = value.shape == parameter.tensor.shape and holds_whole_state(parameter, optimizer) is None
+    return _boxes(parameter.split if splits else None, parameter.name, path, value)
+
+
+def holds_whole_state(parameter: NamedParameter, optimizer: torch.optim.Optimizer) -> bool | None:
+    """Return whether this rank has the whole state of a parameter; None if the states are split as the parameter."""
+    split = parameter.split
+    return split.holds_state(optimizer, parameter.name) if isinstance(split, WholeStates) else None
 
 
 def _groups(known: Mapping[int, NamedParameter], optimizer: torch.optim.Optimizer) -> ParamGroups:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.checkpoint import content
+from hpctrain.checkpoint.dtensor import SUBCLASS, from_inner_tensors
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import Array, Record, group_of, keys_in, shape_text
 from hpctrain.checkpoint.format.reader import Reader
@@ -30,6 +31,7 @@ from hpctrain.checkpoint.local_state import (
     StateDescription,
     by_key,
     exchange,
+    holds_whole_state,
     joined,
     parameters_of,
     rank_local_group,
@@ -88,10 +90,13 @@ def load(
     """
     if optimizer is not None and model is None:
         raise UsageError("loading an optimizer needs its model: the state is stored by the names of parameters")
-    models = agreed(comm, lambda: Models.of(model, split))
+    ranks = 1 if comm is None else comm.size
+    models = agreed(comm, lambda: Models.of(model, split, ranks=ranks))
     optimizers = agreed(comm, lambda: by_key(optimizer, "optimizer"))
     reader = agreed(comm, lambda: Reader(path))
     with reader:
+        if all(name.startswith("module.") for name in reader.below(layout.MODEL)):
+            models = Models.of(model, split, ranks=ranks, wrapped=True)  # written before DDP was left out of names
         if models.modules:
             local = agreed(comm, lambda: LocalState.of(models, optimizers)).description()
             # Without a split, every rank has all models; a rank that differs is named in the error.
@@ -203,6 +208,10 @@ def _with_lists(saved: dict[str, Any]) -> dict[str, Any]:
     }
     for key, items in tables.items():
         saved[key] = [saved.pop(f"{key}.{number}", item) for number, item in enumerate(items)]
+    for key, value in list(saved.items()):
+        if isinstance(value, dict) and SUBCLASS in value:
+            inner = {name: saved.pop(f"{key}.{name}") for name in value["tensors"] if f"{key}.{name}" in saved}
+            saved[key] = from_inner_tensors(value, inner)
     return saved
 
 
@@ -258,11 +267,16 @@ def restore(
         name, tensor = parameter.relative, parameter.tensor
         if is_skipped(name, skip):
             continue
+        is_owner = holds_whole_state(parameter, optimizer)
+        if is_owner is False:
+            optimizer.state.pop(tensor, None)
+            continue
         path, old = f"{root}/{name}", optimizer.state.get(tensor, {})
         saved: dict[str, Any] = reader.values(path)
         for state in reader.below(path):
-            value = _tensor(reader, f"{path}/{state}", parameter, flags[id(tensor)], old.get(state))
-            for shard in state_shards(f"{path}/{state}", value, parameter):
+            like = None if is_owner else tuple(tensor.shape)
+            value = _tensor(reader, f"{path}/{state}", parameter, like, flags[id(tensor)], old.get(state))
+            for shard in state_shards(f"{path}/{state}", value, parameter, optimizer):
                 fill_shard(reader, shard.name, shard)
             saved[state] = value
         if saved:
@@ -273,8 +287,17 @@ def restore(
         _set_hyperparameters(group, values)
 
 
-def _tensor(reader: Reader, path: str, owner: NamedParameter, group: dict[str, Any], old: object) -> torch.Tensor:
+def _tensor(
+    reader: Reader,
+    path: str,
+    owner: NamedParameter,
+    part: tuple[int, ...] | None,
+    group: dict[str, Any],
+    old: object,
+) -> torch.Tensor:
     """Return the tensor into which a state is loaded: the existing one, or a new one where torch would put it.
+
+    ``part`` is the shape of states that are split as the parameter; None if this rank has whole states.
 
     A state is on the parameter's device, except the step counters of torch's implementations with
     plain loops.
@@ -283,7 +306,7 @@ def _tensor(reader: Reader, path: str, owner: NamedParameter, group: dict[str, A
     whole = reader.records[f"{layout.MODEL}/{owner.relative}"].shape
     # A state of the parameter's shape is split like the parameter, except the step counter of a
     # scalar parameter.
-    shape = tuple(parameter.shape) if record.shape == whole and key != "step" else record.shape
+    shape = part if part is not None and record.shape == whole and key != "step" else record.shape
     dtype, device = torch_dtype(record.dtype), parameter.device
     if key == "step":  # torch's device: see _process_value_according_to_param_policy in torch/optim/optimizer.py
         on_device = bool(group.get("capturable") or group.get("fused"))

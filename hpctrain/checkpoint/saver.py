@@ -15,6 +15,7 @@ import torch
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint.content import SaveRequest
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.fingerprint import fingerprint_of_ranks
 from hpctrain.checkpoint.format.plan import (
     BoxPart,
     Offsets,
@@ -119,7 +120,7 @@ class Saver:
         names begin with the key of the model and ``/``.
         """
         self.wait()
-        models = agreed(self._comm, lambda: Models.of(model, split))
+        models = agreed(self._comm, lambda: Models.of(model, split, ranks=self._comm.size))
         optimizers = agreed(self._comm, lambda: by_key(optimizer, "optimizer"))
         self.start(SaveRequest(Path(path), models, optimizers, train or {}, rng, config, provenance, own))
 
@@ -151,6 +152,13 @@ class Saver:
         self._written = digest, [dataset.name for dataset in plan.datasets]
         if not self._background:
             self.wait()
+
+    @on_shards
+    def fingerprint(self, models: Models, optimizers: Mapping[str, torch.optim.Optimizer]) -> str:
+        """Return the fingerprint of a state, which a checkpoint of it has as well. Collective."""
+        local = agreed(self._comm, lambda: LocalState.of(models, optimizers))
+        plan = self._plan(local.description(), "")[2]
+        return fingerprint_of_ranks(plan, local.sources, self._comm.rank, self._comm.all_gather_object)
 
     @property
     def pending(self) -> bool:

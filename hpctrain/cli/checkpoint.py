@@ -128,7 +128,8 @@ def _heading(contents: Contents) -> list[str]:
         f"{contents.file}  {format_bytes(contents.bytes, 1)}",
         f"step {root.get('step')}, world size {root.get('world_size')}, "
         f"written {root.get('created')} by {root.get('creator')}, format {root.get('format_version')}",
-        *_curves(contents.curves),
+        f"fingerprint {contents.fingerprint}",
+        *_curves(contents.curves, contents.train.get("logged")),
     ]
     rest = {key: value for key, value in contents.train.items() if key not in _OMITTED}
     for title, group in (("train", rest), ("provenance", contents.provenance)):
@@ -139,9 +140,17 @@ def _heading(contents: Contents) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def _curves(curves: dict[str, list[float]]) -> list[str]:
-    """Return one line per curve: its first value, a sparkline, its last value."""
-    drawn = {name: values for name, values in curves.items() if values and not is_steps(name)}
+def _curves(curves: dict[str, list[float]], logged: Any) -> list[str]:
+    """Return one line per curve: its first value, a sparkline, its last value.
+
+    A curve of NaN is left out unless the run has ``logged`` it: some curves are in every file.
+    """
+    known = logged if isinstance(logged, dict) else {}
+    drawn = {
+        name: values
+        for name, values in curves.items()
+        if values and not is_steps(name) and (name in known or not all(map(math.isnan, values)))
+    }
     rows = [
         [name.replace("_", " "), f"{values[0]:.4g}", sparkline(values), f"{values[-1]:.4g}"]
         for name, values in drawn.items()

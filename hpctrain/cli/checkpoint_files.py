@@ -151,7 +151,10 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _lines(found: Diff) -> list[str]:
     differing = len(found.tensors)
-    lines = [f"A  {found.first}", f"B  {found.second}", "", f"tensors  {found.equal} equal, {differing} different"]
+    one, two = found.fingerprints
+    lines = [f"A  {found.first}", f"B  {found.second}", ""]
+    lines += ["fingerprint  " + (f"{one}, the same" if one == two else f"A {one}  B {two}")]
+    lines += [f"tensors  {found.equal} equal, {differing} different"]
     lines += columns([["", *_tensor_row(each)] for each in found.tensors])
     for title in ("settings", "values", "versions", "provenance"):
         rows: list[ValueDifference] = getattr(found, title)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from hpctrain.cli.main import Parser, add_action, add_verb
+from hpctrain.cli.main import Parser, add_action, add_verb, parser_with
+from hpctrain.cli.run import DEFAULT, check_program
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.jobs import profile as profiles
 from hpctrain.jobs.check import problems
@@ -32,6 +33,7 @@ examples:
   hpctrain job slurm jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3 --at-once 2      a job array
   hpctrain job pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
   hpctrain job slurm train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1        your own program
+  hpctrain job slurm --folder runs/a --nodes 2 --time 04:00:00 -- run train.py --rate 0.1    one for torchrun
   hpctrain job slurm big.toml --nodes 64 --time 12:00:00 --preflight    starts only if no node is slow
   hpctrain job check my.sbatch                                          checks directives against the manuals
   hpctrain job profiles
@@ -57,6 +59,7 @@ def add_parser(verbs: Any) -> None:
 
 def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
     """Return the script that the command line describes, with its request and profile."""
+    _take_runner(args)
     profile, _ = _profile(args)
     request = _request(args, profile)
     if not request.is_program:
@@ -66,6 +69,18 @@ def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
     if venv and profile.launcher == "srun" and not profile.mpi:
         profile = replace(profile, mpi=srun_type(venv))
     return render(request, profile), request, profile
+
+
+def _take_runner(args: argparse.Namespace) -> None:
+    """Split ``-- run PROGRAM ARGS`` into the program, its arguments, and the options of ``hpctrain run``."""
+    args.runner = []
+    if args.config or args.words[:1] != ["run"]:
+        return
+    given = parser_with({"run"}).parse_args(args.words)
+    check_program(given.backend, given.program, module=given.module)
+    backend = [] if given.backend == DEFAULT else ["--backend", given.backend]
+    args.runner = ["run", *backend, *(["-m"] if given.module else [])]
+    args.config, args.words = given.program, given.words
 
 
 def _profile(args: argparse.Namespace) -> tuple[Profile, str]:
@@ -79,7 +94,10 @@ def _profile(args: argparse.Namespace) -> tuple[Profile, str]:
 def _request(args: argparse.Namespace, profile: Profile) -> Request:
     """Return the request on the command line, with the profile's values as defaults."""
     if not args.config:
-        raise UsageError("CONFIG.toml is missing: the settings of the run, as for hpctrain train, or a program.py")
+        raise UsageError(
+            "CONFIG.toml is missing: the settings of the run, as for hpctrain train, or a program.py; "
+            "or -- run PROGRAM.py, as for hpctrain run"
+        )
     if not args.time:
         raise UsageError("--time is missing: how long the job may run, as in --time 04:00:00")
     gpus = profile.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
@@ -99,6 +117,7 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
         environment=_environment(args.env),
         settings=_settings(args),
         words=tuple(args.words),
+        runner=tuple(args.runner),
         directives=tuple(args.directives),
         **{name: getattr(args, name) for name in _ALIKE if hasattr(args, name)},
     )
@@ -116,8 +135,8 @@ def _first(given: int | None, profile: int, default: int) -> int:
 
 def _folder(args: argparse.Namespace) -> str:
     """Return the run folder, which the script watches; for a program, the command line must name it."""
-    if args.config.endswith(PROGRAM):
-        if not Path(args.config).is_file():
+    if args.runner or args.config.endswith(PROGRAM):
+        if not args.runner and not Path(args.config).is_file():
             raise UsageError(f"no such program: {args.config}; paths are relative to the folder of submission")
         if not args.folder:
             raise UsageError(f"--folder is missing: where {args.config} keeps its run, as in --folder runs/a")
@@ -130,14 +149,15 @@ def _folder(args: argparse.Namespace) -> str:
 
 def _settings(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the changes to the config; ``--folder`` changes the setting ``run.folder``."""
-    given = args.folder and not args.config.endswith(PROGRAM)
+    given = args.folder and not args.runner and not args.config.endswith(PROGRAM)
     return (*args.settings, *([f"run.folder={args.folder}"] if given else []))
 
 
 def _name(args: argparse.Namespace) -> str:
     if args.name is not None:
         return str(args.name)
-    stem = PurePosixPath(args.config).stem
+    is_module = args.runner and not args.config.endswith(PROGRAM)
+    stem = args.config.rpartition(".")[2] if is_module else PurePosixPath(args.config).stem
     return stem[:_LONGEST_NAME] if args.scheduler == "pbs" else stem
 
 
@@ -197,11 +217,17 @@ class WordsParser(Parser):
     """Parser whose own arguments end at ``--``; the words after it are stored in ``words``."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore
-        """Parse the arguments before ``--``."""
+        """Parse the arguments before ``--``; an error names a program whose words should follow it."""
         given = list(sys.argv[1:] if args is None else args)
         own = given[: given.index("--")] if "--" in given else given
         found, unknown = super().parse_known_args(own, namespace)
         found.words = given[len(own) + 1 :]
+        config = getattr(found, "config", None) or ""
+        if config == "run" and not Path(config).is_file():
+            program = next((word for word in [*unknown, *found.words] if word.endswith(PROGRAM)), "train.py")
+            self.error(f"run and its program come after --, as in --folder runs/a --time 04:00:00 -- run {program}")
+        if config.endswith(PROGRAM) and unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; those of {config} come after --")
         return found, unknown
 
 
@@ -212,8 +238,8 @@ examples:
   %(prog)s jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3
   %(prog)s train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1
 
-Arguments after -- are passed to the program. hpctrain job prints the script that hpctrain submit
-submits; hpctrain job --help describes the job's restarts.
+Arguments after -- are passed to the program; -- run PROGRAM starts one for torchrun, by hpctrain run.
+hpctrain job prints the script that hpctrain submit submits; hpctrain job --help describes the job's restarts.
 """
 PREFLIGHT = 30  # seconds, the default of hpctrain doctor --preflight
 
@@ -224,7 +250,7 @@ def add_scheduler(
     """Add an action for one scheduler, with all options of a job."""
     parser = add_action(actions, scheduler, summary, _EPILOG_OF_EACH, run, as_json=False, allow_abbrev=False)
     parser.set_defaults(scheduler=scheduler)
-    what = "the run's settings; or your own program, PROGRAM.py, with its arguments after --"
+    what = "the run's settings; or your own program, PROGRAM.py, with its arguments after --; or none: -- run PROGRAM"
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help=what)
     _add_run(parser)
     _add_resources(parser, scheduler)

@@ -21,6 +21,7 @@ from hpctrain.util.text import LINE, fit_message, printable, printable_lines, sh
 
 VERBS = {
     "train": "train a model from the settings in a TOML file",
+    "run": "run a program for torchrun on the ranks of mpiexec or srun",
     "data": "pack corpora, inspect data files",
     "checkpoint": "list, show, verify, compare, convert and plot checkpoints",
     "plan": "estimate memory and time of a run; show a pipeline schedule",
@@ -36,6 +37,7 @@ examples:
   hpctrain data pack ~/books -o books.h5              text files become a data file
   hpctrain train jobs/gpt-tiny.toml                   one process; if started again, the run resumes
   mpiexec -n 4 hpctrain train jobs/gpt-tiny.toml      four ranks
+  mpiexec -n 4 hpctrain run train.py --lr 0.1         your own program for torchrun
   hpctrain plan big.toml --ranks 64                   does it fit, and how long does it take?
   hpctrain submit slurm big.toml --nodes 2 --time 04:00:00
   hpctrain checkpoint ls runs/gpt-tiny

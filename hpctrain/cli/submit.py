@@ -27,6 +27,7 @@ examples:
   hpctrain submit pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
   hpctrain submit slurm big.toml --time 04:00:00 --after 1234      when job 1234 has ended
   hpctrain submit slurm train.py --folder runs/a --time 04:00:00 -- --rate 0.1      a program of your own
+  hpctrain submit slurm --folder runs/a --nodes 2 --time 04:00:00 -- run train.py           one for torchrun
 
 The options are those of hpctrain job, which prints the script instead. Variables that override a script (SBATCH_...)
 are not passed to sbatch and qsub.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.transport.base import Transport, Work
-from hpctrain.comm.transport.waiting import timeout_seconds, waiting
+from hpctrain.comm.transport.waiting import limits, timeout_seconds, waiting
 from hpctrain.errors import CommunicationError, DeadlineError, MismatchError, SettingsError
 from hpctrain.log import logger
 
@@ -33,7 +33,7 @@ _TEXT_LENGTH = 180  # characters per text field (each may expand to twelve bytes
 _MAX_NAMED = 8  # number of ranks named in a message before the others are only counted
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_COMMUNICATION = f"{PACKAGE}comm{os.sep}"
+_COMMUNICATION = (f"{PACKAGE}comm{os.sep}", f"{PACKAGE}torch_backend{os.sep}")
 _INTERNAL = (PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
 
 
@@ -88,15 +88,16 @@ class MismatchDetector:
         self._reported_sites: set[tuple[str, ...]] = set()
         self._unfinished_messages: list[tuple[Tensor, Work]] = []
 
-    def __call__(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
+    def __call__(self, operation: str, *tensors: Tensor, detail: str = "", site: str = "") -> None:
         """Wait until all ranks have reached this collective; raise if their calls differ. Collective.
 
-        ``tensors`` are those whose shape and dtype must be equal on all ranks. Raises
-        ``MismatchError`` on all ranks, or ``DeadlineError`` on the ranks that wait longer than
-        ``HPCTRAIN_TIMEOUT`` for others.
+        ``tensors`` are those whose shape and dtype must be equal on all ranks. ``site`` is the line
+        that called the collective, if that was another thread. Raises ``MismatchError`` on all
+        ranks, or ``DeadlineError`` on the ranks that wait for others longer than the limit of the
+        operation, or ``HPCTRAIN_TIMEOUT`` without one.
         """
         self._number += 1
-        own_call = _describe(self._number, operation, tensors, detail)
+        own_call = _describe(self._number, operation, tensors, detail, site)
         calls = {self._transport.rank: own_call, **self._collect(own_call)}
         self._compare([calls[rank] for rank in range(self._transport.size)])
         self._previous = calls
@@ -124,7 +125,7 @@ class MismatchDetector:
 
     def _missing_after_deadline(self, works: dict[int, Work], own_call: CollectiveRecord) -> set[int]:
         """Return the ranks whose record has not arrived before the deadline."""
-        limit = timeout_seconds()
+        limit = limits.left if limits.exist else timeout_seconds()
         started, missing = time.monotonic(), set(works)
         with waiting(f"check of {own_call.operation} at {own_call.site}"):
             while missing:
@@ -151,12 +152,10 @@ class MismatchDetector:
                 logger.warning("collective %d, %s, is called from different lines: %s", self._number, calls[0], called)
 
     def _report(self, missing: set[int], calls: dict[int, CollectiveRecord]) -> str:
-        limit, size = timeout_seconds(), self._transport.size
+        size = self._transport.size
         waits = _grouped([calls.get(rank) for rank in range(size)], lambda call: f"waiting in {call} at {call.site}")
-        text = (
-            f"collective {self._number}: {_name(sorted(missing))} {'has' if len(missing) == 1 else 'have'} not arrived "
-            f"within {limit:g} s (HPCTRAIN_TIMEOUT); {waits}"
-        )
+        who = f"{_name(sorted(missing))} {'has' if len(missing) == 1 else 'have'} not arrived"
+        text = f"{limits.message(f'collective {self._number}', who)}; {waits}"
         before = [self._previous.get(rank) if rank in missing else None for rank in range(size)]
         if any(before):
             text += "; " + _grouped(before, lambda call: f"last in {call} at {call.site}")
@@ -187,12 +186,11 @@ def _short(path: str) -> str:
     return "/".join(Path(path).parts[-2:])
 
 
-def _describe(number: int, operation: str, tensors: Sequence[Tensor], detail: str) -> CollectiveRecord:
+def _describe(number: int, operation: str, tensors: Sequence[Tensor], detail: str, site: str) -> CollectiveRecord:
     dtype = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     shape = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-    return CollectiveRecord(
-        number, operation, detail, dtype[:_TEXT_LENGTH], shape[:_TEXT_LENGTH], call_site()[-_TEXT_LENGTH:]
-    )
+    site = site or call_site()
+    return CollectiveRecord(number, operation, detail, dtype[:_TEXT_LENGTH], shape[:_TEXT_LENGTH], site[-_TEXT_LENGTH:])
 
 
 def pack_record(call: CollectiveRecord) -> Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.device.nccl_channel import NcclChannel
 
 
-USER_TAGS = TAGS - 2  # the last two tags are reserved for collectives
+USER_TAGS = TAGS - 3  # the last three tags are reserved for collectives, and for ranks that free a communicator
 
 
 @dataclass(frozen=True)

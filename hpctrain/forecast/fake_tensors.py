@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_iter
 from hpctrain.comm.communicator import Communicator
 from hpctrain.forecast.run import Group
 from hpctrain.parallel.objective import Compare, cross_entropy, loss_named
-from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
+from hpctrain.parallel.tensor.plan import apply, check, choose
+from hpctrain.parallel.tensor.plan_source import plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 
 Record = Callable[[str, Tensor, Group], None]

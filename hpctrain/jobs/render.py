@@ -15,6 +15,14 @@ from hpctrain.jobs.template import SCHEDULERS, Raw, Value, clock, fill, join, re
 
 Words = list[str]
 MODULE = "hpctrain"  # name of the project's own modulefiles
+# Progress of a program that writes other files than hpctrain's checkpoints: the newest model file and its time.
+_ENDINGS = "bin|ckpt|distcp|h5|npz|pkl|pt|pth|safetensors"
+_NEWEST_FILE = (
+    Raw("newest_file() {"),
+    Raw(f"    find \"$folder\" -regextype posix-extended -type f -regex '.*\\.({_ENDINGS})' \\"),
+    Raw("        -printf '%T@ %f@%TFT%TT\\n' 2>/dev/null | sort -n | tail -n 1 | cut -d ' ' -f 2- | tr ' ' _ | grep ."),
+    Raw("}"),
+)
 
 
 def program(request: Request, profile: Profile) -> Words:
@@ -91,6 +99,8 @@ def _own_program(request: Request, profile: Profile) -> Words:
     The project's own module provides that Python under a name of its own, next to the user's
     Python.
     """
+    if request.runner:
+        return [MODULE, *request.runner, request.config, *request.words]
     loaded = any(name.partition("/")[0] == MODULE for name in (*profile.modules, *request.modules))
     return [f"{MODULE}-python" if loaded and not request.container else "python", request.config, *request.words]
 
@@ -362,6 +372,8 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "environment": tuple(f"{name}={value}" for name, value in environment.items()) or None,
         "restarts": request.restarts,
         "retries": request.retries,
+        "newest_file": _NEWEST_FILE if request.runner else None,
+        "otherwise": Raw("newest_file || echo nothing" if request.runner else "echo nothing"),
         "cases": _cases(request) or None,
         "launcher": [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)],
         "preflight": preflight(request, profile),

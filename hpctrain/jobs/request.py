@@ -60,6 +60,8 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = _text("setting", ())  # changes of the config by --set
     words: tuple[str, ...] = _text("text", ())  # arguments of the user's own program
+    # Options of hpctrain run, beginning with "run", if that starts the program: config is a file or a module.
+    runner: tuple[str, ...] = _text("text", ())
     sweep: tuple[tuple[str, ...], ...] = ()  # one list of settings per task of an array
     at_once: int = _number(0, 1000)  # maximum number of concurrent tasks of an array; 0: all
     directives: tuple[str, ...] = _text("option", ())  # more directives, such as --mail-type=END
@@ -126,7 +128,7 @@ class Request:
     @property
     def is_program(self) -> bool:
         """Return whether the job runs the user's own program."""
-        return self.config.endswith(PROGRAM)
+        return self.config.endswith(PROGRAM) or bool(self.runner)
 
     @property
     def walltime(self) -> int:

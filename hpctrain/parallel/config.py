@@ -81,6 +81,10 @@ class ParallelSettings:
     # Compare the outputs of a tensor-parallel model with those of the whole model, in the first
     # pass.
     check_split: bool = True
+    # Optimizer classes that update each parameter independently, but need all of its elements, in
+    # addition to Adafactor and Muon of torch. Under zero1, zero2 and fsdp, one rank updates each
+    # parameter.
+    whole_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel")

@@ -35,9 +35,10 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import GradBucket, assign_buckets, make_buckets, memory_needed
+from hpctrain.parallel.compiled import ModuleHook
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
-from hpctrain.parallel.hooks import AddedParameters, ModuleHook, StepHooks, after_gradient, parameters_of
+from hpctrain.parallel.hooks import AddedParameters, StepHooks, after_gradient, parameters_of
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
 from hpctrain.parallel.strategy import SyncStrategy, broadcast_buffers
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm

@@ -19,33 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
-
-
-class ModuleHook:
-    """Hook of one module; copies and pickles of the module get a hook that does nothing.
-
-    It runs between compiled graphs, never inside them: it communicates, and replaces the module's
-    parameters.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        def call(*args: Any, **kwargs: Any) -> Any:  # torch sets attributes on it, which a bound method does not allow
-            return function(*args, **kwargs)
-
-        self._function = _disable_dynamo(call)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """Hook that does nothing, in copies of a module with a strategy."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+from hpctrain.parallel.compiled import ModuleHook
 
 
 def after_gradient(parameter: Tensor, method: Callable[..., None], *args: int | str) -> RemovableHandle:
@@ -65,12 +39,6 @@ def after_gradient(parameter: Tensor, method: Callable[..., None], *args: int | 
     # Use torch's own method: the parameter's attribute of the same name defers hooks.
     register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
     return register(parameter, hook)
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """Return the original module of a ``torch.compile`` wrapper; any other module unchanged."""
-    inner = model._modules.get("_orig_mod")
-    return inner if inner is not None and type(model).__name__ == "OptimizedModule" else model
 
 
 # Hooks before and after every optimizer step of the process -----------------------------------------------------------
@@ -104,6 +72,7 @@ class StepHooks:
             _hooks.remove(self)
 
 
+@_disable_dynamo  # of a compiled step, together with what the hooks call
 def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     for hooks in list(_hooks):
         owner = hooks.owner()
@@ -113,6 +82,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
             hooks.before(owner, optimizer)
 
 
+@_disable_dynamo
 def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
     for hooks in list(_hooks):
         if hooks.after is not None and (owner := hooks.owner()) is not None:
@@ -130,14 +100,15 @@ class OptimizerHooks:
         self,
         shards: Iterable[nn.Parameter],
         replaced: Mapping[str, weakref.ref[nn.Parameter]],
-        trusted: tuple[str, ...],
+        elementwise: tuple[str, ...],
         before: Callable[[torch.optim.Optimizer], None],
         after: Callable[[torch.optim.Optimizer], None],
+        whole: tuple[str, ...] = (),
     ) -> None:
         self._shards = {id(shard) for shard in shards}
         living = {name: old() for name, old in replaced.items()}
         self._replaced = {id(living[name]): (name, old) for name, old in replaced.items() if living[name] is not None}
-        self._trusted, self._before, self._after = trusted, before, after
+        self._elementwise, self._whole, self._before, self._after = elementwise, whole, before, after
 
     def attach(self) -> StepHooks:
         """Hook all optimizers of the process; the hooks last as long as this object."""
@@ -163,8 +134,12 @@ class OptimizerHooks:
                 )
         if not self.holds(optimizer):
             return False
-        check_elementwise(optimizer, self._trusted)
+        self.updates_whole(optimizer)
         return True
+
+    def updates_whole(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an update of a parameter needs all of its elements; raise ``UsageError`` as the function."""
+        return updates_whole(optimizer, self._elementwise, self._whole)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(parameter) in self._shards for parameter in parameters_of(optimizer))
@@ -266,9 +241,7 @@ class PlainInUpdates:
 
 
 # In these optimizers, the new value of an element depends only on the gradients of that element and
-# on the number of steps. This is not true of Adafactor (sums over rows and columns), Muon (works on
-# a whole matrix), LBFGS (uses all parameters) and SparseAdam (sparse gradients, which cannot be
-# reduced).
+# on the number of steps.
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -282,22 +255,54 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+# Torch's other optimizers, by name: not all versions of torch have Muon. These update each parameter by itself, ...
+WHOLE = ("Adafactor", "Muon")
+# ... and these do not.
+NOT_SPLIT = {
+    "LBFGS": "its steps depend on all parameters together",
+    "SparseAdam": "it needs sparse gradients, which cannot be reduced",
+}
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, trusted: Sequence[str] = ()) -> None:
-    """Raise ``UsageError`` unless an optimizer is known to update element by element, or is ``trusted`` by class name.
+def updates_whole(optimizer: torch.optim.Optimizer, elementwise: Sequence[str] = (), whole: Sequence[str] = ()) -> bool:
+    """Return whether an update of a parameter needs all its elements: torch's Adafactor and Muon, classes in ``whole``.
 
-    A subclass of a known optimizer counts as known if it does not override ``step``.
+    Raises ``UsageError`` unless an optimizer is known to update element by element, or parameter by parameter, or is
+    named in ``elementwise`` or ``whole`` by its class. A subclass of a known optimizer counts as known if it does not
+    override ``step``.
     """
-    name = type(optimizer).__name__
-    if name in trusted or _step(type(optimizer)) in {_step(known) for known in ELEMENTWISE}:
-        return
+    kind = type(optimizer)
+    name = kind.__name__
+    reason = next((text for each, text in NOT_SPLIT.items() if _is_torchs(kind, each)), None)
+    if reason is None:
+        if needs_matrices(optimizer, whole):
+            return True
+        if name in elementwise or _step(kind) in {_step(known) for known in ELEMENTWISE}:
+            return False
+    advice = "use parallel.data = 'ddp', whose ranks hold whole parameters" + (
+        ""
+        if reason
+        else f", or add {name!r} to parallel.elementwise if it updates every element by itself, or to "
+        "parallel.whole_parameters if it updates every parameter by itself"
+    )
     raise UsageError(
-        f"optimizer {name} cannot be used where parameters are split over ranks: it is not known to update every "
-        f"element by itself, as {', '.join(known.__name__ for known in ELEMENTWISE)} do; if it does, add {name!r} to "
-        "parallel.elementwise",
+        f"optimizer {name} cannot be used where parameters are split over ranks: "
+        + (reason or "it is not known to update every element or every parameter by itself")
+        + f"; allowed are {', '.join(known.__name__ for known in ELEMENTWISE)}, {', '.join(WHOLE)}; {advice}",
         everywhere=True,
     )
+
+
+def needs_matrices(optimizer: torch.optim.Optimizer, whole: Sequence[str] = ()) -> bool:
+    """Return whether an optimizer is torch's Adafactor or Muon, or of a class in ``whole``."""
+    kind = type(optimizer)
+    return kind.__name__ in whole or any(_is_torchs(kind, each) for each in WHOLE)
+
+
+def _is_torchs(kind: type[torch.optim.Optimizer], name: str) -> bool:
+    """Return whether a class updates as the class of this name in ``torch.optim`` does."""
+    known = getattr(torch.optim, name, None)
+    return known is not None and _step(kind) is _step(known)
 
 
 def _step(kind: type[torch.optim.Optimizer]) -> Callable[..., object]:

@@ -22,6 +22,7 @@ from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.clip import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.config import ParallelSettings, shape_of
 from hpctrain.parallel.guard.gradient_hooks import ALTERNATIVE, GradientHooks
+from hpctrain.parallel.hooks import StepHooks, needs_matrices, parameters_of
 from hpctrain.parallel.meta_init import is_meta
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
@@ -31,13 +32,13 @@ from hpctrain.parallel.rng import synchronize_generators
 from hpctrain.parallel.strategy import SplitStrategy, Strategy, SyncStrategy, WholeTensors
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.first_step_checks import FirstStep
-from hpctrain.parallel.tensor.plan import Plan
 from hpctrain.parallel.tensor.plan import apply as split_matrices
-from hpctrain.parallel.tensor.plan import check, choose, plan_of
+from hpctrain.parallel.tensor.plan import check, choose
+from hpctrain.parallel.tensor.plan_source import Plan, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.parallel.tensor.whole_model import whole_copy
 from hpctrain.plain_tensors import on_shards
-from hpctrain.shard import Shard, Split
+from hpctrain.shard import Shard, Split, WholeStates
 
 _HOOKS = "the gradients of a slice or of a microbatch are not what one process gives to it"
 Attach = Callable[[nn.Module, Communicator, ParallelSettings, torch.device], Strategy]
@@ -98,6 +99,7 @@ class ModelParallel(SplitStrategy):
             # Without a reduction, autograd would call the hooks with the gradient of a slice, or of
             # each microbatch.
             self._gradient_hooks = GradientHooks(dict(model.named_parameters()), refused=_HOOKS)
+        self._step_hooks = StepHooks(self, ModelParallel._check_matrices)
         self._first_step: FirstStep | None = None
         if self._tensor is not None:
             rounds = settings.mixed_precision != "none"
@@ -299,9 +301,24 @@ class ModelParallel(SplitStrategy):
             yield
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_matrices(optimizer)
         self.inner.check_optimizer(optimizer)
         if self._pipeline is not None and self._pipeline.versions is not None:
             self._pipeline.versions.optimizer = optimizer
+
+    def _check_matrices(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` if an optimizer needs whole matrices of which the tensor axis leaves slices."""
+        if self._tensor is None or not needs_matrices(optimizer, self.settings.whole_parameters):
+            return
+        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in held and self._tensor.is_split(name):
+                raise UsageError(
+                    f"optimizer {type(optimizer).__name__} of parameter {name}, which parallel.tensor = "
+                    f"{self.settings.tensor} splits: it needs whole matrices; allowed are optimizers that update each "
+                    "element by itself; use another one for it, or parallel.data = 'fsdp' in place of parallel.tensor",
+                    everywhere=True,
+                )
 
     def refresh(self) -> None:
         self.inner.refresh()
@@ -314,6 +331,7 @@ class ModelParallel(SplitStrategy):
     def detach(self) -> None:
         """Remove all hooks from the module; the parts on other ranks are not restored."""
         self.inner.detach()
+        self._step_hooks.remove()
         if self._first_step is not None:
             self._first_step.close()
         if self._gradient_hooks is not None:
@@ -356,3 +374,6 @@ class _StageSplit:
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
         spare = not self._tied.counts(name)
         return [replace(shard, spare=spare) for shard in self._split.shards(name, tensor)]
+
+    def holds_state(self, optimizer: torch.optim.Optimizer, name: str) -> bool | None:
+        return self._split.holds_state(optimizer, name) if isinstance(self._split, WholeStates) else None

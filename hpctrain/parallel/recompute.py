@@ -13,11 +13,12 @@ import copy
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -82,11 +83,11 @@ def _collect_shared(value: Any, shared: dict[int, Any]) -> bool:
     return is_mutable
 
 
-Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the recomputing subclass of each class
 _SAVE_CONTEXTS: weakref.WeakKeyDictionary[nn.Module, Callable[[], AbstractContextManager[object]]] = (
     weakref.WeakKeyDictionary()
 )
+_saves_elsewhere = False  # whether any module has such a context
 _PLAIN = "_recomputes"  # attribute of the subclasses that holds the original class
 
 
@@ -119,7 +120,8 @@ def recompute(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 def set_save_context(module: nn.Module, save_context: Callable[[], AbstractContextManager[object]]) -> None:
     """Set the context in which autograd saves the inputs of a recomputing module, created anew per call."""
-    _SAVE_CONTEXTS[module] = save_context
+    global _saves_elsewhere
+    _saves_elsewhere, _SAVE_CONTEXTS[module] = True, save_context
 
 
 def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
@@ -128,9 +130,10 @@ def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
         return _KINDS[plain]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
-            return _checkpointed_forward(self, plain, args, kwargs)
-        return plain.forward(self, *args, **kwargs)
+        if not (self.training and torch.is_grad_enabled()):
+            return plain.forward(self, *args, **kwargs)
+        run = _saving_forward if _saves_elsewhere else _checkpointed_forward
+        return run(self, plain, args, kwargs)
 
     _KINDS[plain] = subclass_with(plain, forward, _PLAIN, _empty_module)
     return _KINDS[plain]
@@ -145,37 +148,50 @@ def _empty_module(plain: type[nn.Module], *arguments: Any) -> nn.Module:
 def _checkpointed_forward(
     module: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a module's own forward, and rerun it when the backward pass needs its activations."""
-    count, names = len(args), list(kwargs)  # only the checkpoint may hold the arguments
-    copies = ((one, snapshot(one)) for one in (*args, *kwargs.values()))
-    before = [None if copied is one else copied for one, copied in copies]  # holds no reference to tensors
-    passes = 0
+    """Run a module's own forward, and rerun it when the backward pass needs its activations.
 
-    def run(*given: Any) -> Any:
-        nonlocal passes
-        passes += 1
-        if passes > 1:  # the first pass may have changed its arguments
-            given = tuple(now if old is None else snapshot(old) for old, now in zip(before, given))
+    In a graph of torch's compiler, the graph's own backward pass recomputes. If the module cannot
+    be part of a graph, the compiler calls ``checkpoint`` as it is.
+    """
+    count, names = len(args), list(kwargs)  # only the checkpoint may hold the arguments
+    passes = _Passes(module)
+
+    def forward(given: tuple[Any, ...]) -> Any:
         return plain.forward(module, *given[:count], **dict(zip(names, given[count:])))
 
-    carried, deferred = skip.recompute_context(), split_backward.recompute_context()
+    def run(*given: Any) -> Any:
+        return forward(given) if torch.compiler.is_compiling() else passes.run(forward, given)
 
-    def contexts() -> Contexts:
-        return deferred(), _entered_together(_batch_norms_on_copies(module), carried(), deferred())
-
-    save_context = _SAVE_CONTEXTS.get(module, nullcontext)
-    with save_context():
-        # Pass all arguments by position: torch restores the generators only of devices that it
-        # finds there.
-        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+    # Pass all arguments by position: torch restores the generators only of devices that it finds
+    # there.
+    return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
 
-@contextmanager
-def _entered_together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+@_disable_dynamo
+def _saving_forward(module: nn.Module, *call: Any) -> Any:
+    """Run ``_checkpointed_forward`` in the module's context for saved inputs, outside of graphs."""
+    with _SAVE_CONTEXTS.get(module, nullcontext)():
+        return _checkpointed_forward(module, *call)
+
+
+class _Passes:
+    """First pass of a module, and its repetitions, which find the arguments and contexts of the first one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._first = module, True
+
+    def run(self, forward: Callable[[tuple[Any, ...]], Any], given: tuple[Any, ...]) -> Any:
+        if self._first:
+            self._first = False
+            copies = ((one, snapshot(one)) for one in given)
+            self._before = [None if copied is one else copied for one, copied in copies]  # holds no tensors
+            self._carried, self._deferred = skip.recompute_context(), split_backward.recompute_context()
+            with self._deferred():
+                return forward(given)
+        # the first pass may have changed its arguments
+        given = tuple(now if old is None else snapshot(old) for old, now in zip(self._before, given))
+        with _batch_norms_on_copies(self._module), self._carried(), self._deferred():
+            return forward(given)
 
 
 @contextmanager

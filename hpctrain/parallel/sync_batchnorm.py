@@ -224,6 +224,7 @@ def _synchronised(norm: nn.Module, comm: Communicator) -> SyncBatchNorm:
     kind = _KINDS.get(type(norm), SyncBatchNorm)
     replacement = kind.__new__(kind)
     vars(replacement).update(vars(norm))
+    replacement._compiled_call_impl = None  # that of the replaced norm, if it was compiled in place
     replacement.comm = comm
     return replacement
 

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain import trace
+from hpctrain.checkpoint.local_state import Models
 from hpctrain.checkpoint.retention import list_checkpoints
 from hpctrain.checkpoint.saver import Saver
+from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, CheckpointFaultError
 from hpctrain.log import logger
 from hpctrain.plain_tensors import on_shards
@@ -44,6 +46,7 @@ class RunCheckpoints:
         self._saver: Saver | None = None
         self._pending: tuple[int, float] | None = None  # step of the checkpoint in progress, and its start
         self.committed = 0
+        self.fingerprint: str | None = None  # the last one that was taken
         self._retries, self._retry_later = 0, False
         self._is_first = True
 
@@ -56,6 +59,15 @@ class RunCheckpoints:
     def busy(self) -> bool:
         """Return whether a checkpoint is pending that this rank cannot advance without waiting."""
         return self._saver is not None and self._saver.busy
+
+    @on_shards
+    def take_fingerprint(self) -> str:
+        """Return the fingerprint of the models and optimizers, which their checkpoint has as well. Collective."""
+        assert self._saver is not None
+        state = self._state
+        models = agreed(state.comm, lambda: Models.of(state.models, state.splits, ranks=state.comm.size))
+        self.fingerprint = self._saver.fingerprint(models, state.optimizers)
+        return self.fingerprint
 
     @on_shards
     def save(self) -> Path:

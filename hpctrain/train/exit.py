@@ -42,9 +42,14 @@ def user_traceback(error: BaseException) -> str:
     if not isinstance(error, HpctrainError) or error.exit_code != EXIT_USAGE:
         return ""
     text = traceback.TracebackException.from_exception(error)
-    own = [frame for frame in text.stack if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    own = [frame for frame in text.stack if not _is_of_package(frame)]
     text.stack = traceback.StackSummary.from_list(own)
     return "".join(text.format(chain=False))
+
+
+def _is_of_package(frame: traceback.FrameSummary) -> bool:
+    """Return whether a frame is in a module of this package, or in the constructor of one of its dataclasses."""
+    return Path(frame.filename).is_relative_to(_PACKAGE) or (frame.filename, frame.name) == ("<string>", "__init__")
 
 
 def leave_with(code: int, before_exit: Callable[[], object]) -> None:
@@ -139,9 +144,19 @@ def _unread(descriptor: int) -> int:
     return count[0]
 
 
+_BEFORE_FINALIZE: list[Callable[[], None]] = []
+
+
+def before_finalize(call: Callable[[], None]) -> None:
+    """Register a function that ends the use of MPI by another thread."""
+    _BEFORE_FINALIZE.append(call)
+
+
 def finalize() -> None:
     """Finalize MPI if it is active: some launchers report a rank that skips this as crashed."""
     if module := _mpi():
+        for call in _BEFORE_FINALIZE:
+            call()
         module.Finalize()
 
 
@@ -149,7 +164,7 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
     """End the whole job if an error that this rank met while joining the job is not caught.
 
     Otherwise Python would finalize MPI, which waits for the other ranks, which wait for this one in
-    a collective. If every process has the error, rank 0 prints it: the processes cannot communicate
+    a collective. If every process has the error, rank 0 prints it: the processes may not communicate
     yet, but their launcher has numbered them. A process without a launcher (``launched``) exits as
     any other program does.
     """
@@ -160,7 +175,7 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
             before(kind, raised, trace)
             return
         stop_request.starting = False
-        if isinstance(error, HpctrainError) and not in_world():
+        if isinstance(error, HpctrainError) and (error.everywhere or not in_world()):
             print_once(error, rank)
             leave_with(error.exit_code, lambda: None)
             end_unstarted(error.exit_code)

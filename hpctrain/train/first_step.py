@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.hooks import ModuleHook
+from hpctrain.parallel.compiled import ModuleHook
 from hpctrain.parallel.model_agreement import trainable
 from hpctrain.parallel.strategy import Strategy
 
@@ -44,6 +44,7 @@ class _FirstStepRecord:
     inputs: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by model: digest, data rank, data ranks
     sums: list[str] = field(default_factory=list)  # loss functions called with reduction="sum"
     uneven: list[str] = field(default_factory=list)  # losses whose mean is not over the number of samples, and why
+    unchanged: dict[str, list[str]] = field(default_factory=dict)  # by model: parameters with a gradient, never updated
 
 
 class FirstStepChecks:
@@ -72,6 +73,7 @@ class FirstStepChecks:
         self._record_of_step = _FirstStepRecord()
         self._hooks, self._attached = ExitStack(), False
         self._weighted = 0
+        self.resumed = False  # whether an earlier start has made the first step
         self.compiled = False  # whether a model was passed as returned by torch.compile
         # Asynchronous ranks must not wait for each other, and each has its own parameters.
         self._compares = not any(strategy.asynchronous for strategy in strategies.values())
@@ -79,10 +81,7 @@ class FirstStepChecks:
     # Before the loop --------------------------------------------------------------------------------------------------
 
     def check_optimizers(self) -> None:
-        """Raise ``UsageError`` if a strategy lacks trainable parameters; warn if no optimizer has them."""
-        groups = [group for one in self._optimizers.values() for group in one.param_groups]
-        updated = {id(parameter) for group in groups for parameter in group["params"]}
-        missing = []
+        """Raise ``UsageError`` if a strategy lacks trainable parameters."""
         for key, model in self._models.items():
             held, named = self._strategies[key].held, trainable(model)
             unknown = [name for name, parameter in named if held is not None and id(parameter) not in held]
@@ -91,13 +90,6 @@ class FirstStepChecks:
                     f"parameters that are not part of the wrapped model: {_some(unknown)}; all that are trained must "
                     "exist, and require gradients, when the model is wrapped; create them before job.wrap"
                 )
-            missing += [name for name, parameter in named if id(parameter) not in updated]
-        if missing and self._comm.rank == 0:
-            logger.warning(
-                "parameters in no optimizer: %s; they get gradients and never change; pass model.parameters() to the "
-                "optimizer, or freeze them by requires_grad_(False)",
-                _some(missing),
-            )
 
     def attach(self) -> None:
         """Record the inputs and the loss functions of the first step until ``before_update`` or ``close``.
@@ -158,12 +150,15 @@ class FirstStepChecks:
         Raises ``MismatchError`` on all ranks if ranks of one model replica got different inputs.
         """
         self.close()
+        self._record_of_step.unchanged = self._never_updated()
         if not self._compares:
+            self._warn_of_unchanged([self._record_of_step])
             return
         everyone: list[_FirstStepRecord] = self._comm.all_gather_object(self._record_of_step)
         for key in self._models:
             seen = {rank: notes.inputs[key] for rank, notes in enumerate(everyone) if key in notes.inputs}
             self._compare_inputs(key, seen)
+        self._warn_of_unchanged(everyone)
         if self._comm.rank or not any(strategy.data.size > 1 for strategy in self._strategies.values()):
             return
         if sums := _known(notes.sums for notes in everyone):
@@ -181,6 +176,31 @@ class FirstStepChecks:
                 ", ".join(uneven),
                 ADVICE,
             )
+
+    def _never_updated(self) -> dict[str, list[str]]:
+        """Return by model the parameters that got a gradient and that no optimizer has.
+
+        A parameter without a gradient may be intended, as in an average of another model's weights.
+        """
+        groups = [group for one in self._optimizers.values() for group in one.param_groups]
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        return {
+            key: [name for name, one in trainable(model) if one.grad is not None and id(one) not in updated]
+            for key, model in self._models.items()
+        }
+
+    def _warn_of_unchanged(self, everyone: Iterable[_FirstStepRecord]) -> None:
+        if self._comm.rank or self.resumed:
+            return
+        notes = list(everyone)
+        for key in self._models:
+            if names := _known(one.unchanged[key] for one in notes):
+                logger.warning(
+                    "parameters of %s in no optimizer: %s; they get gradients and never change; pass "
+                    "model.parameters() to the optimizer, or freeze them by requires_grad_(False)",
+                    model_name(key),
+                    _some(names),
+                )
 
     def _compare_inputs(self, key: str, found: Mapping[int, tuple[int, int, int]]) -> None:
         """Raise if ranks of one replica got different inputs; warn if two replicas got the same inputs."""

@@ -15,16 +15,16 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings, asynchronous_settings
+from hpctrain.parallel.compiled import compile_in_place, forget_graphs, plain_module
 from hpctrain.parallel.config import ParallelSettings, parallel_settings, shape_of
 from hpctrain.parallel.guard.guard import protect, unprotect
-from hpctrain.parallel.hooks import plain_module
 from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 from hpctrain.parallel.strategy import Strategy, consensus_view
 from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.async_control import check_call
 from hpctrain.train.exit import LeavingTogether
-from hpctrain.train.process import ALLOCATOR
+from hpctrain.train.process import ALLOCATOR, defer_compiler
 from hpctrain.train.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -104,11 +104,13 @@ class Job:
                 ),
             ),
         )
-        inner = plain_module(model)
+        inner = compile_in_place(model)
         shown = agreed(self.comm, lambda: self._inputs_of(example, inner, chosen[0]))
         ALLOCATOR.start()
         strategy = attach(inner, self.comm, chosen[0], self.device, shown, chosen[1], chosen[2])
         protect(strategy)
+        defer_compiler()  # which is to skip the hooks, in processes without hpctrain.init, too
+        forget_graphs()
         self.comm.twin()  # created here by all ranks: a later call by one rank alone is then detected
         self.strategies[id(inner)] = strategy
         return model
@@ -261,14 +263,17 @@ class Job:
 
     @on_shards
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's unsharded tensors on the host of every rank, for any strategy. Collective.
+        """Return the model's unsharded tensors on the host of every rank, for any data-parallel strategy. Collective.
 
-        With pipelines and tensor parallelism, each rank gets the tensors of its own part.
+        A tensor with several names (tied weights) is one tensor there, as in a plain model. With
+        pipelines and tensor parallelism, each rank gets the tensors of its own part only:
+        ``hpctrain checkpoint export`` writes the whole model from a checkpoint.
         """
         strategy = self.strategy(model)
         check_call(self.comm, self.strategies.values(), "job.state_dict")
+        compile_in_place(model)  # submodules may have been compiled after wrap
         with consensus_view(strategy), strategy.unshard():
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in strategy.model.state_dict().items()}
+            return _copied_to_host(strategy.model.state_dict())
 
     @on_shards
     def close(self) -> None:
@@ -297,3 +302,15 @@ class Job:
         launch = self.launch
         found = {"job_id": launch.job_id, "scheduler": launch.scheduler, "restart_count": launch.restart_count}
         return {**self.resources, **{name: value for name, value in found.items() if value is not None}}
+
+
+def _copied_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors in host memory; names of the same tensor share a copy."""
+    copies: dict[Any, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else name
+        if same not in copies:
+            copies[same] = tensor.detach().to("cpu", copy=True)
+        found[name] = copies[same]
+    return found

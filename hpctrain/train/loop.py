@@ -114,10 +114,12 @@ class Loop:
             raise UsageError(
                 "the loader has no end and job.run was given no steps; pass steps=, or use run.epochs", everywhere=True
             )
-        save_now = self.feed.passes or 1
+        passes, began = self.feed.passes or 1, self.feed.total
         while not self.steps.over:
             yield from self._one_pass()
-            last = self.last_step is None and self.feed.epoch + 1 >= save_now
+            last = self.last_step is None and self.feed.epoch + 1 >= passes
+            if last and began and self.feed.total == began:
+                self._log_finished("all batches" if passes == 1 else f"all {passes} passes over the loader")
             if self.steps.over or last or self._ended_early():
                 return
             self.feed.end_pass()
@@ -129,6 +131,8 @@ class Loop:
         if self.feed.is_endless:
             raise UsageError("the loader has no end, so an epoch has none; pass steps=", everywhere=True)
         self.in_epochs = True
+        if self.feed.epoch >= count and not self.steps.over:
+            self._log_finished(f"all {count} epochs")
         while self.feed.epoch < count and not self.steps.over:
             self._iterated = False
             try:
@@ -141,6 +145,11 @@ class Loop:
             self._end_tail()
             if self.feed.epoch < count and not self.steps.over and self._ended_early():
                 return
+
+    def _log_finished(self, what: str) -> None:
+        """Log that an earlier start has done everything."""
+        if self.comm.rank == 0:
+            logger.info("the run is finished: %s are done, after step %d", what, self.state.step)
 
     def _end_pass(self) -> None:
         """Advance to the next pass, unless the run ends in the middle of this one."""
@@ -241,7 +250,8 @@ class Loop:
         self.feed.consumed()
         if requests.final:
             self.steps.agree_on_stop(self._stop_reason)
-        self.steps.end_iteration(iteration, averages, requests, held=self._ended_ahead)
+        position = self.feed.epoch, self.feed.batches
+        self.steps.end_iteration(iteration, averages, requests, held=self._ended_ahead, position=position)
         if iteration.updated and requests.stop and not self.steps.finished:
             self.steps.leave()
 

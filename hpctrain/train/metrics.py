@@ -179,7 +179,45 @@ def shown(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the displayed values of a step's row, by short name."""
     labels = {"loss": "loss", "validation_loss": "validation"}
     found = {label: f"{row[name]:.4f}" for name, label in labels.items() if name in row}
+    if isinstance(row.get("fingerprint"), str):
+        found["fingerprint"] = row["fingerprint"]
     return found | ({SAMPLES: str(row[SAMPLES])} if SAMPLES in row else {})
+
+
+class ExpectedUpdates:
+    """Estimate of the updates that remain of ``passes`` passes, from the batches per update seen since the start.
+
+    ``length`` is the number of batches per pass. A position is the number of a pass and the number
+    of its batches that have been used. Until the first update, one batch per update is assumed.
+    """
+
+    def __init__(self, length: int, passes: int, position: tuple[int, int] = (0, 0)) -> None:
+        self._length, self._passes, self._position = length, passes, position
+        self._batches = 1  # per update
+        self._flushes = False  # whether a pass ends with an update by the batches that are left
+
+    def note(self, batches: int, position: tuple[int, int]) -> None:
+        """Note an update by the gradients of a number of batches, and the position after it."""
+        self._position = position
+        used = position[1]
+        if batches > used:
+            return  # some gradients are from the pass before
+        if used < self._length:
+            self._batches = batches
+        else:
+            self._flushes = batches < self._batches
+            self._batches = max(self._batches, batches)
+
+    @property
+    def remaining(self) -> int:
+        """Number of updates that are expected after the last one noted."""
+        number, used = self._position
+        whole_passes = self._passes - number - 1
+        return self._updates(self._length - used) + max(whole_passes, 0) * self._updates(self._length)
+
+    def _updates(self, batches: int) -> int:
+        whole, left = divmod(max(batches, 0), self._batches)
+        return whole + (self._flushes and left > 0)
 
 
 class Progress:

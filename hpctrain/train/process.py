@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -95,21 +95,31 @@ ALLOCATOR = Allocator(library())
 # torch's optimizers import the compiler on first use (1.2 s on every rank, more if ranks outnumber
 # cores), only to exclude themselves from tracing: they call ``disable`` and ``graph_break``. While
 # the compiler is not loaded, no tracing can be active. Until then, a stub replaces ``torch._dynamo``:
-# ``disable`` returns the function unchanged, and ``graph_break`` does nothing, like the real function
-# outside of a trace. Access to any other attribute loads the real module, which replaces the stub.
-# Functions that the stub did not disable are then disabled at their next call. Activation checkpoints
-# read a flag of ``torch._dynamo.config`` that only a trace needs, so the stub defines it. Loading the
-# compiler for this flag would cost 70 MB on every rank that recomputes activations.
+# ``graph_break`` does nothing, like the real function outside of a trace, and ``disable`` returns a
+# function of torch or hpctrain unchanged. Access to any other attribute loads the real module, which
+# replaces the stub. Functions that the stub did not disable are then disabled at their next call:
+# ``torch._compile._disable_dynamo``, which both use, asks again, and activation checkpoints make new
+# ones per pass. A program that decorates a function with ``torch.compiler.disable`` keeps the result,
+# so the real module must return it. Activation checkpoints read a flag of ``torch._dynamo.config``
+# that only a trace needs, so the stub defines it. The compiler takes 70 MB on every rank.
 
 
 def defer_compiler() -> None:
-    """Install the stub for the compiler, unless the compiler is already loaded."""
+    """Install the stub for the compiler, unless the compiler is already loaded; it is to skip hpctrain's own code."""
     if NAME not in sys.modules:
         import torch
 
         placeholder = _LazyDynamo(NAME)
         sys.modules[NAME] = placeholder
         setattr(torch, "_dynamo", placeholder)
+    elif not isinstance(sys.modules[NAME], _LazyDynamo):
+        _skip_own_code(sys.modules[NAME])
+
+
+def _skip_own_code(compiler: ModuleType) -> None:
+    from hpctrain.parallel.compiled import skip_in_graphs
+
+    skip_in_graphs(compiler)
 
 
 class _LazyConfig:
@@ -140,13 +150,22 @@ class _LazyDynamo(ModuleType):
     def graph_break(self, msg: str = "") -> None:
         """Do nothing: there is no graph."""
 
-    def disable(self, function: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-        """Return the function unchanged: no trace is active."""
+    def disable(self, function: Any = None, *args: Any, **options: Any) -> Any:
+        """Return a function of torch or hpctrain unchanged, as no trace is active; load the compiler for others."""
+        if not str(getattr(function, "__module__", "")).startswith(("torch.", "hpctrain.")):
+            return self.load().disable(function, *args, **options)
         self._passed.add(function)
         return function
 
     def __getattr__(self, name: str) -> Any:
-        """Load the real compiler and return its attribute; the real module replaces the stub from now on."""
+        """Load the real compiler and return its attribute; the real module replaces the stub from now on.
+
+        Code that looks through all modules of a process (``inspect.getmodule``, which torch calls
+        while it defines operators) asks for ``__file__``. It must not load the compiler in the
+        middle of another import. An import of a submodule needs ``__path__``.
+        """
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(f"module {NAME!r} is not loaded yet, and has no attribute {name!r}")
         return getattr(self.load(), name)
 
     def load(self) -> ModuleType:
@@ -156,6 +175,7 @@ class _LazyDynamo(ModuleType):
             importlib.import_module(NAME)  # binds torch._dynamo, too
             for function in self._passed:
                 function.__dict__.pop(_MARK, None)
+            _skip_own_code(sys.modules[NAME])
         return sys.modules[NAME]
 
 

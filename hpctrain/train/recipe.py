@@ -354,6 +354,8 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, done_befo
     if text is not None:
         lines += ["", "The model continues the prompt:", "", *(f"    {line}" for line in text.splitlines()), ""]
     lines.append(f"run folder       {run.folder}")
+    if run.fingerprint is not None:
+        lines.append(f"fingerprint      {run.fingerprint} (of all weights and moments)")
     if (best := run.state.retention.best()) is not None:
         lines.append(f"best checkpoint  {best} (by {run.options.keep_best})")
     if (consumed := render.summary(run.folder)) is not None:

@@ -44,6 +44,8 @@ _WITHOUT_EFFECT = {  # besides all of the section checkpoint
 }
 # Entries of a param_group that are not compared: its parameters, and how torch computes the update.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+# Settings that earlier versions lacked, with the value that they computed with.
+_ADDED: dict[str, Any] = {"parallel.whole_parameters": []}
 _MISSING = object()
 _LONGEST = 60  # characters of a value
 
@@ -121,9 +123,9 @@ class Opening:
         """Lock the folder on rank 0; all checks that need no writing are made first."""
         folder, resume = self._state.folder, self._options.resume
         if resume == "must" and not files.list_checkpoints(folder):
-            raise CheckpointError(f"{self._folder} holds no checkpoint to resume from and run.resume is must")
+            raise CheckpointError(f"{self._folder} holds no checkpoint to resume from, and resume is 'must'")
         if resume == "never" and files.list_checkpoints(folder):
-            raise CheckpointError(f"{self._folder} holds checkpoints and run.resume is never: take another folder")
+            raise CheckpointError(f"{self._folder} holds checkpoints, and resume is 'never': take another folder")
         try:
             retries.call(lambda: folder.mkdir(parents=True, exist_ok=True))
         except OSError as error:
@@ -150,7 +152,10 @@ class Opening:
         finished = state.stopped is not None or steps is not None and state.step >= steps
         if first and state.stopped is not None:
             logger.info('the run was ended after step %d: %s; resume="reopen" continues it', state.step, state.stopped)
-        elif first and not finished:
+        elif first and finished:
+            if config is None:  # a run from a TOML file reports it with its results
+                logger.info("the run is finished: all %d steps are done", state.step)
+        elif first:
             logger.info("resuming after step %d from %s", state.step, found)
             # A run from a TOML file sets its hyperparameters from the config in every step.
             for line in changed if config is None else changed_settings(loaded.config, config):
@@ -186,7 +191,7 @@ def changed_settings(before_toml: str | None, now_toml: str | None) -> list[str]
     return [
         f"{name} {_shown(before.get(name, _MISSING))} -> {_shown(now.get(name, _MISSING))}"
         for name in names
-        if _has_effect(name) and before.get(name, _MISSING) != now.get(name, _MISSING)
+        if _has_effect(name) and _value(before, name) != _value(now, name)
     ]
 
 
@@ -204,9 +209,11 @@ def changed_hyperparameters(
         where = f"optimizer {optimizer}".rstrip() + (f", group {index}" if len(present) > 1 else "")
         moved = _moved(old) | _moved(new)
         for key in [*new, *(key for key in old if key not in new)]:
-            before, now = _plain(old.get(key, _MISSING)), _plain(new.get(key, _MISSING))
             # A key on one side only was added by a scheduler or by another version of torch.
-            if key in _NOT_COMPARED or key in moved or before is _MISSING or now is _MISSING or before == now:
+            if key in _NOT_COMPARED or key in moved or key not in old or key not in new:
+                continue
+            before, now = _plain(old[key]), _plain(new[key])
+            if before == now:
                 continue
             used, given = _shown(before), _shown(now)
             lines.append(f"{where}: {key} is {used} as in the checkpoint, not {given} as in the program")
@@ -230,6 +237,10 @@ def _moved(group: Mapping[str, Any]) -> set[str]:
 def _has_effect(name: str) -> bool:
     section, _, key = name.partition(".")
     return section != "checkpoint" and key not in _WITHOUT_EFFECT.get(section, ())
+
+
+def _value(settings: Mapping[str, Any], name: str) -> Any:
+    return settings.get(name, _ADDED.get(name, _MISSING))
 
 
 def _alike(before: dict[str, Any], now: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -27,7 +27,7 @@ from hpctrain.comm.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
-from hpctrain.parallel.hooks import plain_module
+from hpctrain.parallel.compiled import compile_in_place
 from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.accumulate import Compute
@@ -40,7 +40,7 @@ from hpctrain.train.feed import FeedPosition, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
 from hpctrain.train.loader_feed import feed_for
 from hpctrain.train.loop import Loop
-from hpctrain.train.metrics import Progress
+from hpctrain.train.metrics import ExpectedUpdates, Progress
 from hpctrain.train.options import RunOptions, adoptable, check_owned, joined
 from hpctrain.train.process import versions
 from hpctrain.train.profile.record import Tracing
@@ -80,7 +80,7 @@ class Run:
     ) -> None:
         self.options, self.job, self.loader = options, job, loader
         named = by_key(model, "model")
-        given = {key: plain_module(one) for key, one in named.items()}
+        given = {key: compile_in_place(one) for key, one in named.items()}
         self.optimizers = by_key(optimizer, "optimizer")
         wrapped = (strategy.model for strategy in job.strategies.values())
         self.models = joined(given, adoptable(self.optimizers, given, wrapped))
@@ -118,7 +118,7 @@ class Run:
             job, self.state, self._updates, options, self._checkpoints, self._stops, self._run_folder, self._tracing
         )
         if self._steps.asynchronous and options.background:
-            raise UsageError("checkpoint.background: not possible with asynchronous workers", everywhere=True)
+            raise UsageError("background: not possible with asynchronous workers", everywhere=True)
         exchange = exchange_for(job.comm, strategy)
         self._loop = Loop(self.feed, self.state, exchange, self._steps, options.steps)
         self._checked_inputs: set[Any] = set()  # by run.backward, in a pipeline
@@ -166,6 +166,11 @@ class Run:
         return self._steps.stopped_by
 
     @property
+    def fingerprint(self) -> str | None:
+        """64 bits over all weights and moments, in hexadecimal, at the last checkpoint or at the end; None before."""
+        return self._checkpoints.fingerprint
+
+    @property
     def sample_weight(self) -> float:
         """Weight of a mean over this rank's samples: samples x data ranks / samples of all; 0 without a sample."""
         return self._loop.weight
@@ -198,9 +203,8 @@ class Run:
             raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise UsageError(f"run.epochs({count!r}): must be a whole number of at least 1", everywhere=True)
-        length = self.feed.length
-        if self.options.steps is None and length is not None:
-            self._steps.progress.expect(self.step + (count - self.feed.epoch) * length - self.feed.batches)
+        if self.feed.length:
+            self._steps.expect(ExpectedUpdates(self.feed.length, count, (self.feed.epoch, self.feed.batches)))
         return self._loop.epochs(count)
 
     def log(
@@ -303,6 +307,7 @@ class Run:
             self.state.config, self.state.provenance = self.config, self.provenance
             on_first_rank(comm, lambda: opening.open_records(self._stops, self.config, self.provenance))
             self._checkpoints.committed = self.step
+            self.checks.resumed = self.step > 0
             agreed(comm, self._checkpoints.open)
             self.stop_request.raise_lost_interrupt()
         except BaseException:

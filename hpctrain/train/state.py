@@ -124,7 +124,7 @@ class TrainState:
             train |= {files.KEEP_BEST: policy.best, files.BEST: policy.which}
         return SaveRequest(
             path or self.path(self.step),
-            agreed(self.comm, lambda: Models.of(self.models, self.splits)),
+            agreed(self.comm, lambda: Models.of(self.models, self.splits, ranks=self.comm.size)),
             self.optimizers,
             train=train,
             rng=self.capture(),
@@ -157,7 +157,7 @@ class TrainState:
         cannot be stored, and for tensors that differ between the ranks: a checkpoint stores those
         of rank 0.
         """
-        agreed(self.comm, lambda: Models.of(self.models, self.splits).shards())
+        agreed(self.comm, lambda: Models.of(self.models, self.splits, ranks=self.comm.size).shards())
         for name, part in self.parts.items():
             if is_plain(part):
                 raise UsageError(

@@ -21,7 +21,7 @@ from hpctrain.train.control import StopSaveFlags
 from hpctrain.train.exchange import StepLog, StepRequests
 from hpctrain.train.exit import LeavingTogether
 from hpctrain.train.feed import Item
-from hpctrain.train.metrics import Progress, shown
+from hpctrain.train.metrics import ExpectedUpdates, Progress, shown
 from hpctrain.train.options import RunOptions
 from hpctrain.train.profile.record import Tracing
 from hpctrain.train.run_folder import RunFolder
@@ -67,6 +67,8 @@ class Steps:
         self.pending = 0  # iterations since the last update
         self.save_requested = False  # whether a checkpoint is requested at the end of the step
         self._partial: dict[str, list[float]] = {}  # values logged in these iterations
+        self._seconds = self._waited = 0.0  # of these iterations, in all and in communication
+        self.expected: ExpectedUpdates | None = None  # if the number of batches that remain is known
         self.held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
 
     # State ------------------------------------------------------------------------------------------------------------
@@ -103,12 +105,19 @@ class Steps:
             found |= {f"{name}.{key}" if key else name: value for name, value in values.items()}
         return found
 
+    def expect(self, expected: ExpectedUpdates) -> None:
+        """Display the expected total of steps from now on, unless the caller has given it."""
+        self.expected = expected
+        if self.progress is not None and self._options.steps is None:
+            self.progress.expect(self._state.step + expected.remaining)
+
     # A step -----------------------------------------------------------------------------------------------------------
 
     def begin_iteration(self, item: Item) -> Iteration:
         """Write the row of the step before, and begin an iteration."""
         self.flush()
-        self._tracing.begin_step(self._state.step + 1)
+        if not self.pending:
+            self._tracing.begin_step(self._state.step + 1)
         self._job.guard.step = self._state.step + 1
         iteration = Iteration(item, time.monotonic(), waiting.total)
         if not self.pending:
@@ -117,33 +126,50 @@ class Steps:
         return iteration
 
     def end_iteration(
-        self, iteration: Iteration, averages: Mapping[str, float], requests: StepRequests, *, held: bool
+        self,
+        iteration: Iteration,
+        averages: Mapping[str, float],
+        requests: StepRequests,
+        *,
+        held: bool,
+        position: tuple[int, int] = (0, 0),
     ) -> None:
-        """Count an iteration; if it had an update, end the step. ``held``: more may be logged into its row."""
+        """Count an iteration; if it had an update, end the step.
+
+        ``held``: more may be logged into its row. ``position`` is the number of the pass, and the
+        number of its batches that have been used.
+        """
         for name, value in averages.items():
             self._partial.setdefault(name, []).append(value)
         self.pending += 1
+        self._seconds += time.monotonic() - iteration.started
+        self._waited += waiting.total - iteration.waited
         if iteration.updated:
-            self._end_step(iteration, requests, held=held)
+            if self.expected is not None:
+                self.expected.note(self.pending, position)
+            self._end_step(requests, held=held)
         self.log.clear(all_of_it=iteration.updated)
-        self._tracing.end_step()
+        if iteration.updated:
+            self._tracing.end_step()
 
-    def _end_step(self, iteration: Iteration, requests: StepRequests, *, held: bool) -> None:
+    def _end_step(self, requests: StepRequests, *, held: bool) -> None:
         self.pending, partial, self._partial = 0, self._partial, {}
+        seconds, waited, self._seconds, self._waited = self._seconds, self._waited, 0.0, 0.0
         if any(health.wants_rollback for health in self._healths.values()):
             self._roll_back()
             return
         self._state.step += 1
+        if self.expected is not None:
+            self.expect(self.expected)
         row: dict[str, Any] = {"step": self._state.step}
         row |= {name: sum(values) / len(values) for name, values in partial.items()}
         row |= self.log.same
         for key, health in self._healths.items():
             if health.norm is not None:
                 row["grad_norm" + (f".{key}" if key else "")] = float(health.norm)
-        seconds = time.monotonic() - iteration.started
         self._stops.walltime_guard.step(seconds)
         row["step_seconds"] = round(seconds, 6)
-        row["communication_seconds"] = round(waiting.total - iteration.waited, 6)
+        row["communication_seconds"] = round(waited, 6)
         if any(health.skipped for health in self._healths.values()):
             row["skipped"] = True
         self.held_row = row
@@ -170,7 +196,7 @@ class Steps:
         """Write the row of the last step, and its checkpoint if one is due or requested.
 
         A row with a checkpoint, and the ``last`` row of the run, contain the metrics of the
-        strategies.
+        strategies, and the fingerprint of models and optimizers.
         """
         row, self.held_row = self.held_row, None
         save_now = self.save_requested and not self.pending
@@ -181,6 +207,8 @@ class Steps:
             metrics = self.metrics()
             if row is not None:
                 row |= {name: value for name, value in metrics.items() if name not in row}
+                if not self.asynchronous:  # their ranks have different weights
+                    row.setdefault("fingerprint", self._checkpoints.take_fingerprint())
         if row is not None:
             self._record(row)
         if self.pending or row is None and not save_now:

@@ -32,8 +32,7 @@ def check_policy(strategy: Strategy, policy: Policy) -> None:
     """Raise ``SettingsError`` for a policy that needs all ranks together if the ranks are asynchronous."""
     if strategy.asynchronous and policy == "rollback":
         raise SettingsError(
-            'setting train.on_nonfinite = "rollback": asynchronous workers cannot roll back together; allowed are '
-            "abort, skip",
+            "on_nonfinite = 'rollback': asynchronous workers cannot roll back together; allowed are abort, skip",
             everywhere=True,
         )
 
@@ -113,7 +112,7 @@ class Health:
     def _decide(self, what: str) -> None:
         everywhere = not self.strategy.asynchronous
         if self.policy == "abort":
-            raise NonFiniteError(f"{what}; see train.on_nonfinite for alternatives", everywhere=everywhere)
+            raise NonFiniteError(f"{what}; see on_nonfinite for alternatives", everywhere=everywhere)
         if self.policy == "skip":
             for buffer, before in zip(self.model.buffers(), self._buffers):
                 buffer.copy_(before)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import io
 import os
 import socket
 import sys
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.transport.base import Transport
@@ -60,9 +61,12 @@ ABORT_WAIT = 5.0  # seconds that a rank waits for the first failed rank to end t
 
 
 class Watchdog:
-    """Monitor of one rank of a job until ``close``; one per process. A job of one rank needs no monitoring."""
+    """Monitor of one rank of a job until ``close``; one per process. A job of one rank needs no monitoring.
 
-    def __init__(self, transport: Transport) -> None:
+    ``limit`` is the number of seconds after which a wait ends the job, instead of ``HPCTRAIN_TIMEOUT``.
+    """
+
+    def __init__(self, transport: Transport, limit: float | None = None) -> None:
         self._transport = transport
         self._exit_notifier: ExitNotifier | None = None
         self._heartbeat: Heartbeat | None = None
@@ -77,7 +81,7 @@ class Watchdog:
             sys.excepthook = self._on_exception
             threading.excepthook = self._on_thread_exception
             atexit.register(self._on_exit)
-            self._limit = agreed(transport, timeout_seconds)
+            self._limit = agreed(transport, timeout_seconds) if limit is None else limit
             threading.Thread(target=self._watch, name="hpctrain-watchdog", daemon=True).start()
         else:
             sys.excepthook = self._on_lone_exception
@@ -89,6 +93,10 @@ class Watchdog:
         self._closed.set()
         sys.excepthook, threading.excepthook = self._hooks
         atexit.unregister(self._on_exit)
+
+    def end(self, why: str, code: int) -> None:
+        """End the job with this exit code, because this rank has failed; one rank prints why."""
+        self._end(why, "", code)
 
     # A rank that raises -----------------------------------------------------------------------------------------------
 
@@ -150,7 +158,7 @@ class Watchdog:
             at = "" if self.step is None else f" in step {self.step}"
             where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
             text = printable_lines(f"{text}hpctrain: {where} ends the job: {why}")
-            print(text, file=sys.stderr, flush=True)
+            print(text, file=_stderr(), flush=True)
             if self.failure_record is not None:
                 self.failure_record.say(why, self.step)
             wait_until_read()
@@ -208,6 +216,15 @@ class Watchdog:
     def _print_stacks(self) -> None:
         if self._stacks_printed.acquire(blocking=False):
             print_stacks(f"rank {self._transport.rank} on {socket.gethostname()}")
+
+
+def _stderr() -> TextIO:
+    """Return the standard error of the process.
+
+    While the exception hook of torch.distributed calls this module's hook, ``sys.stderr`` is a buffer, which would be
+    lost with the abort.
+    """
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ else sys.stderr
 
 
 def _release_windows(transport: Transport) -> None:

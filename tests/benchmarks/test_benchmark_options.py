@@ -28,6 +28,8 @@ PROGRAMS = {
     "fsdp-step": "fsdp_step",
     "ddp-step": "ddp_step",
     "plan": "planning",
+    "torch-backend": "torch_backend",
+    "compile": "compile_step",
     **dict.fromkeys(OPERATIONS, "communication"),
 }
 
@@ -79,6 +81,12 @@ def options_of(target: str, *variables: str) -> Any:
         ("planning", "--without gpt", "no case is called 'gpt': known are gpt ddp on 1, "),
         ("planning", "--steps 5", "5 steps: at least 6 are needed"),
         ("tensor", "--rounds 1", "1 rounds: at least 2 are needed"),
+        ("torch_backend", "--parts step", "no part is called 'step': known are collectives, steps"),
+        ("torch_backend", "--batches 0", "--batches 0: give numbers of sequences, at least 1, as in 1,4"),
+        ("torch_backend", "--sizes 4,x", "'x' is not a number of bytes"),
+        ("compile_step", "--batch 0", "--batch 0: at least 1 sequence is needed"),
+        ("compile_step", "--without fsdp2", "no candidate is called 'fsdp2': known are alone, ddp, zero1, zero2, fsdp"),
+        ("torch_backend_start", "--ranks 0", "--ranks 0: at least 1 is needed"),
         ("tensor", "--without gloo", "no candidate is called 'gloo': known are alone, torch-dtensor"),
     ],
 )
@@ -96,6 +104,8 @@ def test_wrong_options_are_refused(program: str, words: str, message: str) -> No
         ("multinode", [], "at least 2 nodes are needed: make -C benchmarks multinode simulates two"),
         ("pipeline", ["--quick"], "pipeline needs 2 ranks or more, not 1"),
         ("tensor", ["--quick"], "tensor needs 2 ranks or more, not 1"),
+        ("compile_step", ["--quick"], "compile needs 2 ranks or more, not 1"),
+        ("torch_backend", ["--quick"], "torch-backend needs 2 ranks or more, not 1"),
     ],
 )
 def test_one_rank_is_refused(
@@ -143,12 +153,26 @@ def test_help_lists_every_benchmark_and_variable() -> None:
             "pipeline ROUNDS=5 WITHOUT=naive,interleaved,torch-gpipe,torch-1f1b,gpipe,1f1b,zb-h1",
             {"rounds": 5, "names": [Pipeline.ALONE, Pipeline.FEW_ONE_F_ONE_B, Pipeline.FEW_ZERO_BUBBLE]},
         ),
+        (
+            "compile ROUNDS=5 BATCH=2 COMPILER=aot_eager WITHOUT=zero1",
+            {"rounds": 5, "batch": 2, "compiler": "aot_eager", "without": ["hpctrain ZeRO-1, compiled"]},
+        ),
         ("tensor ROUNDS=5 WITHOUT=alone", {"rounds": 5, "names": ["hpctrain tensor", "torch DTensor + gloo"]}),
     ],
 )
 def test_variables_become_valid_options(words: str, expected: dict[str, Any]) -> None:
     found = vars(options_of(*words.split(), "NP=3"))
     assert {name: found[name] for name in expected} == expected
+
+
+def test_torch_backend_on_two_nodes_does_not_start_jobs_of_one_node() -> None:
+    assert [line[:2] for line in jobs_of_make("torch-backend")] == [
+        ["1", "benchmarks/torch_backend_start.py"],
+        ["2", "benchmarks/torch_backend.py"],
+    ]
+    assert [line[:2] for line in jobs_of_make("torch-backend", "NODES=2", "NP=4")] == [
+        ["4", "benchmarks/torch_backend.py"]
+    ]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +68,22 @@ def test_show_prints_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixtur
     assert ["head.weight", "float32", "2x2", "min", "-2", "max", "4", "norm", "4.717", "1", "not", "finite"] in lines
     assert ["scale", "float64", "scalar", "0.25"] in lines and ["none", "float32", "0x3", "empty"] in lines
     assert ["sampler", '{"seed":', "3}"] in lines and ["steps", "=", "40"] in lines
+    assert re.search(r"^fingerprint [0-9a-f]{16}$", out, re.MULTILINE)
     assert "4 tensors, 344 B" in out and "world size 2" in out
     assert "\x1b" not in out and "node\\x1b[31m7" in out
+
+
+def test_show_leaves_out_curves_that_the_run_has_not_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "step_00000002.h5"
+    curves = {"step": [1.0, 2.0], "loss": [np.nan, np.nan], "learning_rate": [np.nan, np.nan], "grad_norm": [np.nan, 3]}
+    sources = [Source.of(f"/train/{name}", np.array(values)) for name, values in curves.items()]
+    groups = {"/": {"step": 2, "world_size": 1}, "/train": {"step": 2, "logged.json": '{"loss": null}'}}
+    write_file(path, sources, groups)
+    assert call("checkpoint", "show", path) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["loss", "nan", "nan"] in lines
+    assert any(line[:2] == ["grad", "norm"] for line in lines)
+    assert not any(line[:2] == ["learning", "rate"] for line in lines)
 
 
 def test_show_of_a_named_tensor(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

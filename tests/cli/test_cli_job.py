@@ -24,6 +24,10 @@ SCRIPTS = {
     "benchmark.sbatch": ["slurm", *BASE, "--template", "benchmark", "--profile", "frontier"],
     "program.sbatch": ["slurm", "jobs/program.py", "--folder", "runs/own", "--venv", "/apps/venv", "--nodes", "2"]
     + ["--ranks-per-node", "4", "--time", "04:00:00", "--", "--folder", "runs/own", "--rate", "1e-3", "a 'b' $c --"],
+    "run.sbatch": ["slurm", "--folder", "runs/own", "--venv", "/apps/venv", "--nodes", "2", "--ranks-per-node", "4"]
+    + ["--time", "04:00:00", "--", "run", "jobs/program.py", "--rate", "1e-3", "a 'b' $c --"],
+    "run.pbs": ["pbs", "--folder", "runs/own", "--venv", "none", "--time", "04:00:00"]
+    + ["--", "run", "--backend", "torch:gloo", "-m", "package.train", "--rate", "1e-3"],
     "train.pbs": ["pbs", *BASE, "--ranks-per-node", "4", "--gpus-per-node", "4", "--queue", "gpu"],
     "polaris.pbs": ["pbs", *BASE, "--profile", "polaris", "--account", "A", "--set", "train.batch=64"],
     "array.pbs": ["pbs", *BASE, "--profile", "derecho", "--sweep", "train.seed=1,2"],
@@ -87,6 +91,12 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["slurm", *BASE, "--profile", "lumy"], "did you mean lumi?"),
         (["slurm", *BASE, "--time", "04:00"], "time = '04:00': allowed is hours:minutes:seconds"),
         (["pbs", *BASE, "--qos", "a"], "unrecognized arguments: --qos"),
+        (["slurm", "run", "a.py", *BASE[1:]], "run and its program come after --, as in --folder runs/a --time 04:00"),
+        (["slurm", "run", "--node", "2", "--", "a.py"], "--time 04:00:00 -- run a.py (see hpctrain job slurm --help)"),
+        (
+            ["slurm", *PROGRAM, "--rate", "1"],
+            "unrecognized arguments: --rate 1; those of jobs/program.py come after --",
+        ),
         (["check", "lost.sbatch"], "cannot read lost.sbatch"),
     ],
 )

@@ -109,6 +109,7 @@ def test_no_log_message_prints_an_escape_sequence(capsys: pytest.CaptureFixture[
     before = list(log.logger.handlers), log.logger.level, log.logger.propagate
     try:
         log.configure()
+        capsys.readouterr()  # earlier messages, which waited for a place to print
         logging.getLogger("hpctrain").warning("a folder %s\nand a line", ESCAPE)
         assert capsys.readouterr().err == "warning: a folder \\x1b]0;title\\x07\\x9b31m\\u202e\nand a line\n"
     finally:

@@ -153,6 +153,21 @@ def test_killing_the_script_ends_all_ranks(batch: Batch) -> None:
         time.sleep(0.01)
 
 
+def test_files_of_a_program_are_its_progress(batch: Batch) -> None:
+    """Without hpctrain's checkpoints, the newest file of a model in the folder counts; other files do not."""
+    script = render(replace(ASKED, config="train.py", settings=(), runner=("run",), retries=1), SLURM)
+    batch.does("srun", "mkdir -p runs/a/x; date >'runs/a/x/my model.pt'; touch runs/a/log.txt; exit 75")
+    for _ in range(5):
+        assert run(batch, script).returncode == 75
+    starts = (batch.folder / "runs/a/starts.txt").read_text().splitlines()
+    assert starts[0] == "7 nothing" and all(line.startswith("7 my_model.pt@20") for line in starts[1:])
+    assert len(set(starts)) == 5
+    batch.does("srun", "touch runs/a/log.txt; exit 1")
+    assert run(batch, script).returncode == 1
+    last = run(batch, script)
+    assert "and got no further (exit code 1): giving up" in last.stderr and last.returncode == 1
+
+
 def test_a_task_of_a_slurm_array_restarts_alone(batch: Batch) -> None:
     batch.does("srun", "exit 75")
     assert run(batch, render(SWEEP, SLURM), job="9", SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID="1").returncode == 75

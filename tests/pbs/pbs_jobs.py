@@ -51,8 +51,15 @@ class PbsJob(SubmittedJob):
 
     @property
     def nodes(self) -> list[str]:
-        """Return the nodes of the newest job of the chain, its first node first."""
-        return list(dict.fromkeys(part.split("/")[0] for part in self.last.get("exec_host", "").split("+") if part))
+        """Return the nodes of the newest job of the chain that runs, or of the newest one, its first node first."""
+        records = [self.cluster.job(link) for link in reversed(self.links)]
+        record = next((one for one in records if one.get("job_state") == "R"), records[0])
+        return list(dict.fromkeys(part.split("/")[0] for part in record.get("exec_host", "").split("+") if part))
+
+    @property
+    def starts(self) -> int:
+        """Return how many starts the folder has seen."""
+        return len((self.folder / "starts.txt").read_text().splitlines())
 
     @property
     def exit_code(self) -> int:

@@ -28,7 +28,18 @@ def main() -> int:
     if reason := slurm_needs.obstacle() or _without_environment():
         print(f"{'skipped' if args.or_skip else 'error'}: tests with Slurm: {reason}")
         return 0 if args.or_skip else 1
-    command = [sys.executable, "-m", "pytest", "-m", "slurm", "-n", str(WORKERS), "--durations=0", str(HERE), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "slurm and not ecosystem",
+        "-n",
+        str(WORKERS),
+        "--durations=0",
+        str(HERE),
+        *words,
+    ]
     return subprocess.run(command, cwd=ROOT).returncode
 
 

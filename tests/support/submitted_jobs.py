@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -68,9 +68,10 @@ class JobSubmitter(Generic[J]):
         nodes: int | None = None,
         time: str = "00:10:00",
         margin: int = 60,
+        program: Sequence[str] = (),
         **environment: str,
     ) -> J:
-        """Submit the run by ``hpctrain submit``; ``environment`` holds variables of the job."""
+        """Submit the run, or ``hpctrain run PROGRAM``; ``environment`` holds variables of the job."""
         settings, variables = self.site(mpi)
         settings = {**settings, **(profile or {})}
         lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
@@ -78,8 +79,10 @@ class JobSubmitter(Generic[J]):
         (self.folder / "site.toml").write_text("\n".join(lines))
         asked = ["--nodes", str(nodes or self.nodes), "--time", time, "--margin", str(margin)]
         asked += [word for name, text in environment.items() for word in ("--env", f"{name}={text}")]
-        asked += ["--set", f"run.folder={run}", "--profile", "./site.toml", "--venv", str(self.venvs[mpi])]
-        self.told = self.hpctrain("submit", settings["scheduler"], "paced.toml", *asked, "--json", *words)
+        asked += ["--profile", "./site.toml", "--venv", str(self.venvs[mpi]), "--json", *words]
+        what = ["--folder", run] if program else ["paced.toml", "--set", f"run.folder={run}"]
+        last = ["--", "run", *program] if program else []
+        self.told = self.hpctrain("submit", settings["scheduler"], *what, *asked, *last)
         told = json.loads(self.told)
         self.jobs.append(self.job(told["job_id"], self.folder / told["script"], self.folder / run))
         return self.jobs[-1]

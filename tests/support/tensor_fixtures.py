@@ -12,7 +12,8 @@ from torch.nn.functional import cross_entropy
 from hpctrain.models.gpt import GPT
 from hpctrain.models.settings import GPTConfig
 from hpctrain.parallel.tensor.functional import bounds
-from hpctrain.parallel.tensor.plan import apply, plan_of
+from hpctrain.parallel.tensor.plan import apply
+from hpctrain.parallel.tensor.plan_source import plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 
 VOCABULARY, LENGTH, BATCH = 31, 12, 4  # 31 rows make unequal shares for every number of ranks

@@ -123,6 +123,12 @@ def test_the_model_holds_the_centre_after_the_job(launch: Any, tmp_path: Path) -
     assert found["mean"][0] == found["mean"][1]
 
 
+def test_an_option_is_refused_by_its_name_in_the_script(launch: Any, tmp_path: Path) -> None:
+    body = 'job.run(model, optimizer, batches, checkpoints="run", background=True)'
+    done = launch(2, PROGRAM + body, "server", "{}", "1", "[]", cwd=tmp_path)
+    assert done.returncode == 2 and "UsageError: background: not possible with asynchronous" in done.stderr
+
+
 def test_served_updates_outside_of_a_run_are_refused(launch: Any, tmp_path: Path) -> None:
     done = launch(2, PROGRAM + TELL + LOOP, "server", "{}", "1", "[]", cwd=tmp_path)
     told = 'SGD.step() outside of a run under parallel.data = "server": updates are served in the loop of a run only'

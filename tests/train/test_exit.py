@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from support.pace import scaled
 
-from hpctrain.train.exit import wait_until_read
+from hpctrain.errors import UsageError
+from hpctrain.train.exit import user_traceback, wait_until_read
+from hpctrain.train.options import run_options
 
 
 def _run(code: str) -> Any:
@@ -25,6 +27,27 @@ def test_a_process_that_ends_by_an_exception_has_the_requested_code() -> None:
     code = "from hpctrain.train.exit import leave_with; leave_with(75, lambda: print('bye')); raise KeyError"
     result = _run(code)
     assert (result.returncode, result.stdout) == (75, "bye\n") and "KeyError" in result.stderr
+
+
+def test_a_wrong_option_shows_the_callers_line_only() -> None:
+    with pytest.raises(UsageError) as found:
+        run_options({"every": -1})  # this line
+    lines = user_traceback(found.value).splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and lines[1].lstrip().startswith(f'File "{__file__}"')
+    assert sum("File " in line for line in lines) == 1
+    assert any("this line" in line for line in lines)
+    assert lines[-1] == "hpctrain.errors.UsageError: a run with every = -1: must be at least 1"
+
+
+def test_frames_of_a_program_given_as_text_are_shown() -> None:
+    result = _run(
+        "from hpctrain.errors import UsageError\n"
+        "from hpctrain.train.exit import user_traceback\n"
+        "def made_by_the_program():\n    raise UsageError('wrong')\n"
+        "try: made_by_the_program()\n"
+        "except UsageError as error: print(user_traceback(error))\n"
+    )
+    assert "in made_by_the_program" in result.stdout
 
 
 LET_ONE = """

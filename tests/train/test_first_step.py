@@ -136,15 +136,38 @@ def test_shards_unfrozen_after_wrap_are_refused(comm: Any) -> None:
         step.checks.check_optimizers()
 
 
-def test_parameters_in_no_optimizer_are_warned_about(comm: Any, lines: list[str]) -> None:
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp", "easgd"])
+def test_parameters_in_no_optimizer_are_warned_about(comm: Any, data: str, lines: list[str]) -> None:
+    step = make(comm, data=data, trained=lambda model: [model.first.weight])
+    step.run(samples(comm.rank))
+    expected = "parameters of model 'model' in no optimizer: first.bias, last.weight, last.bias; "
+    assert [line for line in lines if line.startswith(expected)] == lines[: comm.rank == 0]
+    step.strategy.detach()
+
+
+def test_parameters_in_no_optimizer_are_not_named_again_after_a_resume(comm: Any, lines: list[str]) -> None:
     step = make(comm, trained=lambda model: [model.first.weight])
-    step.checks.check_optimizers()
-    (line,) = lines
-    assert line.startswith("parameters in no optimizer: first.bias, last.weight, last.bias; ")
-    step.model.last.requires_grad_(False)
-    step.model.first.bias.requires_grad_(False)
-    step.checks.check_optimizers()
-    assert len(lines) == 1
+    step.checks.resumed = True
+    step.run(samples(0))
+    assert not lines
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp"])
+def test_parameters_without_a_gradient_need_no_optimizer(comm: Any, data: str, lines: list[str]) -> None:
+    step = make(comm, data=data)
+    average = Net()
+    strategies = {"model": step.strategy, "average": attach(average, comm, ParallelSettings(data=data), CPU)}
+    models = {"model": step.model, "average": average}
+    step.checks = FirstStepChecks(comm, models, strategies, {"model": step.optimizer})
+    step.run(samples(comm.rank))
+    with torch.no_grad():
+        for mean, value in zip(average.parameters(), step.model.parameters()):
+            mean.lerp_(value, 0.1)
+    assert not lines
+    step.strategy.detach()
+    strategies["average"].detach()
 
 
 # Inputs ---------------------------------------------------------------------------------------------------------------

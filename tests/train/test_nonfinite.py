@@ -52,6 +52,7 @@ def test_abort_ends_the_run_before_the_update(job: Any, shared_tmp_path: Path) -
 
     with pytest.raises(NonFiniteError, match="in step 4: the averaged gradient of 0.weight is not finite") as found:
         training.go(before)
+    assert str(found.value).endswith("; see on_nonfinite for alternatives")
     assert found.value.everywhere and found.value.exit_code == 1
     assert all(torch.equal(*pair) for pair in zip(training.model.parameters(), weights))
     job.comm.barrier()

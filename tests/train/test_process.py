@@ -170,6 +170,28 @@ from torch._dynamo import reset
 reset()
 """
 
+# Imports that look through all modules of the process, as for the place of a new operator, do not load the compiler.
+THEN_IMPORT_OPERATORS = """
+import torch.distributed.tensor
+assert not hasattr(sys.modules["torch._dynamo"], "__file__")
+assert torch.distributed.tensor.DeviceMesh
+"""
+
+# A function that a program excludes from graphs before it compiles anything stays outside of them.
+EXCLUDED_BEFORE = """
+from hpctrain.train.process import defer_compiler
+defer_compiler()
+import torch
+@torch.compiler.disable
+def outside(x):
+    return x + float(torch.compiler.is_compiling())
+@torch.compiler.disable(recursive=False)
+def also(x):
+    return x + float(torch.compiler.is_compiling())
+inside = torch.compile(lambda x: also(outside(2 * x)), backend="eager")
+assert inside(torch.ones(2)).tolist() == [2.0, 2.0]
+"""
+
 LOADED_BEFORE = """
 assert torch._dynamo is real and sys.modules["torch._dynamo"] is real
 """
@@ -184,9 +206,19 @@ assert torch._dynamo is real and sys.modules["torch._dynamo"] is real
         TRAIN + RECOMPUTE_OFTEN,
         TRAIN + THEN_IMPORT,
         TRAIN + THEN_SET_A_FLAG,
+        TRAIN + THEN_IMPORT_OPERATORS,
+        "import sys, torch" + EXCLUDED_BEFORE,
         "import torch._dynamo; real = torch._dynamo" + TRAIN + LOADED_BEFORE,
     ],
-    ids=["then compile", "nothing is kept of passes", "then import a part", "then set a flag", "loaded before"],
+    ids=[
+        "then compile",
+        "nothing is kept of passes",
+        "then import a part",
+        "then set a flag",
+        "then import operators",
+        "excluded before",
+        "loaded before",
+    ],
 )
 def test_the_substitute_is_replaced_by_the_compiler(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)

@@ -51,7 +51,7 @@ def test_with_continue_the_run_continues_and_retries(job: Any, shared_tmp_path: 
     assert checkpoints_of(one.run.folder) == ["step_00000002.h5", "step_00000008.h5"]
     last = "checkpoints/step_00000008.h5"
     assert contents(one.run.folder / last) == contents(whole.run.folder / last)
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     if job.rank:
         assert not said
         return

@@ -163,14 +163,48 @@ def test_a_finished_run_is_reported_and_not_changed(job: Any, tmp_path: Path) ->
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    "way, said",
+    [
+        ("steps", "all 3 steps are done"),
+        ("epochs", "all 2 epochs are done, after step 8"),
+        ("a pass", "all batches are done, after step 4"),
+    ],
+)
+def test_a_script_is_told_that_its_run_is_finished(
+    job: Any, shared_tmp_path: Path, way: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def messages() -> list[str]:
+        torch.manual_seed(0)
+        model = job.wrap(torch.nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"steps": 3} if way == "steps" else {}
+        samples = torch.utils.data.TensorDataset(torch.randn(16, 3))
+        loader = torch.utils.data.DataLoader(samples, batch_size=4)
+        caplog.clear()
+        with caplog.at_level("INFO", "hpctrain"):
+            with job.run(model, optimizer, loader, checkpoints=str(shared_tmp_path), **options) as run:
+                for _ in run.epochs(2) if way == "epochs" else range(1):
+                    for _, (x,) in run:
+                        model(x).pow(2).mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+        job.comm.barrier()
+        return [text for text in caplog.messages if text.startswith("the run is finished")]
+
+    assert not messages()
+    assert messages() == [f"the run is finished: {said}"] * (job.rank == 0)
+
+
+@pytest.mark.ranks(1, 2)
 def test_resume_may_be_never_or_must(job: Any, shared_tmp_path: Path) -> None:
     empty = shared_tmp_path / "empty"
-    with pytest.raises(CheckpointError, match="no checkpoint to resume from and run.resume is must") as found:
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from, and resume is 'must'") as found:
         Training(job, empty, make_batches(2), resume="must").go()
     assert found.value.everywhere and not empty.exists()
     Training(job, empty, make_batches(2), resume="never").go()
     job.comm.barrier()
-    with pytest.raises(CheckpointError, match="holds checkpoints and run.resume is never"):
+    with pytest.raises(CheckpointError, match="holds checkpoints, and resume is 'never'"):
         Training(job, empty, make_batches(4), resume="never").go()
     assert len(Training(job, empty, make_batches(4), resume="must").go().losses) == 2
 

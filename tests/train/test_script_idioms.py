@@ -37,7 +37,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "unfrozen later": dict.fromkeys(SPLIT, "unfreeze it before"),
     "head after wrapping": dict.fromkeys(("ddp", *SPLIT), r"before job\.wrap"),
     "parametrized after wrapping": {"ddp": r"before job\.wrap", **dict.fromkeys(SPLIT, "unshard|job.wrap")},
-    "adafactor": dict.fromkeys(SPLIT, "elementwise"),
 }
 
 

@@ -209,6 +209,17 @@ def test_shards_refuse_to_be_saved(job: Any, strategy: str) -> None:
     assert _saved(job.state_dict(model))["0.weight"].shape == (9, 6)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
+def test_a_weight_of_two_layers_is_saved_once(job: Any, strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    job.wrap(model, strategy)
+    found = job.state_dict(model)
+    assert list(found) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert len({tensor.data_ptr() for tensor in found.values()}) == 3
+    assert found["0.weight"].data_ptr() == found["2.weight"].data_ptr() != model[0].weight.data_ptr()
+
+
 # LBFGS ----------------------------------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,7 @@ def test_asynchronous_workers_need_one_optimizer_per_model(job: Any, tmp_path: P
 def test_an_average_of_shards_is_refused_and_works_as_a_model(job: Any, shared_tmp_path: Path) -> None:
     gan = Gan(job, shared_tmp_path, "fsdp")
     model = gan.models["generator"]
-    with pytest.raises(UsageError, match="make the copy, such as an average of weights, before job.wrap"):
+    with pytest.raises(UsageError, match=r"make the copy, such as average = AveragedModel\(model\), before job.wrap"):
         torch.optim.swa_utils.AveragedModel(model)
 
     torch.manual_seed(1)

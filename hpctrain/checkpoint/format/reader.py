@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.fingerprint import fingerprint
 from hpctrain.checkpoint.format.layout import Array, Extent, Record, crc32, differences, digest, manifest, seal
 from hpctrain.checkpoint.format.structure import Structure, read_attribute, refusing, unpack, walk
 from hpctrain.errors import CheckpointError
@@ -75,6 +76,11 @@ class Reader:
     def root(self) -> dict[str, Any]:
         """Return the attributes of the file itself: format, creator, step, world size."""
         return self.values("/")
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the models and optimizers in the file."""
+        return fingerprint(self.records.values())
 
     def values(self, group: str) -> dict[str, Any]:
         """Return the values in a group's attributes; an empty dict for a missing group."""

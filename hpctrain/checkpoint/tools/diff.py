@@ -65,6 +65,7 @@ class Diff:
 
     first: str
     second: str
+    fingerprints: tuple[str, str] = ("", "")  # of all models and optimizers
     equal: int = 0  # number of equal tensors
     tensors: list[TensorDifference] = field(default_factory=list)
     settings: list[ValueDifference] = field(default_factory=list)
@@ -81,7 +82,7 @@ class Diff:
 def diff(first: str | Path, second: str | Path, progress: Progress | None = None) -> Diff:
     """Compare two checkpoints. Raises ``CheckpointError`` if one of them is damaged."""
     with Reader(first) as one, Reader(second) as two:
-        found = Diff(str(first), str(second))
+        found = Diff(str(first), str(second), (one.fingerprint, two.fingerprint))
         for path in one.records | two.records:
             difference = _tensor(one, two, path, progress)
             if difference is None:

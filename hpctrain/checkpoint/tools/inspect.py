@@ -175,6 +175,7 @@ class Contents:
     config: str | None
     curves: dict[str, list[float]]
     tensors: list[TensorStats]
+    fingerprint: str  # of all models and optimizers
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,7 @@ def show(file: str | Path, name: str | None = None, progress: Progress | None = 
             config=None if toml is None else str(toml),
             curves=read_curves(reader),
             tensors=[_stats(reader, record, name is not None, progress) for record in _chosen(reader, name)],
+            fingerprint=reader.fingerprint,
         )
 
 

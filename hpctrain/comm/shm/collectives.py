@@ -203,6 +203,7 @@ class NodeCollectives:
         piece: int = PIECE,
     ) -> None:
         self.nodes = topology.nodes
+        self._oversubscribed = topology.oversubscribed
         ranks = node.split_node()
         everyone = transport if topology.nodes > 1 else ranks
         assert isinstance(everyone, MpiTransport), "several nodes are joined by MPI"
@@ -266,7 +267,7 @@ class NodeCollectives:
             assert operation == "all_reduce", "over several nodes, the caller stages reductions only"
             return self._all_reduce_in_chunks(*arguments)
         if self._staged is None:
-            self._staged = StagedCollectives(self._queue, self._reducer)
+            self._staged = StagedCollectives(self._queue, self._reducer, oversubscribed=self._oversubscribed)
         call: PreparedCall = getattr(self._staged, operation)(*arguments)
         return call
 

@@ -33,6 +33,21 @@ def connect(comm: Any = None, environ: MutableMapping[str, str] = os.environ) ->
     launch = detect(environ)
     if comm is None and launch.kind == "none":
         return SingleTransport(), launch
+    MPI = start_mpi(launch, environ)
+    if MPI is None:
+        return SingleTransport(), launch
+    from hpctrain.comm.transport.mpi import MpiTransport
+
+    return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch
+
+
+def start_mpi(launch: Launch, environ: MutableMapping[str, str] = os.environ, seconds: float | None = None) -> Any:
+    """Initialize MPI and return mpi4py's module; None if it cannot be imported and this is a job of one process.
+
+    Raises ``LaunchError`` if MPI_Init would fail or wait in vain, or if MPI sees fewer ranks than the launcher
+    started. A rank that waits in MPI_Init for more than ``seconds`` (default: ``HPCTRAIN_TIMEOUT``) ends with the
+    stacks of its threads.
+    """
     check_pmi(launch, environ)
     exclude_unusable_ucx(environ)
     _check_node_memory(launch)
@@ -42,19 +57,16 @@ def connect(comm: Any = None, environ: MutableMapping[str, str] = os.environ) ->
             "printed, and that every rank calls hpctrain.init()"
         )
     try:
-        with warnings.catch_warnings(), _deadline(timeout_seconds()):
+        with warnings.catch_warnings(), _deadline(timeout_seconds() if seconds is None else seconds):
             # mpi4py guesses this problem from the environment on every rank. check_world detects
             # it reliably and reports it once.
             warnings.filterwarnings("ignore", "\\s*suspicious MPI execution environment", RuntimeWarning)
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         check_world(launch, 1, None, reason=str(error))
-        return SingleTransport(), launch
-
+        return None
     check_world(launch, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
-    from hpctrain.comm.transport.mpi import MpiTransport
-
-    return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch
+    return MPI
 
 
 def _check_node_memory(launch: Launch) -> None:

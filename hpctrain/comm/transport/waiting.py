@@ -1,10 +1,12 @@
-"""Waiting: record of this rank's blocking operation, for the watchdog thread, and spin waits that yield the core."""
+"""Waiting: record of this rank's blocking operation, deadlines of a thread's operations, and spin waits that yield."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -20,10 +22,10 @@ class Activity:
 
     This is a class and not a generator-based context manager: it encloses every message, and a
     generator costs three times as much. Where a microsecond matters, ``begin`` and ``end`` are
-    called directly.
+    called directly. If several threads wait at once, the operation of the first one is recorded.
     """
 
-    __slots__ = ("operation", "since", "count", "total", "_depth", "_clock")
+    __slots__ = ("operation", "since", "count", "total", "_depth", "_owner", "_clock")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,17 +34,23 @@ class Activity:
         self.count = 0
         self.total = 0.0  # seconds in all completed operations
         self._depth = 0
+        self._owner = 0  # thread whose operation is recorded; 0 for none
 
     def begin(self, operation: str) -> None:
         """Set the blocking operation until ``end``; a nested operation keeps the outer name."""
-        if not self._depth:
+        thread = get_ident()
+        if self._owner == thread:
+            self._depth += 1
+        elif not self._owner:
+            self._owner, self._depth = thread, 1
             self.since = self._clock()
             self.count += 1
             self.operation = operation
-        self._depth += 1
 
     def end(self) -> None:
         """End the operation of the matching ``begin``."""
+        if self._owner != get_ident():
+            return
         self._depth -= 1
         if not self._depth:
             self._record(self._clock())
@@ -53,6 +61,7 @@ class Activity:
         if trace.recording:
             trace.wait(self.operation, self.since, now)
         self.operation = ""
+        self._owner = 0
 
     def around(
         self, operation: str, call: Callable[[], object], counted: Recordable | None = None, nbytes: int = 0
@@ -66,10 +75,10 @@ class Activity:
         def recorded() -> None:
             if counted is not None and counted.recorder is not None:
                 counted.recorder.count(operation, nbytes)
-            if self._depth:
+            if self._owner:
                 call()
                 return
-            self._depth = 1
+            self._owner, self._depth = get_ident(), 1
             self.count += 1
             self.since = clock()
             self.operation = operation
@@ -77,12 +86,12 @@ class Activity:
                 call()
             finally:
                 # As in ``_record``, without the cost of a call.
-                self._depth = 0
                 now = clock()
                 self.total += now - self.since
                 if trace.recording:
                     trace.wait(operation, self.since, now)
                 self.operation = ""
+                self._owner = 0
 
         return recorded
 
@@ -123,12 +132,90 @@ def timeout_seconds() -> float:
     return seconds
 
 
+class Limit:
+    """Deadline and cancellation of the waits in a ``with`` block of one thread.
+
+    This is a class for the reason that ``Activity`` is one: it encloses every operation of a process group.
+    """
+
+    __slots__ = ("_operation", "_seconds", "_deadline", "_cancelled", "_outer")
+
+    def __init__(self, seconds: float, operation: str, cancelled: Callable[[], str] | None) -> None:
+        self._operation, self._seconds, self._cancelled = operation, seconds, cancelled
+        self._deadline = float("inf")
+        self._outer: Limit | None = None
+
+    def __enter__(self) -> Limit:
+        self._outer = limits.current
+        self._deadline = time.monotonic() + self._seconds
+        limits.current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        limits.current = self._outer
+
+    @property
+    def left(self) -> float:
+        """Return the seconds until the deadline."""
+        return self._deadline - time.monotonic()
+
+    def expired(self) -> bool:
+        """Return whether the time is over; raise ``DeadlineError`` if the operation was cancelled."""
+        if self._cancelled is not None and (reason := self._cancelled()):
+            raise DeadlineError(f"{self._operation}: {reason}")
+        return self.left < 0
+
+    def message(self, why: str) -> str:
+        """Return the message of an operation that has not completed in time."""
+        return f"{self._operation} has not completed within the timeout of {self._seconds:g} s: {why}"
+
+
+LATE = "a rank is late, has ended, or called another operation"
+
+
+class Limits(threading.local):
+    """Limit of the operation in progress in this thread, if its caller has set one."""
+
+    current: Limit | None = None
+
+    def within(self, seconds: float, operation: str, cancelled: Callable[[], str] | None = None) -> Limit:
+        """Let waits in a ``with`` block raise ``DeadlineError``: at the deadline, or when ``cancelled()`` says why."""
+        return Limit(seconds, operation, cancelled)
+
+    @property
+    def exist(self) -> bool:
+        """Return whether the caller of the operation has set a deadline."""
+        return self.current is not None
+
+    @property
+    def left(self) -> float:
+        """Return the seconds until the deadline; infinite without one."""
+        return float("inf") if self.current is None else self.current.left
+
+    def check(self, why: str = LATE) -> None:
+        """Raise ``DeadlineError`` if the time is over, for a reason, or if the operation was cancelled."""
+        if self.current is not None and self.current.expired():
+            raise DeadlineError(self.current.message(why))
+
+    def message(self, operation: str, why: str) -> str:
+        """Return the message of an operation that has not completed within this thread's limit, or HPCTRAIN_TIMEOUT."""
+        if self.current is not None:
+            return self.current.message(why)
+        return f"{operation}: {why} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+
+
+limits = Limits()
+
+
 # Spin waits: fast for waits of microseconds, and yielding the core to the ranks that are waited for -------------------
 
 
 SPINS = 200  # polls before the core is yielded to other ranks
 OVERSUBSCRIBED_SPINS = 2  # the same if ranks outnumber cores: the late rank may need this core
 POLLS_PER_CLOCK_READING = 4096  # polls between two readings of the clock, if a poll is cheap
+POLLS_PER_LIMIT_CHECK = 64  # the same if the operation has a limit of its own, which may be short or be cancelled
 
 
 class SpinWait:
@@ -148,6 +235,10 @@ class SpinWait:
         if self._polls <= self._spins:
             return False
         os.sched_yield()
+        if self._polls % self._period and self._polls % POLLS_PER_LIMIT_CHECK:
+            return False
+        if limits.current is not None:
+            return limits.current.expired()
         if self._polls % self._period:
             return False
         self._deadline = self._deadline or time.monotonic() + timeout_seconds()

@@ -24,7 +24,7 @@ from torch import Tensor
 from hpctrain.cluster.resources import ENLARGE, FOLDER, free_bytes
 from hpctrain.comm.transport.base import Recordable
 from hpctrain.comm.transport.mpi import MpiTransport
-from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, SpinWait, timeout_seconds, until
+from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, SpinWait, limits, until
 from hpctrain.errors import CommunicationError, DeadlineError
 from hpctrain.util import atomic
 
@@ -308,4 +308,4 @@ class NodeMemory(Recordable):
         missing = [rank for rank, counter in enumerate(self._counters) if counter[ARRIVED] < number]
         unfinished = [rank for rank, counter in enumerate(self._counters) if counter[FINISHED] < number]
         who = f"local ranks {missing} have not arrived" if missing else f"local ranks {unfinished} have not finished"
-        return f"{operation} number {number}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+        return limits.message(f"{operation} number {number}", who)

@@ -17,7 +17,8 @@ from hpctrain.comm.rma.remote_memory import RemoteMemory
 from hpctrain.errors import UsageError
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings
 from hpctrain.parallel.asynchronous.staleness import CommunicationTime, StalenessHistogram
-from hpctrain.parallel.hooks import ModuleHook, StepHooks, after_gradient, parameters_of
+from hpctrain.parallel.compiled import ModuleHook
+from hpctrain.parallel.hooks import StepHooks, after_gradient, parameters_of
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model, trainable
 from hpctrain.parallel.strategy import AsyncStrategy, Metrics, broadcast_buffers
 

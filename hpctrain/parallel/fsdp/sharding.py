@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.parallel.strategy import ModelGradients
@@ -23,6 +24,7 @@ from hpctrain.shard import Shard
 if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.param_group import ShardedParam
     from hpctrain.parallel.offload.host_optimizer import HostOptimizer
+    from hpctrain.parallel.whole_updates import WholeUpdates
 
 ALIGN = 64  # bytes: parameters and slices start on cache lines
 
@@ -58,6 +60,14 @@ class FlatLayout:
             begin, end = max(offset, low), min(offset + numel, high)
             found.append(HeldRange(begin - offset, end - offset, begin - low) if begin < end else HeldRange(0, 0, 0))
         return found
+
+    def holders(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(rank, begin, end)`` for the ranks that hold elements of a parameter, given by its index."""
+        offset, numel, length = self.offsets[number], self.numels[number], self.slice_numel
+        for rank in range(offset // length, -(-(offset + numel) // length)):
+            begin, end = max(rank * length - offset, 0), min((rank + 1) * length - offset, numel)
+            if begin < end:
+                yield rank, begin, end
 
 
 def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> FlatLayout:
@@ -151,10 +161,18 @@ def _longest(
 
 
 class FlatSplit:
-    """``Split`` of a model whose parameters are cut into flat slices; ``members`` maps every name to its parameter."""
+    """``Split`` of a model whose parameters are cut into flat slices; ``members`` maps every name to its parameter.
 
-    def __init__(self, members: Mapping[str, ShardedParam]) -> None:
-        self._members = members
+    ``updates`` are those of optimizers that need whole parameters.
+    """
+
+    def __init__(self, members: Mapping[str, ShardedParam], updates: WholeUpdates | None = None) -> None:
+        self._members, self._updates = members, updates
+
+    def holds_state(self, optimizer: torch.optim.Optimizer, name: str) -> bool | None:
+        """Return whether this rank has the whole state of a parameter; None if its states are cut as the parameter."""
+        member = self._members.get(name)
+        return None if member is None or self._updates is None else self._updates.holds_state(optimizer, member)
 
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
         """Return the boxes of a parameter, or of an optimizer state of its shape; others are whole on every rank."""

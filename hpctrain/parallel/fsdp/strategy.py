@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.clip import clip_shards
+from hpctrain.parallel.compiled import ModuleHook
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.setup import Parts, shard_model
 from hpctrain.parallel.fsdp.sharding import FlatSplit, ShardGradients
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.hooks import (
     AddedParameters,
-    ModuleHook,
     OptimizerHooks,
     StepHooks,
     after_gradient,
@@ -38,6 +38,7 @@ from hpctrain.parallel.hooks import (
 )
 from hpctrain.parallel.strategy import SplitStrategy, broadcast_buffers
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+from hpctrain.parallel.whole_updates import WholeUpdates
 from hpctrain.plain_tensors import on_shards, plain_tensors
 
 if TYPE_CHECKING:
@@ -73,13 +74,19 @@ class ShardedDataParallel(SplitStrategy):
         members = self.components.members
         self.gradients = ShardGradients(model, members, self._host_optimizer)
         self._shards = [member.shard for member in members]
-        self._split = FlatSplit(self.components.by_name)
         self._in_backward = False  # between the beginning of a backward pass and its end
         self._is_unsharded = False
         self._written = False  # whether the program itself has changed shards since the last pass
         self._optimizer_hooks = OptimizerHooks(
-            self._shards, self.components.replaced, settings.elementwise, self._before_update, self._after_update
+            self._shards,
+            self.components.replaced,
+            settings.elementwise,
+            self._before_update,
+            self._after_update,
+            settings.whole_parameters,
         )
+        self._whole_updates = WholeUpdates(self.components.groups, self._plan.comm, self._optimizer_hooks.updates_whole)
+        self._split = FlatSplit(self.components.by_name, self._whole_updates)
         self._gradient_hooks = GradientHooks({member.name: member.shard for member in members})
         for member in members:
             self._gradient_hooks.take_over(member.name, *before[member.name])
@@ -211,6 +218,19 @@ class ShardedDataParallel(SplitStrategy):
                 "the optimizer holds no parameter of the model: make it from model.parameters() after job.wrap(model)",
                 everywhere=True,
             )
+        self._updates_whole(optimizer)
+
+    def _updates_whole(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer needs whole parameters; raise ``UsageError`` if the host makes the updates."""
+        found = self._optimizer_hooks.updates_whole(optimizer)
+        if found and self._host_optimizer is not None:
+            raise UsageError(
+                f"optimizer {type(optimizer).__name__} with offloaded updates: it needs whole parameters, which the "
+                "host updates slice by slice; allowed are optimizers that update each element by itself; remove the "
+                "settings [offload], or choose AdamW",
+                everywhere=True,
+            )
+        return found
 
     @on_shards
     def refresh(self) -> None:
@@ -251,12 +271,20 @@ class ShardedDataParallel(SplitStrategy):
 
     @on_shards
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._whole_updates.updating:
+            return  # a part of the update in progress
+        updates_whole = self._updates_whole(optimizer)
         self._residency.wait_for_readers()
-        if self._host_optimizer is not None:
+        if updates_whole:
+            self._whole_updates.begin(optimizer)
+        elif self._host_optimizer is not None:
             self._host_optimizer.before(optimizer)
 
     @on_shards
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._whole_updates.updating:
+            return
+        self._whole_updates.end()
         if self._host_optimizer is not None:
             self._host_optimizer.after(optimizer)
         self._residency.mark_stale()
@@ -279,6 +307,7 @@ class ShardedDataParallel(SplitStrategy):
     def _before_forward(self, args: Any, kwargs: Any) -> None:
         if self._is_unsharded or self._in_backward:
             return
+        self._whole_updates.undo_failed()
         self._apply_writes()
         if self.model.training and torch.is_grad_enabled():
             self._begin_training_pass()

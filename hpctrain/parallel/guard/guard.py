@@ -13,11 +13,13 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.compiled import ModuleHook
 from hpctrain.parallel.guard import torch_functions
 from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, ShardInfo, ShardParameter, ShardTensor, mark, part_of
-from hpctrain.parallel.hooks import ModuleHook, PlainInUpdates, around_forward, before_backward
+from hpctrain.parallel.hooks import PlainInUpdates, around_forward, before_backward
 from hpctrain.parallel.strategy import SplitStrategy, Strategy
 from hpctrain.plain_tensors import on_shards, plain_tensors
+from hpctrain.shard import WholeStates
 
 
 def _hooks_on_loading(strategy: SplitStrategy) -> Iterator[RemovableHandle]:
@@ -106,7 +108,11 @@ class ParameterGuard(PlainInUpdates):
                 part = part_of(parameter)
                 state = found["state"].get(number)
                 if part is not None and isinstance(state, dict):
-                    found["state"][number] = {key: _marked_state(one, parameter, part) for key, one in state.items()}
+                    strategy = part.strategy()
+                    split: Any = None if strategy is None else strategy.split
+                    is_whole = isinstance(split, WholeStates) and split.holds_state(optimizer, part.name) is not None
+                    shape = None if is_whole else parameter.shape  # states of parameters that other ranks own lack here
+                    found["state"][number] = {key: _marked_state(one, shape, part) for key, one in state.items()}
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -130,8 +136,8 @@ class ParameterGuard(PlainInUpdates):
         self._resume()
 
 
-def _marked_state(value: Any, parameter: nn.Parameter, part: ShardInfo) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
+def _marked_state(value: Any, shape: torch.Size | None, part: ShardInfo) -> Any:
+    if not isinstance(value, torch.Tensor) or shape not in (None, value.shape) or not value.dim():
         return value
     return mark(value.detach(), replace(part, description="the optimizer's state of " + part.description))
 

@@ -118,8 +118,8 @@ class ShardParameter(_Guarded, nn.Parameter):
         """Raise ``UsageError``: a copy of the module would have no strategy that unshards the parameter."""
         raise UsageError(
             f"deepcopy of {_text(self)}: the copy of a model that is split over ranks would compute with parts; make "
-            "the copy, such as an average of weights, before job.wrap, wrap it too, and keep it up to date by "
-            "mean.lerp_(value, 0.01) over both parameters(); whole tensors are job.state_dict(model)"
+            "the copy, such as average = AveragedModel(model), before job.wrap(model), and call job.wrap(average) "
+            "too; whole tensors are job.state_dict(model)"
         )
 
 

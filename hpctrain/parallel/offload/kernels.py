@@ -90,10 +90,13 @@ def kernel_for(optimizer: torch.optim.Optimizer, options: Options) -> UpdateKern
 
 def _is(optimizer: torch.optim.Optimizer, kind: Any) -> bool:
     """Return whether an optimizer's update uses exactly the functions of a known optimizer class."""
-    if not isinstance(optimizer, kind) or type(optimizer)._init_group is not kind._init_group:
+    if not isinstance(optimizer, kind):
         return False
-    # Torch wraps ``step``, and wraps it again on a subclass at its first use.
-    return inspect.unwrap(type(optimizer).step) is inspect.unwrap(kind.step)
+    # Torch wraps ``step`` again on a subclass at its first use, and torch.compile wraps ``_init_group`` of every class.
+    return all(
+        inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(kind, name))
+        for name in ("step", "_init_group")
+    )
 
 
 class _AdamKernel:

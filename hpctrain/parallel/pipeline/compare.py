@@ -29,6 +29,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.objective import CallArguments, flatten
+from hpctrain.parallel.pipeline.blocks import has_blocks
 from hpctrain.parallel.pipeline.layers import (
     ArgumentBinder,
     Layer,
@@ -63,7 +64,8 @@ class LayersCheck:
     ) -> None:
         self._model, self._comm, self._device = model, comm, device
         kind = type(model)
-        self._pending = callable(getattr(kind, "layers", None)) and not kind.__module__.startswith(BUILT_IN_MODELS)
+        has_layers = callable(getattr(kind, "layers", None)) and not kind.__module__.startswith(BUILT_IN_MODELS)
+        self._pending = has_layers or has_blocks(model)
         self._pending = self._pending and (kind.forward is not nn.Module.forward or "forward" in vars(model))
         self._whole: nn.Module | None = None
         if self._pending and comm.rank == 0:

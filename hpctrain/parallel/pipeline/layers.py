@@ -3,7 +3,7 @@
 A model is a sequence of layers if ``model(x)`` applies its layers one after the other. It declares
 this by a method ``layers()`` that returns them in order, or by being an ``nn.Sequential``. A model
 that only contains such a sequence does not qualify, because the other operations of its ``forward``
-are unknown.
+are unknown; models of Hugging Face are an exception (``blocks``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.objective import CallArguments
+from hpctrain.parallel.pipeline.blocks import Adapter, block_layers, has_blocks
 
 _ADVICE = "write a method layers() that returns its layers in order, such that calling one after the other is the model"
 
@@ -31,11 +32,17 @@ class Layer:
     name: str
     module: nn.Module
     sequential: bool = False  # whether it is in an nn.Sequential, which calls it with one argument
+    adapter: Adapter | None = None  # how the module is called, in a model that is cut at its blocks
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Return what the layer is called by."""
+        return self.module if self.adapter is None else self.adapter(self.module)
 
     @cached_property
     def forward_signature(self) -> ForwardSignature:
         """Return what the layer's ``forward`` takes."""
-        called = self.module.function if isinstance(self.module, Function) else self.module
+        called = self.module.function if isinstance(self.module, Function) else self.call
         return ForwardSignature.of(called, required=self.sequential)
 
 
@@ -60,8 +67,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
     is not a sequence of layers, if parameters or buffers are outside its layers, or if a module
     with parameters or buffers occurs twice.
     """
-    members = _members(model)
-    layers = _named(model, members)
+    if has_blocks(model):
+        _check_hooks(model)
+        layers = [Layer(each.name, each.module, adapter=each.adapter) for each in block_layers(model)]
+    else:
+        layers = _named(model, _members(model))
     _check_once(layers)
     _check_whole(model, layers)
     return layers
@@ -80,8 +90,7 @@ def _members(model: nn.Module) -> list[tuple[Any, bool]]:
     else:
         other = ", which its layers is not (rename that)" if hasattr(model, "layers") else ""
         raise _error(f"a model of class {kind} cannot be cut into stages: {_ADVICE}{other}")
-    if _hooked(model):
-        raise _error(f"the model of class {kind} has hooks, which its layers do not call: put them on layers")
+    _check_hooks(model)
     sequential = isinstance(model, nn.Sequential) and not layers_method
     members = [member for part in sequence for member in _flatten(part, sequential)]
     if not members:
@@ -97,6 +106,12 @@ def _flatten(part: Any, sequential: bool) -> Iterator[tuple[Any, bool]]:
             yield from _flatten(child, sequential or isinstance(part, nn.Sequential))
     else:
         yield part, sequential
+
+
+def _check_hooks(model: nn.Module) -> None:
+    if _hooked(model):
+        kind = type(model).__name__
+        raise _error(f"the model of class {kind} has hooks, which its layers do not call: put them on layers")
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -268,7 +283,7 @@ def call_layer(layer: Layer, x: Any, named: Mapping[str, Any]) -> Any:
 
 def _call(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     try:
-        return layer.module(*args, **kwargs)
+        return layer.call(*args, **kwargs)
     except Exception as error:
         given = ", ".join([*(type(each).__name__ for each in args), *(f"{name}=..." for name in kwargs)])
         if isinstance(error, TypeError) and (reason := layer.forward_signature.mismatch(args, kwargs)):

@@ -222,6 +222,14 @@ class Pipeline:
     def _cuts(self, layers: Sequence[Layer], count: int, example: MicrobatchCall | None) -> list[range]:
         """Return the layers of each chunk: the result of rank 0, because measured times differ between ranks."""
         how = parse_partition(self.settings.partition)
+        if any(layer.adapter is not None for layer in layers):
+            if how == "time":
+                raise SettingsError(
+                    "parallel.partition = 'time': layers of a model that is cut at its blocks cannot be measured one "
+                    "by one; allowed are 'compute', 'parameters', numbers and names of layers",
+                    everywhere=True,
+                )
+            example = None
         # Counting loads torch's compiler, which takes seconds; without convolutions the weights suffice.
         convolves = any(isinstance(module, _ConvNd) for layer in layers for module in layer.module.modules())
         example_call = example if how == "time" or convolves else None

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import HpctrainError, UsageError
-from hpctrain.parallel.hooks import ModuleHook, StepHooks, subclass_with
+from hpctrain.parallel.compiled import ModuleHook
+from hpctrain.parallel.hooks import StepHooks, subclass_with
+from hpctrain.parallel.pipeline.blocks import ModelPart
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import Run, Tensors
 from hpctrain.parallel.strategy import SplitStrategy, SyncStrategy
@@ -122,7 +124,10 @@ class FirstStep:
         varies = _varying_inputs(pipeline.modules, kinds)
         split_before_chunk = split_before_chunks(pipeline.modules, kinds if self._sequence else {})
         pending = {
-            chunk for chunk in pipeline.chunks if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
+            chunk
+            for chunk in pipeline.chunks
+            if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
+            and not any(isinstance(module, ModelPart) for module in pipeline.modules[chunk])  # they run the split model
         }
 
         def after(chunk: int, inputs: Tensors, outputs: Tensors, run: Run) -> None:
@@ -174,7 +179,7 @@ def _varying_inputs(chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Mod
         found.append(varies)
         for layer in layers:
             if any(each in kinds for each in layer.modules()):
-                varies = kinds.get(layer) in ("column", "heads")
+                varies = kinds.get(layer) in ("column", "heads", "qkv", "gate_up")
     return [*found, varies]
 
 

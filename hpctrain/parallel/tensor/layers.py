@@ -107,6 +107,7 @@ class Parallel(nn.Module, ABC):
     """Module whose parameters in ``dims`` are each split along one dim; the others are whole on all ranks."""
 
     dims: dict[str, int]
+    parts = 1  # equal parts of the split dim, each of which is split; more if a layer computes several things
     torch_class: type[nn.Module]  # torch's own class
     comm: Communicator | None = None
 
@@ -145,8 +146,15 @@ class Parallel(nn.Module, ABC):
         if name not in cls.dims:
             return whole
         dim = cls.dims[name]
-        begin, end = functional.bounds(whole.shape[dim], comm.rank, comm.size)
-        return whole.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
+        pieces = [whole.narrow(dim, begin, end - begin) for begin, end in cls.spans(whole.shape[dim], comm)]
+        return pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    @classmethod
+    def spans(cls, length: int, comm: Communicator) -> list[tuple[int, int]]:
+        """Return begin and end of the parts of a dim that this rank holds, in order."""
+        part = length // cls.parts
+        begin, end = functional.bounds(part, comm.rank, comm.size)
+        return [(number * part + begin, number * part + end) for number in range(cls.parts)]
 
     @classmethod
     def check(cls, module: nn.Module, size: int, **options: Any) -> None:
@@ -190,7 +198,7 @@ def _article(kind: type) -> str:
 
 
 class _ParallelLinear(Parallel, nn.Linear):
-    torch_class = nn.Linear
+    torch_class: type[nn.Module] = nn.Linear
     overlaps = True  # whether one function overlaps communication and computation; else a backward pass can be split
     sequence = False  # whether activations outside split regions are split along the sequence
     region: RngRegion | None = None  # in which dropout draws per rank, if the model has dropout
@@ -204,9 +212,14 @@ class _ParallelLinear(Parallel, nn.Linear):
         bias: Tensor | None = self.bias
         kind = x.device.type
         if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, self.weight.dtype):
-            return x, self.weight, bias
+            return x, self.matrix, bias
         dtype = torch.get_autocast_dtype(kind)
-        return x.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype)
+        return x.to(dtype), self.matrix.to(dtype), None if bias is None else bias.to(dtype)
+
+    @property
+    def matrix(self) -> Tensor:
+        """Return the weight as torch's linear function takes it, ``[out_features, in_features]``."""
+        return self.weight
 
     def _whole_inputs(self, x: Tensor) -> Tensor:
         """Return whole sequences of whole features, whose gradients are summed over the ranks."""
@@ -234,7 +247,9 @@ class ColumnParallel(_ParallelLinear):
     @classmethod
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
         check = check_length if options.get("gathers") else _check_divides
-        check(module.out_features, size, "outputs")
+        if module.out_features % cls.parts:
+            raise UsageError(f"{module.out_features} outputs are not {cls.parts} equal parts", everywhere=True)
+        check(module.out_features // cls.parts, size, "outputs" if cls.parts == 1 else "outputs of each part")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in_features]`` to ``[..., out_features]``, or to this rank's slice of it."""
@@ -243,7 +258,7 @@ class ColumnParallel(_ParallelLinear):
             if result.grad_fn is not None:
                 result.grad_fn.layer = self  # type: ignore[attr-defined]  # for messages about the graph
         else:
-            result = F.linear(self._whole_inputs(x), self.weight, self.bias)
+            result = F.linear(self._whole_inputs(x), self.matrix, self.bias)
         if self.gathers:
             return functional.gather_from_tensor_model_parallel_region(result, self.out_features, self._comm)
         self._enter_region(x)
@@ -304,7 +319,7 @@ class RowParallel(_ParallelLinear):
             self.region.leave(x.device)
         if self.overlaps:
             return row_linear(*self._arguments(x), self._comm, self.sequence)
-        product = F.linear(x, self.weight)
+        product = F.linear(x, self.matrix)
         if self.sequence:
             result = functional.reduce_scatter_to_sequence_parallel_region(product, self._comm)
         else:

@@ -17,35 +17,27 @@ from hpctrain.parallel.meta_init import check_initialisable
 from hpctrain.parallel.model_agreement import check_same_model
 from hpctrain.parallel.rng import RngRegion, has_dropout, synchronize_generators
 from hpctrain.parallel.tensor.functional import degrees
+from hpctrain.parallel.tensor.fused import CONV1D_CLASSES, FusedGate, FusedQKV, is_conv1d
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
 from hpctrain.parallel.tensor.partial_gradients import PartialGradients, replicate
+from hpctrain.parallel.tensor.plan_source import COUNTS, WIDTHS, Plan, number_of
 from hpctrain.parallel.tensor.sequence import split_sequences
 from hpctrain.parallel.tensor.sharding import TensorSplit, slice_parameters, slice_positions
 from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
 
-KINDS = {
-    "column": "a linear layer, split by its outputs, which stay split",
-    "row": "a linear layer, split by its inputs; outputs are summed",
-    "heads": "column, by whole attention heads; of fewer key and value heads than ranks each rank computes one",
-    "embedding": "an embedding, split by its rows",
-    "vocabulary": "a linear layer, split by its outputs, which are gathered where no split loss takes them",
-    "scatter": "with sequence parallelism: sequences are split after this module",
-    "gather": "with sequence parallelism: sequences are whole again from this module on",
-    "replicated": "whole on all ranks, applied to split features; gradients are summed over the ranks",
-    "whole": "left as it is",
-}
 _CLASSES: dict[str, type[Parallel]] = {
     "column": ColumnParallel,
     "row": RowParallel,
     "heads": ColumnParallel,
     "embedding": ParallelEmbedding,
     "vocabulary": ColumnParallel,
+    "qkv": FusedQKV,
+    "gate_up": FusedGate,
 }
-# Attribute names in attention modules: heads, key and value heads, width of a head, query heads per key head.
-_COUNTS = ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads")
+# Attribute names in attention modules: key and value heads, query heads per key head, outputs of queries alone.
 _SHARED_COUNTS = ("num_kv_heads", "n_kv_heads", "kv_heads", "n_kv_head", "num_key_value_heads")
-_WIDTHS = ("head_width", "head_dim", "head_size", "d_head")
 _REPEATS = ("num_key_value_groups", "n_rep")
+_PART_WIDTHS = ("split_size",)
 
 
 @dataclass
@@ -67,6 +59,8 @@ class PlanEntry:
     @property
     def parallel_class(self) -> type[Parallel]:
         """Return the class that the module gets."""
+        if is_conv1d(self.module) and self.kind in CONV1D_CLASSES:
+            return CONV1D_CLASSES[self.kind]
         return SharedHeads if self.shares_heads else _CLASSES[self.kind]
 
     def check(self, size: int, entries: Sequence[PlanEntry] = ()) -> None:
@@ -80,6 +74,8 @@ class PlanEntry:
                 raise UsageError("nn.MultiheadAttention takes its weight and never calls it: split layers of your own")
             if self.module._parameters.get("weight") is None:
                 raise UsageError("its weight is computed (a parametrization), not a parameter")
+            if self.kind == "qkv":
+                self._check_qkv(size)
             if self.kind == "heads":
                 self._check_heads(size, [each for each in entries if each.parent is self.parent and each is not self])
             self.parallel_class.check(self.module, size, **self.options)
@@ -88,7 +84,7 @@ class PlanEntry:
 
     def _check_heads(self, size: int, entries: Sequence[PlanEntry]) -> None:
         ColumnParallel.check(self.module, 1)
-        counts = {name: count for name in _COUNTS if (count := self._of_parent((name,))) is not None}
+        counts = {name: count for name in COUNTS if (count := self._of_parent((name,))) is not None}
         kv_counts = {name: count for name in _SHARED_COUNTS if (count := self._of_parent((name,))) is not None}
         own = self.count_heads()
         others = [each for each in entries if each.kind == "heads" and isinstance(each.module, nn.Linear)]
@@ -112,17 +108,37 @@ class PlanEntry:
         elif any(count == own for count in kv_counts.values()):  # as many key heads as query heads
             self.counters |= {name: count // size for name, count in kv_counts.items()}
 
+    def _check_qkv(self, size: int) -> None:
+        self.parallel_class.check(self.module, 1)
+        outputs = int(getattr(self.module, "out_features", 0) or getattr(self.module, "nf", 0))
+        width, counted = self._of_parent(WIDTHS), self._of_parent(COUNTS)
+        heads = counted or (outputs // 3 // width if width else None)
+        if heads is None or outputs % (3 * heads) or width is not None and outputs != 3 * heads * width:
+            raise UsageError(
+                f"{outputs} outputs are not queries, keys and values of {heads or 'an unknown number of'} heads each; "
+                f"the parent must have the number of heads as {_alternatives(COUNTS)}; use three layers of kind heads "
+                "for fewer key and value heads"
+            )
+        if heads % size:
+            raise UsageError(
+                f"{heads} heads cannot be split over {size} tensor ranks: tensor degrees that divide them are "
+                f"{degrees(heads)}"
+            )
+        counts = {name: count for name in COUNTS if (count := self._of_parent((name,))) is not None}
+        counts |= {name: outputs // 3 for name in _PART_WIDTHS if self._of_parent((name,)) == outputs // 3}
+        self.counters = {name: count // size for name, count in counts.items()}
+
     def count_heads(self) -> int:
         """Return the number of heads of the outputs: from the parent's count, or from its width of a head."""
-        width, counted = self._of_parent(_WIDTHS), self._of_parent(_COUNTS)
+        width, counted = self._of_parent(WIDTHS), self._of_parent(COUNTS) or self._of_config("num_attention_heads")
         if width is None and counted is None:
             raise UsageError(
-                f"how many heads there are must stand in its parent: as {_alternatives(_COUNTS)}, or the width of one "
-                f"as {_alternatives(_WIDTHS)}"
+                f"how many heads there are must stand in its parent: as {_alternatives(COUNTS)}, or the width of one "
+                f"as {_alternatives(WIDTHS)}"
             )
         module = cast(nn.Linear, self.module)
         inputs, outputs = module.in_features, module.out_features
-        kv_counts = self._of_parent(_SHARED_COUNTS)
+        kv_counts = self._of_parent(_SHARED_COUNTS) or self._of_config("num_key_value_heads")
         if kv_counts is not None and counted is not None and kv_counts < counted:
             # Queries or, with fewer heads of the same width, keys or values.
             width = width or (inputs // counted if inputs % counted == 0 else None)
@@ -146,11 +162,10 @@ class PlanEntry:
             return 0  # its own check reports the reason
 
     def _of_parent(self, names: tuple[str, ...]) -> int | None:
-        for name in names:
-            value = getattr(self.parent, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-        return None
+        return number_of(self.parent, names)
+
+    def _of_config(self, name: str) -> int | None:
+        return number_of(getattr(self.parent, "config", None), (name,))  # as models of Hugging Face have it
 
 
 def described(name: str, module: nn.Module, entry: PlanEntry | None) -> str:
@@ -163,37 +178,10 @@ def _alternatives(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + f" or {names[-1]}"
 
 
-# Parsing and validation -----------------------------------------------------------------------------------------------
+# Splitting of a model -------------------------------------------------------------------------------------------------
 
 
-Plan = Mapping[str, str]
 _UNSPLIT = ("scatter", "gather", "replicated", "whole")
-
-
-def parse(lines: Sequence[str]) -> dict[str, str]:
-    """Return the plan of lines such as ``["*.fc=column", ...]``. Raises ``UsageError`` if a line is not valid."""
-    plan: dict[str, str] = {}
-    for line in lines:
-        pattern, equals, kind = (word.strip() for word in line.partition("="))
-        if not (pattern and equals and kind):
-            raise UsageError(f"tensor plan {line!r}: allowed are pattern=kind, as in '*.fc=column'", everywhere=True)
-        if kind not in KINDS:
-            raise UsageError(f"tensor plan {pattern}={kind}: allowed kinds are {', '.join(KINDS)}", everywhere=True)
-        plan.pop(pattern, None)  # the last entry of a pattern wins
-        plan[pattern] = kind
-    return plan
-
-
-def plan_of(model: nn.Module, lines: Sequence[str] = ()) -> dict[str, str]:
-    """Return the model's own plan (attribute ``tensor_plan``), then the settings' lines, which take precedence."""
-    own = getattr(model, "tensor_plan", None)
-    if own is None and not lines:
-        raise UsageError(
-            f"a model of class {type(model).__name__} has no plan of how to split it over tensor ranks: say so by "
-            "patterns, as in '*.fc=column', or in its attribute tensor_plan",
-            everywhere=True,
-        )
-    return parse([*(f"{pattern}={kind}" for pattern, kind in (own or {}).items()), *lines])
 
 
 def apply(
@@ -228,12 +216,12 @@ def apply(
     # Dropout, and modules that are still to be initialised, must draw alike on all ranks.
     synchronize_generators(comm, *dict.fromkeys((torch.device("cpu"), device)))
     region = RngRegion(comm.rank) if has_dropout(model) else None
-    positions = slice_positions(model, comm, cuts)
+    positions = slice_positions(model, comm, {entry.module: entry.parallel_class for entry in entries})
     slice_parameters(model, comm, {one.module: partial(one.parallel_class.slice_of, comm) for one in entries}, device)
     split: dict[str, Parallel] = {}
     for entry in entries:
         options: dict[str, Any] = {} if entry.kind == "embedding" else {"sequence": sequence}
-        if entry.kind in ("column", "heads", "row"):
+        if entry.kind in ("column", "heads", "row", "qkv", "gate_up"):
             options["region"] = region
         split[entry.name] = entry.parallel_class.adopt(entry.module, comm, **entry.options, **options)
         for name, count in entry.counters.items():

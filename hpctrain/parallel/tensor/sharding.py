@@ -13,34 +13,56 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.meta_init import materialise
-from hpctrain.parallel.tensor.functional import bounds
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
 from hpctrain.parallel.tensor.partial_gradients import PartialGradients
 from hpctrain.parallel.tensor.vocabulary import IGNORED, cross_entropy
-from hpctrain.shard import Shard, Split
+from hpctrain.shard import Shard, Split, WholeStates
 
 
 @dataclass(frozen=True)
 class SlicePosition:
-    """Shape of a whole tensor, and the offset of this rank's slice in it."""
+    """Shape of a whole tensor, and the parts of one of its dims that this rank holds, one after the other."""
 
     shape: tuple[int, ...]
-    start: tuple[int, ...]
+    dim: int
+    spans: tuple[tuple[int, int], ...]  # begin and end of each part
+
+    def whole_shards(self, shard: Shard) -> Iterator[Shard]:
+        """Yield the boxes of the whole tensor that a box of this rank's slice consists of."""
+        dim, begin_of_shard, offset = self.dim, shard.start[self.dim], 0
+        for begin, end in self.spans:
+            first = max(begin_of_shard, offset)
+            count = min(begin_of_shard + shard.extent[dim], offset + end - begin) - first
+            if count > 0 or len(self.spans) == 1:
+                yield replace(
+                    shard,
+                    shape=self.shape,
+                    start=_with(shard.start, dim, begin + first - offset),
+                    extent=_with(shard.extent, dim, count),
+                    tensor=(
+                        shard.tensor.narrow(dim, first - begin_of_shard, count) if len(self.spans) > 1 else shard.tensor
+                    ),
+                )
+            offset += end - begin
+
+
+def _with(lengths: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*lengths[:dim], value, *lengths[dim + 1 :])
 
 
 def slice_positions(
-    model: nn.Module, comm: Communicator, cuts: Mapping[nn.Module, Mapping[str, int]]
+    model: nn.Module, comm: Communicator, cuts: Mapping[nn.Module, type[Parallel]]
 ) -> dict[str, SlicePosition]:
-    """Return the positions of this rank's slices by names of ``state_dict``; ``cuts`` are the dims of parameters."""
+    """Return the positions of this rank's slices by names of ``state_dict``; ``cuts`` are the classes of modules."""
     positions = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for attribute, dim in cuts.get(module, {}).items():
+        if module not in cuts:
+            continue
+        for attribute, dim in cuts[module].dims.items():
             parameter = module._parameters.get(attribute)
             if parameter is not None:
-                shape = tuple(parameter.shape)
-                begin, _ = bounds(shape[dim], comm.rank, comm.size)
-                start = tuple(begin if axis == dim else 0 for axis in range(len(shape)))
-                positions[f"{path}.{attribute}"] = SlicePosition(shape, start)
+                spans = tuple(cuts[module].spans(parameter.shape[dim], comm))
+                positions[f"{path}.{attribute}"] = SlicePosition(tuple(parameter.shape), dim, spans)
     return positions
 
 
@@ -91,10 +113,10 @@ class TensorSplit:
         position = self.positions.get(name)
         if position is None:
             return shards
-        return [
-            replace(each, shape=position.shape, start=tuple(map(sum, zip(position.start, each.start))))
-            for each in shards
-        ]
+        return [whole for each in shards for whole in position.whole_shards(each)]
+
+    def holds_state(self, optimizer: torch.optim.Optimizer, name: str) -> bool | None:
+        return self.inner.holds_state(optimizer, name) if isinstance(self.inner, WholeStates) else None
 
     def compose(self, inner: Split | None) -> Split:
         """Return the split of tensors whose local slice is itself split by ``inner``."""

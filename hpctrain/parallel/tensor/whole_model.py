@@ -33,6 +33,7 @@ from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
 from hpctrain.parallel.tensor.plan import PlanEntry, described
 from hpctrain.parallel.tensor.sharding import TensorSplit
+from hpctrain.shard import Shard
 
 MAX_MEMORY_FRACTION = 0.25  # fraction of the free memory that the whole model may take
 # Largest difference of outputs, relative to their norm, that rounding explains.
@@ -210,7 +211,10 @@ class WholeModel:
         if position is None:
             return local.clone() if comm.rank == 0 else local
         whole = local.new_zeros(position.shape)
-        whole[tuple(slice(start, start + extent) for start, extent in zip(position.start, local.shape))] = local
+        for shard in position.whole_shards(Shard.whole(name, local)):
+            whole[tuple(slice(start, start + extent) for start, extent in zip(shard.start, shard.extent))] = (
+                shard.tensor
+            )
         comm.reduce(whole, "sum", 0)
         return whole
 
@@ -261,7 +265,7 @@ class WholeModel:
         """Return how outputs differ, and after which module; empty if they do not."""
         for result, reference in zip(results, expected):
             shape = tuple(result.shape)
-            if self._split.has_head and shape[:-1] == reference.shape[:-1]:
+            if self._split.has_head and shape and shape[:-1] == reference.shape[:-1]:
                 reference = reference[..., : shape[-1]]  # the logits of rank 0
             if shape != reference.shape:
                 return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -53,6 +54,7 @@ def test_diff_of_equal_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "2 equal, 0 different" in out and out.endswith("no difference\n")
     assert "provenance (not compared)" in out
+    assert re.search(r"^fingerprint  [0-9a-f]{16}, the same$", out, re.MULTILINE)
     assert ["host", "A", "'n1'", "B", "'n2'"] in [line.split() for line in out.splitlines()]
 
 
@@ -67,6 +69,8 @@ def test_diff_of_different_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "1 equal, 1 different" in out and rows[-1] == ["different"] and "\x1b" not in out
     assert call("checkpoint", "diff", one, two, "--json") == 1
     found = json.loads(capsys.readouterr().out)
+    first, second = found["fingerprints"]
+    assert first != second and f"fingerprint  A {first}  B {second}\n" in out
     assert found["same"] is False and found["tensors"][0]["maximum"] == 0.5 and found["equal"] == 1
     assert found["settings"] == [{"place": "config", "name": "train.steps", "first": "3", "second": "9"}]
 

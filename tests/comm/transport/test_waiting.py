@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
-from hpctrain.comm.transport.waiting import Activity, timeout_seconds
-from hpctrain.errors import SettingsError
+from hpctrain.comm.transport.waiting import Activity, limits, timeout_seconds, until
+from hpctrain.errors import DeadlineError, SettingsError
 
 
 class FakeClock:
@@ -90,3 +93,78 @@ def test_an_invalid_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, text: st
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", text)
     with pytest.raises(SettingsError, match=f"HPCTRAIN_TIMEOUT='{text}' is not a number of seconds above 0"):
         timeout_seconds()
+
+
+def test_waits_of_several_threads_leave_no_operation_behind() -> None:
+    waiting = Activity()
+    recorded = waiting.around("recorded", lambda: None)
+    stop = threading.Event()
+
+    def work(name: str) -> None:
+        while not stop.is_set():
+            with waiting(name):
+                with waiting("nested"):
+                    recorded()
+            recorded()
+
+    threads = [threading.Thread(target=work, args=(f"thread {number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while waiting.count < 20_000:
+        time.sleep(0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert waiting.operation == ""
+    before = waiting.count
+    with waiting("send"):
+        assert waiting.operation == "send"
+    assert (waiting.operation, waiting.count) == ("", before + 1)
+
+
+def test_the_wait_of_the_first_thread_is_recorded(clock: FakeClock) -> None:
+    waiting = Activity(clock)
+    waiting.begin("first")
+
+    def second() -> None:
+        with waiting("second"):
+            assert waiting.operation == "first"
+        assert waiting.operation == "first"
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    thread.join()
+    assert (waiting.operation, waiting.count) == ("first", 1)
+    waiting.end()
+    assert waiting.operation == ""
+
+
+def test_a_limit_ends_waits_of_its_thread() -> None:
+    assert not limits.exist
+    with limits.within(0.02, "an operation"):
+        assert limits.exist and limits.left <= 0.02
+        with pytest.raises(DeadlineError, match="^late: rank 1$"):
+            until(lambda: False, "barrier", lambda: "late: rank 1")
+        with pytest.raises(DeadlineError, match=r"an operation has not .* timeout of 0\.02 s: rank 2 is late"):
+            limits.check("rank 2 is late")
+        with limits.within(60, "another one"):
+            limits.check()
+            assert limits.left > 50
+        with pytest.raises(DeadlineError):
+            limits.check()
+        others: list[bool] = []
+        thread = threading.Thread(target=lambda: others.append(limits.exist))
+        thread.start()
+        thread.join()
+        assert others == [False]
+    assert not limits.exist
+    limits.check()
+
+
+def test_a_cancelled_operation_ends_at_once() -> None:
+    reasons: list[str] = []
+    with limits.within(60, "an operation", lambda: "".join(reasons)):
+        limits.check()
+        reasons.append("it was aborted")
+        with pytest.raises(DeadlineError, match="^an operation: it was aborted$"):
+            until(lambda: False, "barrier", lambda: "late")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.hooks import ELEMENTWISE, check_elementwise
+from hpctrain.parallel.hooks import ELEMENTWISE, updates_whole
 
 SHAPE, STEPS = (6, 35), 6
 CUTS = [1, 53, 140]  # offsets within 210 elements, not at ends of rows
@@ -100,21 +100,42 @@ def test_all_of_torchs_optimizers_are_tried() -> None:
 @pytest.mark.parametrize("kind", ELEMENTWISE, ids=name_of)
 def test_known_optimizers_are_accepted_before_and_after_use(kind: Any) -> None:
     optimizer = kind([nn.Parameter(torch.zeros(1))])
-    check_elementwise(optimizer)
+    assert not updates_whole(optimizer)
     optimizer.step()
-    check_elementwise(optimizer)
+    assert not updates_whole(optimizer)
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the instance's step
-    check_elementwise(optimizer)
+    assert not updates_whole(optimizer)
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=name_of)
-def test_other_optimizers_are_refused_by_name(kind: Any) -> None:
+def test_other_optimizers_get_whole_parameters_or_are_refused_by_name(kind: Any) -> None:
     optimizer = kind([nn.Parameter(torch.zeros(2, 2))])
-    with pytest.raises(UsageError, match=f"^optimizer {kind.__name__} cannot be used.*ASGD, .*, SGD.*'{kind.__name__}' "
-                       "to parallel.elementwise$") as error:
-        check_elementwise(optimizer)
-    assert error.value.everywhere
-    check_elementwise(optimizer, ["Other", kind.__name__])
+    message = (
+        f"^optimizer {kind.__name__} cannot be used .*: its? .*; allowed are ASGD, .*, Muon; use parallel.data = 'ddp'"
+    )
+    for trusted in ((), ("Other", kind.__name__)):  # no declaration makes it right
+        if kind.__name__ in ("Adafactor", "Muon"):
+            assert updates_whole(optimizer, trusted)
+            continue
+        with pytest.raises(UsageError, match=message) as error:
+            updates_whole(optimizer, trusted, trusted)
+        assert error.value.everywhere and "parallel.elementwise" not in str(error.value)
+
+
+def test_unknown_optimizers_are_refused_by_name() -> None:
+    class Shampoo(torch.optim.Optimizer):
+        """Optimizer that is not torch's."""
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            """Do nothing."""
+
+    optimizer = Shampoo([nn.Parameter(torch.zeros(2, 2))], {})
+    with pytest.raises(
+        UsageError, match="^optimizer Shampoo .* add 'Shampoo' to parallel.elementwise if .* or to para"
+    ):
+        updates_whole(optimizer)
+    assert not updates_whole(optimizer, ["Other", "Shampoo"])
+    assert updates_whole(optimizer, [], ["Shampoo"])
 
 
 def test_subclasses_are_accepted_if_they_inherit_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +153,10 @@ def test_subclasses_are_accepted_if_they_inherit_step(monkeypatch: pytest.Monkey
         """Optimizer that inherits the step above."""
 
     for _ in range(2):
-        check_elementwise(Renamed([nn.Parameter(torch.zeros(1))]))
+        updates_whole(Renamed([nn.Parameter(torch.zeros(1))]))
         for kind in (Own, Below):
             with pytest.raises(UsageError, match=f"^optimizer {kind.__name__} "):
-                check_elementwise(kind([nn.Parameter(torch.zeros(1))]))
-        check_elementwise(Own([nn.Parameter(torch.zeros(1))]), ["Own"])
+                updates_whole(kind([nn.Parameter(torch.zeros(1))]))
+        updates_whole(Own([nn.Parameter(torch.zeros(1))]), ["Own"])
     with pytest.raises(UsageError, match="^optimizer Below "):
-        check_elementwise(Below([nn.Parameter(torch.zeros(1))]), ["Own"])
+        updates_whole(Below([nn.Parameter(torch.zeros(1))]), ["Own"])

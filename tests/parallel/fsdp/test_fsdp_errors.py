@@ -135,15 +135,15 @@ def test_an_optimizer_of_another_model_is_refused(job: Job, shared_tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp_alone"])
-def test_an_optimizer_that_needs_whole_tensors_is_refused_without_changes(comm: Any, name: str) -> None:
+def test_an_optimizer_that_needs_all_parameters_is_refused_without_changes(comm: Any, name: str) -> None:
     with communicator(comm, VARIANTS[name]) as own:
         model = make_mlp()
         strategy = shard(model, own, VARIANTS[name])
-        optimizer = torch.optim.Adafactor(model.parameters())
+        optimizer = torch.optim.LBFGS(model.parameters())
         before = whole_weights(model, strategy)
         backward(model, part(own, own.rank))
-        message = refused(own, optimizer.step)
-        assert message.startswith("optimizer Adafactor cannot be used where parameters are split over ranks")
+        message = refused(own, lambda: optimizer.step(lambda: 0.0))
+        assert message.startswith("optimizer LBFGS cannot be used where parameters are split over ranks")
         assert refused(own, lambda: strategy.check_optimizer(optimizer)) == message
         after = whole_weights(model, strategy)
         assert not optimizer.state and all(torch.equal(before[name], after[name]) for name in before)
@@ -172,4 +172,4 @@ def test_optimizers_that_the_user_declares_elementwise_are_accepted(comm: Any) -
             if trusted:
                 Sign(model.parameters()).step()
             else:
-                assert "add 'Sign' to parallel.elementwise" in refused(own, Sign(model.parameters()).step)
+                assert "add 'Sign' to parallel.elementwise if" in refused(own, Sign(model.parameters()).step)

@@ -228,6 +228,16 @@ def test_support_for_slices_is_known_from_the_second_update_on() -> None:
         assert {pair.one_pass.slices(parameter) for parameter in pair.ours} == {sliced}
 
 
+def test_optimizers_are_recognized_after_torch_compile() -> None:
+    torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+    wrapped = getattr(torch.optim.AdamW, "_init_group")
+    assert hasattr(wrapped, "__wrapped__")  # torch.compile wraps it in every optimizer
+    for name in ("adamw fused", "sgd momentum"):
+        pair = Pair(OPTIMIZERS[name])
+        pair.step()
+        assert all(pair.one_pass.slices(parameter) for parameter in pair.ours)
+
+
 def test_memory_of_a_forgotten_parameter_is_freed() -> None:
     pair = Pair(OPTIMIZERS["adamw fused"])
     pair.step()

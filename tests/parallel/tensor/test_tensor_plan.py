@@ -28,7 +28,8 @@ from hpctrain.models.build import MultiLayerPerceptron
 from hpctrain.models.gpt import GPT
 from hpctrain.parallel.meta_init import materialise
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
-from hpctrain.parallel.tensor.plan import KINDS, apply, choose, parse, plan_of
+from hpctrain.parallel.tensor.plan import apply, choose
+from hpctrain.parallel.tensor.plan_source import KINDS, parse, plan_of
 from hpctrain.parallel.tensor.vocabulary import ParallelEmbedding
 
 TWO = pytest.mark.ranks(2)
