@@ -130,6 +130,12 @@ train: env ## pack CORPUS and train a small GPT on NP ranks, or resume
 	$(BIN)/hpctrain data pack $(CORPUS) -o $(RUN).h5
 	$(MPIEXEC) -n $(NP) $(BIN)/hpctrain train jobs/gpt-tiny.toml --set run.folder=$(RUN) --set data.files=$(RUN).h5
 
+reproduce: env ## train the sample on 1, 2, 3 and 4 ranks, and compare every bit
+	@mkdir -p runs
+	$(BIN)/hpctrain data pack $(CORPUS) -o runs/reproduce.h5
+	@MPIEXEC='$(MPIEXEC)' $(BIN)/python jobs/reproduce.py $(BIN)/hpctrain train jobs/gpt-tiny.toml \
+	    --set data.files=runs/reproduce.h5
+
 digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/digits.toml
 	@$(BIN)/python -c 'import sklearn' 2>/dev/null || $(BIN)/pip install --quiet --editable '.[digits]'
 	@$(BIN)/python jobs/digits.py runs/digits.h5

@@ -78,9 +78,11 @@ class Batch:
         return Batch(inputs, self.targets.to(device, non_blocking=non_blocking), self.weight, self.samples)
 
 
-def take(dataset: Dataset, indices: Indices, rank: int, size: int) -> Batch:
-    """Return a rank's contiguous share of a global batch; shares differ by at most one sample."""
-    begin, end = _bounds(len(indices), rank, size)
+def take(dataset: Dataset, indices: Indices, rank: int, size: int, microbatch: int = 1) -> Batch:
+    """Return a rank's contiguous share of a global batch; shares differ by at most one microbatch."""
+    total = len(indices)
+    first, last = _bounds(-(-total // microbatch), rank, size)
+    begin, end = min(first * microbatch, total), min(last * microbatch, total)
     inputs, targets = dataset.batch(indices[begin:end])
     return Batch(inputs, targets, (end - begin) * size / len(indices), end - begin)
 
@@ -115,9 +117,15 @@ class Loader:
         microbatches: int = 1,
         epochs: int | None = None,
         drop_last: bool = True,
+        microbatch: int = 0,
     ) -> None:
-        """Check that ``batch`` samples can be divided evenly over ``size`` ranks x ``microbatches``."""
-        check_batch(batch, size, microbatches)
+        """Check that ``batch`` samples can be divided evenly over ``size`` ranks x ``microbatches``.
+
+        With ``microbatch``, shares are whole microbatches of this many samples, and may differ by
+        one.
+        """
+        if not microbatch:
+            check_batch(batch, size, microbatches)
         if not 0 <= rank < size:
             raise SettingsError(f"rank {rank} of {size}: ranks are numbered 0 to {size - 1}")
         if position < 0 or (epochs is not None and epochs < 1):
@@ -126,6 +134,7 @@ class Loader:
             raise DataError(f"{len(dataset)} samples do not fill a batch of {batch}: take a smaller one or more data")
         self.dataset, self.batch, self.rank, self.size = dataset, batch, rank, size
         self.microbatches, self.epochs, self.drop_last = microbatches, epochs, drop_last
+        self.microbatch = microbatch or 1
         self.position = position
         self._order = SampleOrder(len(dataset), seed)
 
@@ -141,7 +150,7 @@ class Loader:
         """Return this rank's share of the next global batch and advance the position."""
         count = self._advance()
         indices = self._order.indices(self.position, count)
-        shared = take(self.dataset, indices, self.rank, self.size)
+        shared = take(self.dataset, indices, self.rank, self.size, self.microbatch)
         self.position += count
         return shared
 
@@ -190,13 +199,13 @@ def check_batch(batch: int, size: int, microbatches: int = 1) -> None:
 
 
 def evaluation_batches(
-    dataset: Dataset, *, batch: int, rank: int = 0, size: int = 1, limit: int | None = None
+    dataset: Dataset, *, batch: int, rank: int = 0, size: int = 1, limit: int | None = None, microbatch: int = 1
 ) -> Iterator[Batch]:
     """Yield a rank's shares of at most ``limit`` samples, with ``batch`` samples at a time over all ranks.
 
     With a limit, the samples are always the same ones, spread evenly over the split: its beginning
     alone would be the documents whose names sort first. Every rank gets the same number of batches,
-    so that a forward pass may communicate. Shares differ by at most one sample and may be empty. To
+    so that a forward pass may communicate. Shares differ by at most one ``microbatch`` and may be empty. To
     compute the mean loss of the split, add up ``mean loss x samples`` and ``samples`` over batches
     with samples, then over ranks, and divide.
     """
@@ -206,4 +215,4 @@ def evaluation_batches(
     count = total if limit is None else min(limit, total)
     chosen = np.arange(count, dtype=np.int64) * total // count
     for start in range(0, count, batch):
-        yield take(dataset, chosen[start : start + batch], rank, size)
+        yield take(dataset, chosen[start : start + batch], rank, size, microbatch)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,7 @@ class RandomStreams:
     def __init__(self, seed: int = 0, coordinates: tuple[int, ...] = (0, 0)) -> None:
         self.seed, self.coordinates = seed, coordinates
         self._inner = np.random.MT19937(0)
+        self._iteration, self._passes = 0, 0  # backward passes over a batch since enter_step
         self._saved: _OuterStream | None = None  # state of the outer stream while an inner one is in use
 
     @property
@@ -66,8 +67,25 @@ class RandomStreams:
     def enter_step(self, iteration: int) -> None:
         """Save the outer stream and seed the generators for an iteration, counted over the whole run."""
         self._save()
+        self._iteration, self._passes = iteration, 0
         random.seed(mix_seed(self.seed, iteration))
         self._seed(mix_seed(self.seed, iteration, *self.coordinates))
+
+    @contextmanager
+    def microbatches(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that seeds the generators for a microbatch of this iteration, given by its index.
+
+        After the ``with`` block, the draws of the iteration do not depend on the microbatches.
+        """
+        key = (self.seed, self._iteration, self._passes)
+        self._passes += 1
+
+        def seed(index: int) -> None:
+            random.seed(mix_seed(*key, index))
+            self._seed(mix_seed(*key, index, 0))
+
+        yield seed
+        seed(-1)
 
     def leave_step(self) -> None:
         """Restore the outer stream; no effect outside of a step."""

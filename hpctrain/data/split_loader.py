@@ -122,9 +122,11 @@ class BatchShare:
         return slice(first, max(self.end, first + 1))
 
 
-def share_of(total: int, rank: int, parts: int, checksum: int = 0) -> BatchShare:
-    """Return the contiguous share of a rank in a batch."""
-    return BatchShare(total, total * rank // parts, total * (rank + 1) // parts, parts, checksum)
+def share_of(total: int, rank: int, parts: int, checksum: int = 0, microbatch: int = 1) -> BatchShare:
+    """Return the contiguous share of a rank in a batch: whole microbatches; the last of the batch may be smaller."""
+    count = -(-total // microbatch)
+    begin, end = (min(count * each // parts * microbatch, total) for each in (rank, rank + 1))
+    return BatchShare(total, begin, end, parts, checksum)
 
 
 class SeededIndices(list[Any]):
@@ -155,8 +157,11 @@ class SharedBatches:
     are divided.
     """
 
-    def __init__(self, batches: Any, rank: int, parts: int, streams: RandomStreams, stream: int = 0) -> None:
+    def __init__(
+        self, batches: Any, rank: int, parts: int, streams: RandomStreams, stream: int = 0, microbatch: int = 1
+    ) -> None:
         self.batches, self.rank, self.parts, self.streams, self.stream = batches, rank, parts, streams, stream
+        self.microbatch = microbatch
         self.epoch = 0
         self.skip = 0  # batches to skip at the beginning of the next epoch
         self.drawn: deque[BatchShare] = deque()  # shares that were drawn and are not yet returned by the loader
@@ -186,7 +191,7 @@ class SharedBatches:
             indices = batch if isinstance(batch, (list, tuple, np.ndarray)) else list(batch)
             if not len(indices):
                 raise UsageError("the batch sampler returned an empty batch; omit such batches")
-            share = share_of(len(indices), self.rank, self.parts, checksum_of(indices))
+            share = share_of(len(indices), self.rank, self.parts, checksum_of(indices), self.microbatch)
             self.drawn.append(share)
             seed = mix_seed(self.streams.seed, self.epoch, number, self.stream) + share.loaded.start
             yield SeededIndices(list(indices[share.loaded]), seed)
@@ -196,23 +201,23 @@ class SharedBatches:
 class ShareOfSamples:
     """A ``collate_fn`` that selects a rank's share of the samples of a batch and passes it to another one."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], rank: int, parts: int) -> None:
-        self.collate, self.rank, self.parts = collate, rank, parts
+    def __init__(self, collate: Callable[[list[Any]], Any], rank: int, parts: int, microbatch: int = 1) -> None:
+        self.collate, self.rank, self.parts, self.microbatch = collate, rank, parts, microbatch
         self.drawn: deque[BatchShare] = deque()
 
     def __call__(self, samples: list[Any]) -> Any:
-        share = share_of(len(samples), self.rank, self.parts)
+        share = share_of(len(samples), self.rank, self.parts, microbatch=self.microbatch)
         self.drawn.append(share)
         return self.collate(samples[share.loaded])
 
 
 def split_loader(
-    loader: DataLoader[Any], rank: int, parts: int, streams: RandomStreams, stream: int = 0
+    loader: DataLoader[Any], rank: int, parts: int, streams: RandomStreams, stream: int = 0, microbatch: int = 1
 ) -> DataLoader[Any]:
     """Return a copy of a DataLoader that gives each rank its share of every batch.
 
-    With one part it is a copy that resumes by its indices alone. Raises ``UsageError`` for loaders
-    whose batches cannot be divided.
+    Shares are whole microbatches. With one part it is a copy that resumes by its indices alone.
+    Raises ``UsageError`` for loaders whose batches cannot be divided.
     """
     if loader.batch_sampler is None:
         raise UsageError(
@@ -233,9 +238,9 @@ def split_loader(
                 "and split=False in job.run",
                 everywhere=True,
             )
-        inside["collate_fn"] = ShareOfSamples(loader.collate_fn, rank, parts)
+        inside["collate_fn"] = ShareOfSamples(loader.collate_fn, rank, parts, microbatch)
     else:
-        inside["batch_sampler"] = SharedBatches(loader.batch_sampler, rank, parts, streams, stream)
+        inside["batch_sampler"] = SharedBatches(loader.batch_sampler, rank, parts, streams, stream, microbatch)
     return split_copy
 
 

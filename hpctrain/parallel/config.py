@@ -85,6 +85,10 @@ class ParallelSettings:
     # addition to Adafactor and Muon of torch. Under zero1, zero2 and fsdp, one rank updates each
     # parameter.
     whole_parameters: tuple[str, ...] = ()
+    # Results that do not depend on the number of ranks and nodes, nor on the strategy (ddp, zero1,
+    # zero2, fsdp): every batch is computed in microbatches of a fixed size (train.microbatch), whose
+    # gradients are added in a fixed order (docs/reproducible.md).
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel")
@@ -93,6 +97,8 @@ class ParallelSettings:
         check_most(self, "parallel", bucket_mib=2**24, prefetch=2**20, microbatches=2**20, chunks=2**10)
         check_most(self, "parallel", pipe=2**20, tensor=2**20)
         self._check_mesh()
+        if self.reproducible:
+            self._check_reproducible()
         for name, default in {"shard_within": "world", "mixed_precision": "none"}.items():
             if getattr(self, name) != default and self.data not in SHARDED:
                 raise SettingsError(
@@ -125,6 +131,24 @@ class ParallelSettings:
             )
         if self.pipe > 1 and self.sync_batchnorm:
             raise SettingsError("setting parallel.sync_batchnorm: is not for parallel.pipe above 1")
+
+    def _check_reproducible(self) -> None:
+        """Raise ``SettingsError`` for a setting whose results depend on the number of ranks."""
+        refused = {
+            "data": (self.data in ("ddp", *SHARDED), "updates depend on the order in which ranks make them"),
+            "pipe": (self.pipe == 1, "stages split batches into microbatches of their own"),
+            "tensor": (self.tensor == 1, "partial products are added over the ranks that split a matrix"),
+            "compression": (self.compression == "none", "the sums of the ranks would be rounded, not the gradients"),
+            "sync_batchnorm": (not self.sync_batchnorm, "its statistics are those of all microbatches together"),
+            "shard_within": (self.shard_within == "world", "the sums of the nodes would be added"),
+        }
+        for name, (allowed, reason) in refused.items():
+            if not allowed:
+                raise SettingsError(
+                    f"setting parallel.reproducible = true with parallel.{name} = {getattr(self, name)!r}: {reason}; "
+                    "allowed are ddp, zero1, zero2 and fsdp without pipelines, tensor parallelism, compression, "
+                    "synchronised batch norm and shard_within; remove one of the two settings"
+                )
 
     @property
     def splits_model(self) -> bool:

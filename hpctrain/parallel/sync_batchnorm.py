@@ -241,7 +241,7 @@ def synchronise(model: nn.Module, comm: Communicator, settings: ParallelSettings
     batch.
     """
     wanted = settings.sync_batchnorm
-    if wanted is False:
+    if wanted is False or settings.reproducible:
         return
     if wanted:
         if convert(model, comm) is not model:

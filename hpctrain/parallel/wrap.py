@@ -68,11 +68,7 @@ def _attach(
     asynchronous: AsynchronousSettings = AsynchronousSettings(),
 ) -> Strategy:
     if settings.recompute:
-        units = _recompute(model, settings)
-        if offload.activations:
-            from hpctrain.parallel.offload.transfer import offload_activations
-
-            offload_activations(units, offload, device, comm.rank)
+        _recompute(model, settings, offload, device, comm.rank)
     if settings.splits_model:
         from hpctrain.parallel.hybrid import ModelParallel
 
@@ -84,6 +80,8 @@ def _attach(
         settings = replace(settings, data="zero1")
     # A single rank has nothing to split. It trains the plain model, except with another precision.
     divides = comm.size > 1 or settings.mixed_precision != "none" or offload.any_update
+    if settings.reproducible:
+        return _attach_reproducible(model, comm, settings, device, offload, divides=divides)
     if settings.data in SHARDED and divides:
         from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
@@ -119,8 +117,34 @@ def _attach(
     return DataParallel(model, comm, settings)
 
 
-def _recompute(model: nn.Module, settings: ParallelSettings) -> list[nn.Module]:
-    """Enable activation recomputation for every unit but the model itself; return these units."""
+def _attach_reproducible(
+    model: nn.Module,
+    comm: Communicator,
+    settings: ParallelSettings,
+    device: torch.device,
+    offload: OffloadSettings,
+    *,
+    divides: bool,
+) -> Strategy:
+    if settings.data in SHARDED and divides:
+        from hpctrain.parallel.reproducible.sharded import ReproducibleSharded
+
+        if not offload.any_update:
+            return ReproducibleSharded(model, comm, settings, device)
+        from hpctrain.parallel.offload.host_optimizer import HostOptimizer
+
+        return ReproducibleSharded(model, comm, settings, device, partial(HostOptimizer, offload, device))
+    materialise(model, device)
+    model.to(device)
+    from hpctrain.parallel.reproducible.ddp import ReproducibleDataParallel
+
+    return ReproducibleDataParallel(model, comm, settings)
+
+
+def _recompute(
+    model: nn.Module, settings: ParallelSettings, offload: OffloadSettings, device: torch.device, rank: int
+) -> None:
+    """Enable activation recomputation for every unit but the model itself; offload their inputs if requested."""
     from hpctrain.parallel.fsdp.units import find_units
     from hpctrain.parallel.recompute import recompute
 
@@ -132,7 +156,10 @@ def _recompute(model: nn.Module, settings: ParallelSettings) -> list[nn.Module]:
         inside = {module for layer in find_layers(model) for module in layer.module.modules()}
         units = [unit for unit in units if unit in inside]
     recompute(units)
-    return units
+    if offload.activations:
+        from hpctrain.parallel.offload.transfer import offload_activations
+
+        offload_activations(units, offload, device, rank)
 
 
 def _check_modules(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:

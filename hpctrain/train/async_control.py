@@ -115,15 +115,16 @@ _FLAG_OF = {"stop": (_REQUEST_STOP, 1), "save": (_REQUEST_SAVE, 2), "final": (_R
 _NUMBER = 1 << 40
 
 
-def exchange_for(comm: Communicator, strategy: Strategy) -> AsyncExchange | StepExchange:
+def exchange_for(comm: Communicator, strategy: Strategy, *, alike: bool = False) -> AsyncExchange | StepExchange:
     """Return the end-of-step exchange: synchronous, or asynchronous for ranks that update independently.
 
     The synchronous exchange uses a separate communicator: a rank that leaves the loop in the middle
-    of a step must not match a gradient reduction of the other ranks.
+    of a step must not match a gradient reduction of the other ranks. ``alike``: the ranks must log
+    the same values.
     """
     if isinstance(strategy, AsyncStrategy) and strategy.asynchronous:
         return AsyncExchange(comm, computes=strategy.computes, sync_count=lambda: strategy.sync_count)
-    return StepExchange(comm.twin())
+    return StepExchange(comm.twin(), alike=alike)
 
 
 def synchronize(comm: Communicator, strategies: Iterable[Strategy], point: str) -> None:

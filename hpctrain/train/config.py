@@ -78,6 +78,8 @@ class TrainSettings:
     batch: int = 32
     # Backward passes per step; each takes batch / accumulate samples over all ranks.
     accumulate: int = 1
+    # Samples per microbatch with parallel.reproducible; 0: an eighth of the batch, rounded up.
+    microbatch: int = 0
     # Determines initial weights, order of samples and dropout.
     seed: int = 0
     # Refuse operations that may give different bits when repeated.
@@ -118,7 +120,12 @@ class TrainSettings:
         for name, value in positive.items():
             if value < 1:
                 raise SettingsError(f"setting train.{name} = {value}: must be at least 1")
-        for name, number in {"clip": self.clip, "evaluate_every": self.evaluate_every, "seed": self.seed}.items():
+        for name, number in {
+            "microbatch": self.microbatch,
+            "clip": self.clip,
+            "evaluate_every": self.evaluate_every,
+            "seed": self.seed,
+        }.items():
             if not number >= 0:
                 raise SettingsError(f"setting train.{name} = {number}: must not be negative")
         check_trace_steps(self.trace_steps, "setting train.trace_steps")
@@ -239,11 +246,29 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
+        self._check_microbatch()
         window = self.model.window or 1
         if self.train.batch * window > _MOST_TOKENS:
             raise SettingsError(
                 f"setting train.batch = {self.train.batch} with windows of {window} tokens: "
                 f"must be at most {_MOST_TOKENS} tokens per step"
+            )
+
+    def _check_microbatch(self) -> None:
+        train = self.train
+        if train.microbatch and not self.parallel.reproducible:
+            raise SettingsError(
+                f"setting train.microbatch = {train.microbatch}: is for parallel.reproducible = true; use "
+                "train.accumulate, or set both"
+            )
+        if train.accumulate > 1 and self.parallel.reproducible:
+            raise SettingsError(
+                f"setting train.accumulate = {train.accumulate} with parallel.reproducible = true: batches are divided "
+                f"into microbatches of train.microbatch samples; remove it"
+            )
+        if train.microbatch > train.batch:
+            raise SettingsError(
+                f"setting train.microbatch = {train.microbatch}: must be at most train.batch = {train.batch}"
             )
 
 
@@ -272,6 +297,11 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
         raise SettingsError(f"setting asynchronous.ranks = {idle}: must be less than the number of ranks, {ranks}")
     if is_asynchronous(settings.asynchronous, settings.parallel) and settings.checkpoint.background:
         raise UsageError("checkpoint.background: not possible with asynchronous workers")
+    if settings.parallel.reproducible:
+        from hpctrain.train.microbatches import check_ranks, default_size  # loads torch
+
+        check_ranks(train.batch, train.microbatch or default_size(train.batch), ranks)
+        return shape
     check_batch(train.batch, shape.data - idle, train.accumulate)
     if shape.pipe > 1:
         microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)

@@ -20,14 +20,17 @@ from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import samples_in
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
+from hpctrain.parallel.reproducible.gradients import ReproducibleStrategy, local_passes
 from hpctrain.parallel.strategy import Strategy, broadcast_buffers, consensus_view
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means
 from hpctrain.train.loader_feed import feed_for
+from hpctrain.train.microbatches import batch_size_of, default_size, exact_sum, microbatch_of
 from hpctrain.train.process import ALLOCATOR
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
 Measure = Callable[[Any], "Value | Mapping[str, Value]"]
+Totals = dict[str, list[tuple[float, float]]]  # sums and counts by name, one pair per measurement
 _ONLY = ""  # the key of a measurement without a name
 
 
@@ -35,10 +38,15 @@ class Evaluation:
     """Implementation of ``run.evaluate`` and ``job.evaluate``; ``strategies`` belong to the models to evaluate."""
 
     def __init__(
-        self, comm: Communicator, strategies: Mapping[Any, Strategy], streams: RandomStreams | None = None
+        self,
+        comm: Communicator,
+        strategies: Mapping[Any, Strategy],
+        streams: RandomStreams | None = None,
+        microbatch: int = 0,
     ) -> None:
         self._comm, self._strategies, self._outer = comm, strategies, streams or RandomStreams()
         self._feeds: dict[int, Feed] = {}
+        self._microbatch = microbatch  # of reproducible strategies; 0: the default for a loader
         self._has_warned = False
 
     def __call__(self, what: Any, compute: Measure | None = None) -> Any:
@@ -54,7 +62,7 @@ class Evaluation:
                 everywhere=True,
             )
         ALLOCATOR.raise_threshold()  # memory of passes is short-lived; a program that only evaluates makes no update
-        totals: dict[str, list[float]] = {}
+        totals: Totals = {}
         uneven: list[str] = []
         with self._outer.preserved() if self._outer.inside else nullcontext(), _measuring(strategies):
             if compute is None:
@@ -73,28 +81,43 @@ class Evaluation:
         self._has_warned |= bool(everywhere)
         return _means([each for each, _ in gathered])
 
-    def _over(self, loader: Any, compute: Measure, totals: dict[str, list[float]], data: Communicator) -> None:
-        feed = self._feed(loader, data)
+    def _over(self, loader: Any, compute: Measure, totals: Totals, data: Communicator) -> None:
+        size = self._size_for(loader)
+        feed = self._feed(loader, data, size)
         feed.begin_pass()
         try:
             while (item := feed.fetch()) is not None:
+                samples = samples_in(item.batch) if item.share is None else item.share.samples
                 feed.streams.enter_step(feed.batches)
                 try:
-                    result = compute(item.batch)
+                    with feed.streams.microbatches() if size else nullcontext() as seed:
+                        for begin in range(0, max(samples, 1), size or max(samples, 1)):
+                            part = item.batch
+                            if size and seed is not None:
+                                part = microbatch_of(part, begin, begin + size)
+                                seed(begin if item.share is None else item.share.begin + begin)
+                            end = min(begin + size, samples) if size else samples
+                            # A rank without a share computes on a placeholder: a sharded model needs all ranks.
+                            _add(totals, compute(part), end - begin, counts=end > begin)
                 finally:
                     feed.streams.leave_step()
                 feed.consumed()
-                samples = samples_in(item.batch) if item.share is None else item.share.samples
-                # A rank without a share computes on a placeholder: a sharded model needs all ranks.
-                _add(totals, result, samples, counts=samples > 0)
         finally:
             feed.end_pass()
 
-    def _feed(self, loader: Any, data: Communicator) -> Feed:
+    def _size_for(self, loader: Any) -> int:
+        """Return the size of the microbatches of reproducible strategies; 0 for others."""
+        if not all(isinstance(each, ReproducibleStrategy) for each in self._strategies.values()):
+            return 0
+        return self._microbatch or default_size(batch_size_of(loader) or 1)
+
+    def _feed(self, loader: Any, data: Communicator, microbatch: int) -> Feed:
         known = self._feeds.get(id(loader))
         if known is None or known.loader is not loader:
-            streams = RandomStreams(0, (data.rank, 0))
-            known = self._feeds[id(loader)] = feed_for(loader, streams, self._comm, data, None, logs=False)
+            streams = RandomStreams(0, (0 if microbatch else data.rank, 0))
+            known = self._feeds[id(loader)] = feed_for(
+                loader, streams, self._comm, data, None, logs=False, microbatch=microbatch or 1
+            )
         return known
 
 
@@ -109,6 +132,7 @@ def _measuring(strategies: list[Strategy]) -> Iterator[None]:
             if not strategy.asynchronous and strategy.data.size > 1:
                 broadcast_buffers(strategy.model, strategy.data)
             strategy.model.eval()
+        stack.enter_context(local_passes(strategies))
         stack.enter_context(torch.no_grad())
         try:
             yield
@@ -117,11 +141,11 @@ def _measuring(strategies: list[Strategy]) -> Iterator[None]:
                 module.training = training
 
 
-def _add(totals: dict[str, list[float]], result: Any, samples: int | None, *, counts: bool) -> None:
+def _add(totals: Totals, result: Any, samples: int | None, *, counts: bool) -> None:
     """Add one measurement: a mean with its sample count, a sum with its count, or several of these by name."""
     named = result if isinstance(result, Mapping) else {_ONLY: result}
     for name, value in named.items():
-        total = totals.setdefault(str(name), [0.0, 0.0])
+        terms = totals.setdefault(str(name), [])
         if not counts:
             continue
         if isinstance(value, tuple) and len(value) == 2:
@@ -129,8 +153,7 @@ def _add(totals: dict[str, list[float]], result: Any, samples: int | None, *, co
         else:
             count = 1.0 if samples is None else float(samples)
             amount = _number(name, value) * count
-        total[0] += amount
-        total[1] += count
+        terms.append((amount, count))
 
 
 def _number(name: str, value: Any) -> float:
@@ -143,13 +166,14 @@ def _number(name: str, value: Any) -> float:
     )
 
 
-def _means(everyone: list[dict[str, list[float]]]) -> Any:
+def _means(everyone: list[Totals]) -> Any:
+    """Return the mean of each measurement; sums are exact, so that the order of their terms has no effect."""
     names = list(dict.fromkeys(name for one in everyone for name in one))
     if not names:
         raise UsageError("nothing to measure: the loader has no batches", everywhere=True)
     means = {}
     for name in names:
-        amounts = [one[name] for one in everyone if name in one]
-        amount, count = sum(pair[0] for pair in amounts), sum(pair[1] for pair in amounts)
+        terms = [term for one in everyone for term in one.get(name, ())]
+        amount, count = exact_sum(amount for amount, _ in terms), exact_sum(count for _, count in terms)
         means[name] = amount / count if count else float("nan")
     return means[_ONLY] if list(means) == [_ONLY] else means

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import time
 import zlib
@@ -88,11 +89,12 @@ class StepExchange:
     """Average of numbers over the ranks, in one small reduction of fixed length.
 
     The length is fixed because MPI returns garbage without an error if ranks reduce different
-    numbers of elements.
+    numbers of elements. If ``alike``, the ranks must log the same values, because an average
+    depends on the number of ranks in its last bits.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, *, alike: bool = False) -> None:
+        self._comm, self._alike = comm, alike
         self._numbers = torch.zeros(NUMBERS, dtype=torch.float64)
 
     def close(self) -> None:
@@ -121,7 +123,22 @@ class StepExchange:
         differ = abs(square - mean * mean) > 1e-9 * square
         if differ or not all(share in (0.0, 1.0) for share in (left, ended, updated)):
             self._refuse(names, state, step)
+        if self._alike and names:
+            values = [logged[name] for name in names]
+            self._check_alike(names, values, step)
         return dict(zip(names, values)), StepRequests(bool(stop), bool(save), bool(busy), bool(final))
+
+    def _check_alike(self, names: Sequence[str], values: Sequence[float], step: int) -> None:
+        both = torch.tensor([*values, *(-value for value in values)], dtype=torch.float64)
+        self._comm.all_reduce(both, "max")
+        highest, lowest = both.tolist()[: len(names)], both.tolist()[len(names) :]
+        for name, high, low in zip(names, highest, lowest):
+            if high != -low and not math.isnan(high):
+                raise UsageError(
+                    f"run.log({name}=...) in step {step} under parallel.reproducible = true: the ranks log different "
+                    "values, whose average depends on their number; log the result of run.backward or run.evaluate",
+                    everywhere=True,
+                )
 
     def _refuse(self, names: list[str], state: StepState, step: int) -> None:
         call = state.call or f"the end of step {step}"

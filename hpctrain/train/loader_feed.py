@@ -37,12 +37,19 @@ class LoaderFeed(Feed):
     loader: DataLoader[Any]
 
     def __init__(
-        self, loader: DataLoader[Any], streams: RandomStreams, comm: Communicator, data: Communicator, *, splits: bool
+        self,
+        loader: DataLoader[Any],
+        streams: RandomStreams,
+        comm: Communicator,
+        data: Communicator,
+        *,
+        splits: bool,
+        microbatch: int = 1,
     ) -> None:
         super().__init__(loader, streams)
         self.splits, self._comm, self._parts = splits, comm, data.size
         rank, parts, position = (data.rank, data.size, 0) if splits else (0, 1, data.rank)
-        self._twin = split_loader(loader, rank, parts, streams, position)
+        self._twin = split_loader(loader, rank, parts, streams, position, microbatch)
         self._shares: deque[BatchShare] = shares_of(self._twin)
         self._generators = generators_of(loader)
         self._generators_at_begin: list[Tensor] = []
@@ -155,8 +162,11 @@ def feed_for(
     split: bool | None,
     *,
     logs: bool = True,
+    microbatch: int = 1,
 ) -> Feed:
     """Return the feed for a loader; with ``split=False``, every rank reads all batches.
+
+    A DataLoader is split into whole microbatches.
 
     Raises ``UsageError`` for an object that is not a loader, and for a ``DataLoader`` that cannot
     be split.
@@ -168,7 +178,7 @@ def feed_for(
             _log_split(loader, data.size)
         if not splits and (loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)):
             return Feed(loader, streams)
-        return LoaderFeed(loader, streams, comm, data, splits=splits)
+        return LoaderFeed(loader, streams, comm, data, splits=splits, microbatch=microbatch)
     if split is True:
         raise UsageError(
             f"split=True with a loader of type {type(loader).__name__}: only a torch DataLoader can be split; pass "

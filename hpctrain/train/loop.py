@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpctrain import trace
+from hpctrain.data.split_loader import BatchShare
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.train.async_control import AsyncExchange
@@ -51,8 +52,12 @@ class Loop:
     @property
     def weight(self) -> float:
         """Weight of a mean over this rank's samples in this iteration."""
-        share = None if self._iteration is None else self._iteration.item.share
-        return 1.0 if share is None else share.weight
+        return 1.0 if self.share is None else self.share.weight
+
+    @property
+    def share(self) -> BatchShare | None:
+        """Part of the batch that this rank has in this iteration; None if unknown, and outside of iterations."""
+        return None if self._iteration is None else self._iteration.item.share
 
     @property
     def last(self) -> bool:

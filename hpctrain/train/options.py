@@ -116,7 +116,7 @@ def _origin(parameter: torch.Tensor) -> str:
 Resume = Literal["auto", "never", "must", "reopen"]
 OnError = Literal["stop", "continue"]
 
-_AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0}
+_AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0, "microbatch": 0}
 _ITEMS = {"start_skip": "patterns", "hints": "name=value"}
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
@@ -151,6 +151,7 @@ class RunOptions:
     start_skip: Sequence[str] = ()  # patterns of tensor names that need not fit that model
     walltime: str = ""  # time limit of the job from now on, as 04:00:00; empty: the scheduler's
     margin: float = 0.0  # seconds before the end of the job at which the run saves and exits; 0: measured
+    microbatch: int = 0  # samples per microbatch (parallel.reproducible); 0: an eighth of the batch, rounded up
     trace: bool = False  # write trace.json: a timeline of every rank in some steps
     trace_steps: Sequence[int] = (3, 12)  # the first and the last of these steps, counted from this start
 

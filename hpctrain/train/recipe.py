@@ -30,6 +30,7 @@ from hpctrain.models.build import build
 from hpctrain.models.gpt import GPT, generate
 from hpctrain.parallel.config import SHARDED, generator_number
 from hpctrain.parallel.objective import LOSSES, Objective, loss_named
+from hpctrain.parallel.reproducible.gradients import local_passes
 from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
@@ -37,6 +38,7 @@ from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings, che
 from hpctrain.train.init import init
 from hpctrain.train.job import Job
 from hpctrain.train.metrics import SAMPLES
+from hpctrain.train.microbatches import ReproducibleBackward, default_size, exact_sum, microbatch_of
 from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.receipt import render
 from hpctrain.train.run import Run
@@ -51,7 +53,8 @@ class Stepper:
 
     def __init__(self, strategy: Strategy, settings: TrainSettings, device: torch.device) -> None:
         self.strategy, self.device = strategy, device
-        self.accumulate = settings.accumulate
+        self.accumulate, self.batch = settings.accumulate, settings.batch
+        self.microbatches: ReproducibleBackward | None = None
         self.objective = Objective(
             loss_named(settings.loss),
             torch.bfloat16 if settings.precision == "bfloat16" else None,
@@ -59,7 +62,12 @@ class Stepper:
         )
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Leave the averaged gradients in the parameters; return this rank's weighted loss, a scalar."""
+        """Leave the averaged gradients in the parameters; return this rank's weighted loss, a scalar.
+
+        With ``microbatches`` it is the loss of all ranks.
+        """
+        if self.microbatches is not None:
+            return self.microbatches(self.batch, partial(self._loss, batch.to(self.device)))
         total = torch.zeros((), device=self.device)
         pieces = batch.to(self.device).split(self.accumulate)
         for number, piece in enumerate(pieces):
@@ -76,6 +84,13 @@ class Stepper:
                 self.strategy.join_empty()
         return total
 
+    def _loss(self, batch: Batch, begin: int, end: int) -> Tensor:
+        """Return the mean loss of some samples of this rank's share."""
+        inputs, targets = microbatch_of((batch.inputs, batch.targets), begin, end)
+        with self.objective.computing(inputs.device):
+            outputs = self.strategy.model(inputs)
+        return self.objective.compare(outputs, targets)
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -90,16 +105,10 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
 
     Raises an ``HpctrainError`` on all ranks for any wrong input, before anything is written.
     """
-    job = init(
-        device=settings.run.device,
-        oversubscribe=settings.run.oversubscribe,
-        parallel=settings.parallel,
-        offload=settings.offload,
-        asynchronous=settings.asynchronous,
-        settings=to_tree(settings),
-        verbose=verbose,
-    )
-    with job:
+    settings = with_microbatch(settings)
+    sections = {"parallel": settings.parallel, "offload": settings.offload, "asynchronous": settings.asynchronous}
+    run_settings = {"device": settings.run.device, "oversubscribe": settings.run.oversubscribe}
+    with init(**run_settings, **sections, settings=to_tree(settings), verbose=verbose) as job:
         # All input is checked before the folder is modified.
         shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
         corpus = agreed(job.comm, lambda: open_corpus(settings))
@@ -114,19 +123,20 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
         strategy = job.strategy(model)
         seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
         optimizer = agreed(job.comm, lambda: optimizers.make(model, settings.optimizer))
-        if job.device.type != "cpu" and not settings.train.clip and settings.train.on_nonfinite != "skip":
-            strategy.update_early(optimizer)  # no check of the gradients could hold an update back
+        if may_update_early(settings, job.device):
+            strategy.update_early(optimizer)
         step = Stepper(strategy, settings.train, job.device)
         data = strategy.data
-        loader = Loader(
-            corpus.train, batch=settings.train.batch, rank=data.rank, size=data.size, seed=settings.train.seed
-        )
+        sizes = {"batch": settings.train.batch, "microbatch": settings.train.microbatch}
+        loader = Loader(corpus.train, rank=data.rank, size=data.size, seed=settings.train.seed, **sizes)
 
         with open_run(settings, job, model, optimizer, loader) as run:
+            step.microbatches = run.microbatches
             done_before = run.step >= settings.train.steps
             announce(job, run, parameters, corpus)
             for number, batch in run:
-                run.health.replay = partial(step, batch)
+                if run.microbatches is None:
+                    run.health.replay = partial(step, batch)
                 rate = optimizers.learning_rate(number, settings.train.steps, settings.optimizer)
                 optimizers.set_learning_rate(optimizer, rate)
                 loss = step(batch)
@@ -147,6 +157,19 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
             summarise(run, corpus.train.facts, text, done_before=done_before, loss=settings.train.loss)
 
 
+def may_update_early(settings: Settings, device: torch.device) -> bool:
+    """Return whether updates may be made within the backward pass: no check of the gradients could hold one back."""
+    inspects = settings.train.clip or settings.train.on_nonfinite == "skip" or settings.parallel.reproducible
+    return device.type != "cpu" and not inspects
+
+
+def with_microbatch(settings: Settings) -> Settings:
+    """Return settings with the size of microbatches that a reproducible run uses, to be stored with the run."""
+    if not settings.parallel.reproducible or settings.train.microbatch:
+        return settings
+    return replace(settings, train=replace(settings.train, microbatch=default_size(settings.train.batch)))
+
+
 def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> Run:
     return job.run(
         model,
@@ -162,6 +185,7 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
         on_nonfinite=settings.train.on_nonfinite,
         start_from=settings.train.start_from,
         start_skip=settings.train.start_skip,
+        microbatch=settings.train.microbatch,
         trace=settings.train.trace,
         trace_steps=settings.train.trace_steps,
         config=to_toml(to_tree(settings)),
@@ -198,7 +222,7 @@ def seed_generators(seed: int) -> None:
 def trained_on(number: int, batch: Batch, settings: Settings, data: Communicator) -> tuple[int, dict[str, int]]:
     """Return the tokens of a step over all data ranks; for arrays 0, and the samples since the beginning of the run."""
     if settings.data.format == "tokens":
-        return batch.targets.numel() * data.size, {}  # all data ranks have equal numbers of tokens
+        return batch.targets[0].numel() * settings.train.batch, {}  # all samples have equal numbers of tokens
     return 0, {SAMPLES: number * settings.train.batch}
 
 
@@ -213,19 +237,22 @@ def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
     """Return the mean loss over the validation split, or its first samples, in float32. Collective."""
     strategy, objective, data = step.strategy, replace(step.objective, dtype=None), step.strategy.data
     share: dict[str, Any] = {"rank": data.rank, "size": data.size, "limit": settings.data.validation_samples or None}
-    training, sums = strategy.model.training, torch.zeros(2, dtype=torch.float64)
-    with consensus_view(strategy), torch.no_grad():
+    training, size = strategy.model.training, settings.train.microbatch
+    terms: list[tuple[float, int]] = []  # sums of losses, and their numbers of samples
+    with consensus_view(strategy), local_passes([strategy]), torch.no_grad():
         strategy.model.eval()
-        for part in evaluation_batches(corpus.validation, batch=settings.train.batch, **share):
-            if part.samples:
-                part = part.to(step.device)
-                mean = strategy.measure(part.inputs, part.targets, objective)
-                sums += torch.tensor([float(mean) * part.samples, part.samples], dtype=torch.float64)
-            else:
+        for part in evaluation_batches(corpus.validation, batch=settings.train.batch, microbatch=size or 1, **share):
+            if not part.samples:
                 strategy.join_empty(backward=False)
+                continue
+            part = part.to(step.device)
+            for begin in range(0, part.samples, size or part.samples):
+                samples = part.inputs, part.targets
+                inputs, targets = microbatch_of(samples, begin, begin + size) if size else samples
+                terms.append((float(strategy.measure(inputs, targets, objective)) * len(inputs), len(inputs)))
         strategy.model.train(training)
-        data.all_reduce(sums)
-    return float(sums[0] / sums[1])
+        everyone = [term for found in data.all_gather_object(terms) for term in found]
+    return exact_sum(total for total, _ in everyone) / exact_sum(samples for _, samples in everyone)
 
 
 def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:

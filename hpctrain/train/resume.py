@@ -26,6 +26,7 @@ from hpctrain.parallel.asynchronous.config import FORMER_SECTION, SECTION
 from hpctrain.settings import flatten
 from hpctrain.train.control import StopSaveFlags, warn_if_unwatched
 from hpctrain.train.feed import Feed
+from hpctrain.train.microbatches import CONTRACT, check_conditions
 from hpctrain.train.options import RunOptions
 from hpctrain.train.receipt.write import earlier_attempts, number
 from hpctrain.train.run_folder import RunFolder
@@ -45,7 +46,7 @@ _WITHOUT_EFFECT = {  # besides all of the section checkpoint
 # Entries of a param_group that are not compared: its parameters, and how torch computes the update.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Settings that earlier versions lacked, with the value that they computed with.
-_ADDED: dict[str, Any] = {"parallel.whole_parameters": []}
+_ADDED: dict[str, Any] = {"parallel.whole_parameters": [], "parallel.reproducible": False, "train.microbatch": 0}
 _MISSING = object()
 _LONGEST = 60  # characters of a value
 
@@ -160,6 +161,8 @@ class Opening:
             # A run from a TOML file sets its hyperparameters from the config in every step.
             for line in changed if config is None else changed_settings(loaded.config, config):
                 logger.info("changed since: %s", line)
+        if CONTRACT in provenance:
+            check_conditions(loaded.provenance.get(CONTRACT, {}), provenance[CONTRACT], first=first)
         return carried(loaded.provenance, provenance)
 
     def open_records(self, stops: StopSaveFlags, config: str | None, facts: Mapping[str, Any]) -> None:

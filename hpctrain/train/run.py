@@ -28,7 +28,8 @@ from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.compiled import compile_in_place
-from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy
+from hpctrain.parallel.reproducible.gradients import ReproducibleStrategy
+from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy, Strategy
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.accumulate import Compute
 from hpctrain.train.async_control import check_call, exchange_for
@@ -36,11 +37,12 @@ from hpctrain.train.backward import backward
 from hpctrain.train.checkpointing import RunCheckpoints
 from hpctrain.train.control import StopSaveFlags, install, interrupt_message, starting
 from hpctrain.train.evaluation import Evaluation, Measure
-from hpctrain.train.feed import FeedPosition, StatefulFeed
+from hpctrain.train.feed import Feed, FeedPosition, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
 from hpctrain.train.loader_feed import feed_for
 from hpctrain.train.loop import Loop
 from hpctrain.train.metrics import ExpectedUpdates, Progress
+from hpctrain.train.microbatches import CONTRACT, compare_ranks, conditions, reproducible_backward
 from hpctrain.train.options import RunOptions, adoptable, check_owned, joined
 from hpctrain.train.process import versions
 from hpctrain.train.profile.record import Tracing
@@ -90,8 +92,7 @@ class Run:
         self._updates = UpdateHooks(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
         check_owned(self.optimizers, self.models)
         strategy = next(iter(self.strategies.values()))
-        self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
-        self.feed = feed_for(loader, self.streams, job.comm, strategy.data, options.split)
+        self.feed = self._make_feed(loader, strategy)
         self._feed_position = FeedPosition(self.feed)
         self.state = self._make_state(states or {})
         self.stop_request = install()
@@ -119,10 +120,19 @@ class Run:
         )
         if self._steps.asynchronous and options.background:
             raise UsageError("background: not possible with asynchronous workers", everywhere=True)
-        exchange = exchange_for(job.comm, strategy)
+        exchange = exchange_for(job.comm, strategy, alike=self.microbatches is not None)
         self._loop = Loop(self.feed, self.state, exchange, self._steps, options.steps)
         self._checked_inputs: set[Any] = set()  # by run.backward, in a pipeline
-        self._evaluation = Evaluation(job.comm, self.strategies, self.streams)
+        self._evaluation = Evaluation(job.comm, self.strategies, self.streams, options.microbatch)
+
+    def _make_feed(self, loader: Iterable[Any], strategy: Strategy) -> Feed:
+        # Outside of their microbatches, all ranks of a reproducible run draw the same numbers.
+        alike, options = isinstance(strategy, ReproducibleStrategy), self.options
+        self.streams = RandomStreams(torch.initial_seed(), (0, 0) if alike else (strategy.data.rank, strategy.stage))
+        every = list(self.strategies.values())
+        self.microbatches = reproducible_backward(every, self.streams, loader, options.microbatch, split=options.split)
+        size = 1 if self.microbatches is None else self.microbatches.size
+        return feed_for(loader, self.streams, self.job.comm, strategy.data, options.split, microbatch=size)
 
     def _make_state(self, states: Mapping[str, Stateful]) -> TrainState:
         parts: dict[str, Stateful] = {**states, FEED: self._feed_position}
@@ -244,8 +254,11 @@ class Run:
         (a tensor, or tuples, lists and dicts of tensors) is split into ``accumulate`` parts along
         the first dim. Gradients are reduced once, with the last part. In a pipeline, ``compute``
         must call the model once, and is called again for each microbatch. It must therefore draw no
-        random numbers for the model's inputs.
+        random numbers for the model's inputs. Under ``parallel.reproducible`` the parts are the
+        microbatches, and ``accumulate`` must be 1.
         """
+        if self.microbatches is not None:
+            return self.microbatches.of_share(batch, compute, accumulate, self._loop.share)
         return backward(self, batch, compute, accumulate, self._checked_inputs)
 
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
@@ -297,6 +310,9 @@ class Run:
     def _open(self) -> None:
         comm, opening = self.job.comm, self._opening
         opening.agree_on_seed()
+        if self.microbatches is not None:
+            compare_ranks(comm)
+            self.provenance[CONTRACT] = conditions(self.microbatches.size)
         agreed(comm, self.checks.check_optimizers)
         self.provenance |= opening.start_from_another()
         self.state.find_schedulers()

@@ -38,7 +38,9 @@ SUITES = (
     "tests/parallel/pipeline",
     "tests/parallel/asynchronous",
     "tests/parallel/tensor/test_tensor_messages.py",
+    "tests/parallel/reproducible",
     "tests/train/test_async_control.py",
+    "tests/train/test_reproducible.py",
 )
 _INSIDE = "MULTINODE_INSIDE"  # set inside the isolated namespace
 _PORT = 7700

@@ -256,6 +256,8 @@ class GradReduction:
         for number, group in enumerate(groups):
             held = group.members[0].unsharded.dtype
             reduced_as = dtype if dtype and held is torch.float32 else held
+            if plan.settings.reproducible:
+                reduced_as = group.shard_data.dtype  # sums are not rounded on their way to the shards
             self.reductions.append(make_reduction(group, number, count, reduced_as))
             count += len(group.members)
         self._used = plan.world.empty(count, torch.uint8)

@@ -257,7 +257,7 @@ def _grad_reduction(
     # With offload, unsharded gradients of all groups would need too much memory.
     all_gradients = plan.settings.data == "zero1" and host_optimizer is None
     memory = None
-    if not stream.asynchronous:
+    if not stream.asynchronous and not plan.settings.reproducible:
         sizes = [group.layout.numel * group.members[0].unsharded.itemsize for group in groups]
         few = max(max(sizes), IN_FLIGHT * int(plan.settings.bucket_mib * 2**20))
         memory = plan.comm.empty(sum(sizes) if all_gradients else min(few, sum(sizes)), torch.uint8)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.utils import get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.clip import clip_shards
+from hpctrain.parallel.clip import clip_shards, global_norm
 from hpctrain.parallel.compiled import ModuleHook
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.fsdp.setup import Parts, shard_model
@@ -49,6 +50,7 @@ class ShardedDataParallel(SplitStrategy):
     """Strategy that applies ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
 
     If ``make_host_optimizer`` is given, its result stores this rank's shards in host memory and updates them there.
+    ``hooks_refused`` states why the program may not register hooks on parameters; it is empty if it may.
 
     Create the optimizer afterwards. The constructor is collective. The parameters take the values
     of rank 0. Raises ``MismatchError`` if the ranks' models differ, ``UsageError`` for units that
@@ -63,6 +65,7 @@ class ShardedDataParallel(SplitStrategy):
         device: torch.device = torch.device("cpu"),
         make_host_optimizer: Callable[[Communicator], HostOptimizer] | None = None,
         parts: Parts = Parts(),
+        hooks_refused: str = "",
     ) -> None:
         super().__init__(model, comm)
         self.settings, self.reduces_early = settings, settings.reduces_early
@@ -87,7 +90,7 @@ class ShardedDataParallel(SplitStrategy):
         )
         self._whole_updates = WholeUpdates(self.components.groups, self._plan.comm, self._optimizer_hooks.updates_whole)
         self._split = FlatSplit(self.components.by_name, self._whole_updates)
-        self._gradient_hooks = GradientHooks({member.name: member.shard for member in members})
+        self._gradient_hooks = GradientHooks({member.name: member.shard for member in members}, hooks_refused)
         for member in members:
             self._gradient_hooks.take_over(member.name, *before[member.name])
         self._added_parameters = AddedParameters(
@@ -145,7 +148,9 @@ class ShardedDataParallel(SplitStrategy):
             return clip_shards(self._shards, self._plan.comm, max_norm)
         # If nothing would be sharded without offload, the norm is that of unsharded gradients.
         plain = self.comm.size == 1 and self._plan.compute_dtype is None
-        return self._host_optimizer.clip(self._shards, self._plan.comm, max_norm, plain=plain)
+        comm = self._plan.comm
+        norm_of = get_total_norm if plain else lambda held: global_norm(held, comm, torch.device("cpu"))
+        return self._host_optimizer.clip(self._shards, max_norm, norm_of)
 
     def detach(self) -> None:
         """Remove all hooks from the module; its parameters stay shards."""

@@ -11,7 +11,7 @@ pass. With ``delayed``, updates overlap with the passes of the next step and tak
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device.streams import Streams, streams_of
 from hpctrain.errors import UsageError
-from hpctrain.parallel.clip import clip_factor, global_norm
+from hpctrain.parallel.clip import clip_factor
 from hpctrain.parallel.fsdp.param_group import GroupReduction, ParamGroup, held_in
 from hpctrain.parallel.offload.autotune import ShareFinder, last_groups, move_states
 from hpctrain.parallel.offload.config import CHOOSE, OffloadSettings
@@ -143,11 +143,12 @@ class HostOptimizer:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    def clip(self, shards: Sequence[nn.Parameter], comm: Communicator, max_norm: float, *, plain: bool) -> Tensor:
+    def clip(
+        self, shards: Sequence[nn.Parameter], max_norm: float, norm_of: Callable[[Sequence[Tensor]], Tensor]
+    ) -> Tensor:
         """Record the factor that scales gradients to a global norm of at most ``max_norm``; return the norm before.
 
-        The ranks of ``comm`` hold one replica. With ``plain``, the norm is computed as torch does
-        on a single rank.
+        ``norm_of`` returns the norm of all ranks' gradients, given those of this rank.
         """
         clips = math.isfinite(max_norm)
         if clips and any(host_group.early_update is not None for host_group in self.host_groups):
@@ -159,8 +160,7 @@ class HostOptimizer:
         self.gradients.apply_scale()
         found = ((shard, self.gradients.of(shard)) for shard in shards)
         held = {shard: gradient for shard, gradient in found if gradient is not None and shard.numel()}
-        present = list(held.values())
-        norm = nn.utils.get_total_norm(present) if plain else global_norm(present, comm, torch.device("cpu"))
+        norm = norm_of(list(held.values()))
         if held and clips and bool(torch.isfinite(norm)):
             self.gradients.scale(list(held), clip_factor(norm, max_norm))
         return norm

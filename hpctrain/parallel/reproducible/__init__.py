@@ -1,0 +1,1 @@
+"""Training whose results do not depend on the number of ranks."""
