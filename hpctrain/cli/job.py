@@ -18,9 +18,10 @@ from hpctrain.jobs.check import problems
 from hpctrain.jobs.modulefile import venv_of
 from hpctrain.jobs.profile import Profile, srun_type
 from hpctrain.jobs.render import render, script_path
-from hpctrain.jobs.request import PROGRAM, TEMPLATES, Request, combine, run_folder
+from hpctrain.jobs.request import PROGRAM, TEMPLATES, Request, combine, node_range, run_folder
 from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.settings import assign, read_toml
+from hpctrain.train.config import check_node_counts
 from hpctrain.train.config import load as load_settings
 from hpctrain.util.reading import read_text, reason
 from hpctrain.util.text import printable, printable_lines
@@ -35,6 +36,7 @@ examples:
   hpctrain job slurm train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1        your own program
   hpctrain job slurm --folder runs/a --nodes 2 --time 04:00:00 -- run train.py --rate 0.1    one for torchrun
   hpctrain job slurm big.toml --nodes 64 --time 12:00:00 --preflight    starts only if no node is slow
+  hpctrain job slurm big.toml --nodes 2-8 --time 12:00:00               takes up to 8 nodes, those that are free
   hpctrain job check my.sbatch                                          checks directives against the manuals
   hpctrain job profiles
 
@@ -64,7 +66,9 @@ def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
     request = _request(args, profile)
     if not request.is_program:
         for task in request.sweep or ((),):  # the job would refuse wrong settings at its start
-            load_settings(request.config, (*request.settings, *task))
+            settings = load_settings(request.config, (*request.settings, *task))
+            if request.most_nodes and args.scheduler == "slurm" and request.template != "benchmark":
+                check_node_counts(settings, request.node_counts, request.ranks_per_node)
     venv = request.venv or venv_of((*profile.modules, *request.modules), os.environ)
     if venv and profile.launcher == "srun" and not profile.mpi:
         profile = replace(profile, mpi=srun_type(venv))
@@ -101,13 +105,15 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
     if not args.time:
         raise UsageError("--time is missing: how long the job may run, as in --time 04:00:00")
     gpus = profile.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node
+    nodes, most_nodes = node_range(str(args.nodes))
     return Request(
         config=args.config,
         folder=_folder(args),
         time=args.time,
         template=args.template or ("array" if args.sweep else "train"),
         name=_name(args),
-        nodes=args.nodes,
+        nodes=nodes,
+        most_nodes=most_nodes,
         ranks_per_node=_first(args.ranks_per_node, profile.ranks_per_node or gpus, 1),
         gpus_per_node=gpus,
         cpus_per_rank=_first(args.cpus_per_rank, profile.cpus_per_rank, 1),
@@ -244,11 +250,17 @@ hpctrain job prints the script that hpctrain submit submits; hpctrain job --help
 PREFLIGHT = 30  # seconds, the default of hpctrain doctor --preflight
 
 
+_EPILOG_OF_SLURM = """
+Each start of a job with --nodes 2-8, also a restart, gets as many of 2 to 8 nodes as are free.
+"""
+
+
 def add_scheduler(
     actions: Any, scheduler: str, summary: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     """Add an action for one scheduler, with all options of a job."""
-    parser = add_action(actions, scheduler, summary, _EPILOG_OF_EACH, run, as_json=False, allow_abbrev=False)
+    epilog = _EPILOG_OF_EACH + (_EPILOG_OF_SLURM if scheduler == "slurm" else "")
+    parser = add_action(actions, scheduler, summary, epilog, run, as_json=False, allow_abbrev=False)
     parser.set_defaults(scheduler=scheduler)
     what = "the run's settings; or your own program, PROGRAM.py, with its arguments after --; or none: -- run PROGRAM"
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help=what)
@@ -280,7 +292,9 @@ def _add_list(group: Any, option: str, dest: str, metavar: str, meaning: str) ->
 def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
     group = parser.add_argument_group("resources")
     group.add_argument("--time", metavar="HH:MM:SS", help="walltime; also D-HH:MM:SS")
-    group.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: %(default)s)")
+    ranges = ", or as many as are free, as in 2-8" if scheduler == "slurm" else ""
+    metavar = "N|MIN-MAX" if scheduler == "slurm" else "N"
+    group.add_argument("--nodes", default=1, metavar=metavar, help=f"nodes{ranges} (default: %(default)s)")
     group.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks (default: the profile's, else one per GPU)"
     )

@@ -30,6 +30,7 @@ examples:
   hpctrain plan jobs/gpt-tiny.toml --ranks 4                                   memory and time of the run
   hpctrain plan big.toml --ranks 64 --ranks-per-node 4 --device-memory 40GiB --host-memory 256GiB --strategies
   hpctrain plan big.toml --set parallel.data=fsdp --ranks 8 --json             as JSON, in bytes
+  hpctrain plan big.toml --nodes 2-8 --ranks-per-node 4                        a job that takes 2 to 8 nodes
   hpctrain plan big.toml --ranks 8 -o memory.svg --scaling scaling.svg         pictures: .svg, .png or .pdf
   hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8                      as text, one line per stage
   hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8 -o schedule.svg      a picture: .svg, .png or .pdf
@@ -79,6 +80,8 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
     setting, meaning = "SECTION.KEY=VALUE", "change a setting of the file (again for more)"
     planned.add_argument("--set", dest="assignments", metavar=setting, action="append", help=meaning)
     planned.add_argument("--ranks", type=int, metavar="N", help="ranks in all (default: 1)")
+    nodes = "nodes, instead of --ranks; of a range such as 2-8, both ends"
+    planned.add_argument("--nodes", metavar="N|MIN-MAX", help=nodes)
     planned.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a full node (default: all)")
     planned.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, as in 40GiB; plans for GPUs")
     planned.add_argument("--host-memory", metavar="SIZE", help="memory of a node, as in 256GiB")
@@ -90,8 +93,8 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
 
 
 _OF_RUN = (
-    *("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine", "scaling"),
-    "allow_code",
+    *("assignments", "ranks", "nodes", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine"),
+    *("scaling", "allow_code"),
 )
 
 

@@ -13,27 +13,51 @@ from hpctrain.forecast import report
 from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
 from hpctrain.forecast.machine import preset
 from hpctrain.forecast.run import Device, PlannedRun, facts_of
+from hpctrain.jobs.request import node_range
 from hpctrain.settings import check_code
-from hpctrain.train.config import LOSSES, Settings
+from hpctrain.train.config import LOSSES, Settings, check_node_counts
 from hpctrain.util.text import columns, format_bytes, parse_bytes, printable_lines
 
 
 def plan(args: argparse.Namespace, settings: Settings) -> int:
-    """Print what a run needs; return 0 if it fits, 1 otherwise."""
+    """Print what a run needs, on both ends of a range of nodes; return 0 if it fits, 1 otherwise."""
     if args.machine:
         preset(args.machine)  # refuses an unknown name before the forecast starts
     limits = MemoryLimits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
-    planned = planned_run(args, settings, limits)
-    found = candidates(planned, limits, everything=bool(args.strategies))
+    ends = [args] if args.nodes is None else _both_ends(args, settings)
+    runs = [planned_run(end, settings, limits) for end in ends]
     if sys.stderr.isatty():
         print("estimating; measuring this machine takes seconds ...", file=sys.stderr)
-    times = report.time_report(planned, args.machine, found)
-    _draw(args, planned, found, times)
+    fits, facts = True, []
+    for number, planned in enumerate(runs):
+        found = candidates(planned, limits, everything=bool(args.strategies))
+        times = report.time_report(planned, args.machine, found)
+        fits = fits and bool(found[0].fits)
+        _draw(args, planned, found, times)
+        facts.append(_as_dict(planned, found, times))
+        if not args.json:
+            print("\n" * (number > 0), end="")
+            _print(args, planned, found, times)
     if args.json:
-        print(json.dumps(_as_dict(planned, found, times), indent=2))
-    else:
-        _print(args, planned, found, times)
-    return 0 if found[0].fits else EXIT_FAILURE
+        print(json.dumps(facts[0] if len(runs) == 1 else {"nodes": args.nodes, "plans": facts}, indent=2))
+    return 0 if fits else EXIT_FAILURE
+
+
+def _both_ends(args: argparse.Namespace, settings: Settings) -> list[argparse.Namespace]:
+    """Return the arguments for the ends of ``--nodes``, with their ranks. Raises ``UsageError`` for invalid ones."""
+    if args.ranks is not None:
+        raise UsageError(f"--ranks {args.ranks} and --nodes: both determine the ranks; allowed is one; remove one")
+    least, most = node_range(args.nodes)
+    per_node = 1 if args.ranks_per_node is None else args.ranks_per_node
+    if most and (args.output or args.scaling):
+        raise UsageError(f"--nodes {args.nodes}: a picture is of one number of nodes; plan each end by itself")
+    if per_node < 1:
+        return [args]  # planned_run refuses it
+    if most:
+        check_node_counts(settings, range(least, most + 1), per_node)
+    ends = [least, most] if most else [least]
+    each = vars(args)
+    return [argparse.Namespace(**{**each, "ranks": end * per_node, "ranks_per_node": per_node}) for end in ends]
 
 
 def planned_run(args: argparse.Namespace, settings: Settings, limits: MemoryLimits) -> PlannedRun:

@@ -26,6 +26,7 @@ examples:
   hpctrain submit slurm jobs/gpt-tiny.toml --nodes 2 --ranks-per-node 4 --time 04:00:00 --account A
   hpctrain submit pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
   hpctrain submit slurm big.toml --time 04:00:00 --after 1234      when job 1234 has ended
+  hpctrain submit slurm big.toml --nodes 2-8 --time 04:00:00       on 2 to 8 nodes, as many as are free
   hpctrain submit slurm train.py --folder runs/a --time 04:00:00 -- --rate 0.1      a program of your own
   hpctrain submit slurm --folder runs/a --nodes 2 --time 04:00:00 -- run train.py           one for torchrun
 

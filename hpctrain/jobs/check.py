@@ -176,15 +176,17 @@ def check_slurm(directives: Sequence[Directive]) -> list[Message]:
     """Return messages on directives that sbatch would reject or misinterpret."""
     messages: list[Message] = []
     seen: dict[str, int] = {}
+    values: dict[str, str] = {}
     for line, words in directives:
         for name, value in _slurm_options(line, [*words], messages):
             if name in seen:
                 messages.append((line, f"--{name} is already in line {seen[name]}"))
             seen.setdefault(name, line)
+            values.setdefault(name, value or "")
             grammar = _TABLE[f"--{name}"].grammar
             if value is not None and grammar and not re.fullmatch(_GRAMMARS[grammar][0], value):
                 messages.append((line, f"--{name}={value}: expected {_GRAMMARS[grammar][1]}"))
-    return messages + _slurm_contradictions(seen)
+    return messages + _slurm_contradictions(seen) + _range_of_nodes(seen.get("nodes", 0), values)
 
 
 def _slurm_options(line: int, words: list[str], messages: list[Message]) -> Iterator[tuple[str, str | None]]:
@@ -225,6 +227,20 @@ def _slurm_contradictions(seen: dict[str, int]) -> list[Message]:
     if "gpus-per-task" in seen and not any(name in seen for name in _COUNTS):
         messages.append((seen["gpus-per-task"], "--gpus-per-task needs a number of tasks, as by --ntasks-per-node"))
     return messages
+
+
+def _range_of_nodes(line: int, values: dict[str, str]) -> list[Message]:
+    """Return messages on a range that descends, or of which Slurm uses only a part: it grants one node per task."""
+    match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", values.get("nodes", ""))
+    least, most = (int(match[1]), int(match[2])) if match else (0, 0)
+    if most < least:
+        return [(line, f"--nodes={values['nodes']}: expected the smaller number first")]
+    for name, nodes in (("ntasks", 1), ("ntasks-per-node", least)):
+        tasks = int(values[name]) * nodes if re.fullmatch("[0-9]{1,9}", values.get(name, "")) else most
+        if least <= tasks < most:
+            advice = f"with --{name}={values[name]}, Slurm grants at most {tasks} nodes; request cores by --mincpus"
+            return [(line, f"--nodes={values['nodes']}: {advice}")]
+    return []
 
 
 # qsub(1B) and pbs_resources(7B) of OpenPBS and PBS Professional -------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile
-from hpctrain.jobs.request import FOLDER, Request
+from hpctrain.jobs.request import FOLDER, Request, granted_nodes, task_cases
 from hpctrain.jobs.template import SCHEDULERS, Raw, Value, clock, fill, join, read_template
 
 Words = list[str]
@@ -60,26 +60,33 @@ def _srun(request: Request, profile: Profile) -> Words:
     mpi = [f"--mpi={profile.mpi}"] if profile.mpi else []
     each = request.gpus_per_node // request.ranks_per_node
     gpus = [f"--gpus-per-task={each}"] if profile.gpus == "gpus-per-task" and each else []
-    return ["srun", *mpi, "--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_rank}", *gpus]
+    # Options of srun take precedence over SLURM_NTASKS and similar variables.
+    placed = [Raw('--nodes="$nodes"'), Raw('--ntasks="$ranks"'), f"--ntasks-per-node={request.ranks_per_node}"]
+    counts = placed if request.most_nodes else []
+    return ["srun", *mpi, "--kill-on-bad-exit=1", *counts, f"--cpus-per-task={request.cpus_per_rank}", *gpus]
 
 
 def _openmpi(request: Request, profile: Profile) -> Words:
     if profile.scheduler == "pbs":
         found = ["--hostfile", Raw('"$PBS_NODEFILE"'), Raw('"${bind[@]}"'), Raw('"${variables[@]}"')]
-        return ["mpirun", "-n", str(request.ranks), *found]
+        return ["mpirun", "-n", _ranks(request), *found]
     mapping = f"ppr:{request.ranks_per_node}:node:PE={request.cpus_per_rank}"
-    return ["mpirun", "-n", str(request.ranks), "--map-by", mapping]
+    return ["mpirun", "-n", _ranks(request), "--map-by", mapping]
 
 
 def _hydra(request: Request, profile: Profile) -> Words:
-    placed = ["-n", str(request.ranks), "-ppn", str(request.ranks_per_node)]
+    placed = ["-n", _ranks(request), "-ppn", str(request.ranks_per_node)]
     binding = [Raw('"${bind[@]}"')] if profile.scheduler == "pbs" else ["-bind-to", f"core:{request.cpus_per_rank}"]
     return ["mpiexec", *placed, *binding]
 
 
 def _pals(request: Request, profile: Profile) -> Words:
-    placed = ["-n", str(request.ranks), "--ppn", str(request.ranks_per_node)]
+    placed = ["-n", _ranks(request), "--ppn", str(request.ranks_per_node)]
     return ["mpiexec", *placed, "--depth", str(request.cpus_per_rank), "--cpu-bind", "depth"]
+
+
+def _ranks(request: Request) -> str:
+    return Raw('"$ranks"') if request.most_nodes else str(request.ranks)
 
 
 def _train(request: Request) -> Words:
@@ -125,7 +132,16 @@ _LAUNCHERS: dict[str, Callable[[Request, Profile], Words]] = {
 def slurm_values(request: Request, profile: Profile) -> dict[str, Value]:
     """Return the values of the placeholders that only Slurm templates have."""
     ending = "%A_%a" if request.sweep else "%j"
+    fixed = not request.most_nodes
     return {
+        "nodes": request.nodes_text,
+        # A range requests cores and no tasks: Slurm grants at most as many nodes as the smallest number
+        # of nodes has tasks (2-3 with one task per node is 2), and a requeued job waits for as many
+        # tasks as its last start had. With --mincpus alone, every start gets what is free (Slurm 22.05).
+        "ntasks_per_node": request.ranks_per_node if fixed else None,
+        "cpus_per_task": request.cpus_per_rank if fixed else None,
+        "mincpus": None if fixed else request.ranks_per_node * request.cpus_per_rank,
+        "granted": None if fixed else granted_nodes(request),
         "time": clock(request.walltime),
         "reservation": request.reservation or None,
         "constraint": request.constraint or None,
@@ -135,7 +151,7 @@ def slurm_values(request: Request, profile: Profile) -> dict[str, Value]:
         # With srun the signal goes to the job steps; with mpirun or mpiexec it goes to the script
         # (B:), which forwards it.
         "signal": f"{'' if profile.launcher == 'srun' else 'B:'}USR1@{request.margin}",
-        "array": _indices(request) if request.sweep else None,
+        "array": request.array if request.sweep else None,
         "output": f"{request.folder}/%x-{ending}.out",
     }
 
@@ -147,19 +163,14 @@ def _gpus(request: Request, profile: Profile) -> str | None:
     kind = f"{profile.gpu_type}:" if profile.gpu_type else ""
     if profile.gpus == "gres":
         return f"--gres=gpu:{kind}{number}"
-    if profile.gpus == "gpus-per-node":
-        return f"--gpus-per-node={kind}{number}"
+    if profile.gpus == "gpus-per-node" or request.most_nodes and number >= request.ranks_per_node:
+        return f"--gpus-per-node={kind}{number}"  # a range of nodes has no number of tasks
     if number < request.ranks_per_node:
         raise UsageError(
             f"gpus_per_node = {number}: this profile asks for GPUs by rank, and there are {request.ranks_per_node} "
             "ranks a node"
         )
     return f"--gpus-per-task={kind}{number // request.ranks_per_node}"
-
-
-def _indices(request: Request) -> str:
-    """Return the indices of the tasks of an array, and how many of them may run at once."""
-    return f"0-{len(request.sweep) - 1}" + (f"%{request.at_once}" if request.at_once else "")
 
 
 # Lines of a PBS script that prepare the launcher ----------------------------------------------------------------------
@@ -259,6 +270,11 @@ _ONLY_SLURM = ("reservation", "constraint", "exclude", "qos")
 
 def pbs_values(request: Request, profile: Profile) -> dict[str, Value]:
     """Return the values of the placeholders that only PBS templates have."""
+    if request.most_nodes:
+        raise UsageError(
+            f"nodes = {request.nodes_text}: PBS has no range of nodes, select asks for a fixed number; allowed is one "
+            f"number; submit with --nodes {request.nodes}"
+        )
     for name in _ONLY_SLURM:
         if getattr(request, name):
             raise UsageError(f"{name} = {getattr(request, name)!r}: PBS does not support it; see directives and select")
@@ -313,7 +329,7 @@ def _pbs_array(request: Request) -> str:
         )
     if len(request.sweep) == 1:
         raise UsageError("sweep has 1 task: an array of PBS has at least 2")
-    return _indices(request)
+    return request.array
 
 
 # Rendering ------------------------------------------------------------------------------------------------------------
@@ -362,8 +378,6 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "account": request.account or None,
         "partition": request.partition or None,
         "qos": request.qos or None,
-        "nodes": request.nodes,
-        "ranks_per_node": request.ranks_per_node,
         "cpus_per_rank": request.cpus_per_rank,
         "directives": (*profile.directives, *request.directives) or None,
         "purge": "purge" if profile.purge else None,
@@ -374,17 +388,8 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "retries": request.retries,
         "newest_file": _NEWEST_FILE if request.runner else None,
         "otherwise": Raw("newest_file || echo nothing" if request.runner else "echo nothing"),
-        "cases": _cases(request) or None,
+        "cases": task_cases(request.sweep) or None,
         "launcher": [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)],
         "preflight": preflight(request, profile),
         "program": program(request, profile),
     }
-
-
-def _cases(request: Request) -> tuple[Raw, ...]:
-    """Return one line of shell per task of an array, with its settings."""
-    lines = []
-    for number, settings in enumerate(request.sweep):
-        words = join([word for text in settings for word in ("--set", text)])
-        lines.append(Raw(f"{number}) settings=({words}) ;;"))
-    return tuple(lines)

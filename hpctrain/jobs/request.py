@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from hpctrain.cluster.nodes import REQUESTED
 from hpctrain.errors import UsageError
-from hpctrain.jobs.template import check, check_all, check_number, seconds
+from hpctrain.jobs.template import Raw, check, check_all, check_number, join, seconds
 from hpctrain.settings import toml_value
 
 Template = Literal["train", "benchmark", "array"]
@@ -19,6 +21,7 @@ LARGEST_ARRAY = 1001  # Slurm's default bound (MaxArraySize) if a site has not s
 PROGRAM = ".py"
 FOLDER = "HPCTRAIN_FOLDER"  # tells a program which folder the script watches
 EARLY = 60  # seconds by which Slurm's signal may be early
+MOST_NODES = 65536
 
 
 def _text(kind: str, default: Any = "") -> Any:
@@ -43,7 +46,8 @@ class Request:
     time: str = field(metadata={"kind": "time", "needed": True})
     template: Template = "train"
     name: str = _text("job name", "train")
-    nodes: int = _number(1, 65536, least=1)
+    nodes: int = _number(1, MOST_NODES, least=1)
+    most_nodes: int = _number(0, MOST_NODES)  # Slurm: the job takes up to as many nodes if they are free; 0: nodes
     ranks_per_node: int = _number(1, 4096, least=1)
     gpus_per_node: int = _number(0, 64)
     cpus_per_rank: int = _number(1, 4096, least=1)
@@ -114,6 +118,10 @@ class Request:
             raise UsageError(f"template = {self.template!r} runs no program: allowed with {self.config} is train")
 
     def _check_sizes(self) -> None:
+        if self.most_nodes and self.most_nodes <= self.nodes:
+            raise UsageError(
+                f"most_nodes = {self.most_nodes}: allowed are 0 and numbers above nodes = {self.nodes}; increase it"
+            )
         if len(self.sweep) > LARGEST_ARRAY - 1:
             raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
         if self.preflight and self.template == "benchmark":
@@ -136,7 +144,54 @@ class Request:
 
     @property
     def ranks(self) -> int:
+        """Return the number of ranks, of a job with a range of nodes the smallest one."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def node_counts(self) -> range:
+        """Return the numbers of nodes that the job may get."""
+        return range(self.nodes, max(self.most_nodes, self.nodes) + 1)
+
+    @property
+    def nodes_text(self) -> str:
+        """Return the nodes as Slurm and ``--nodes`` write them: 2, or 2-8."""
+        return f"{self.nodes}-{self.most_nodes}" if self.most_nodes else str(self.nodes)
+
+    @property
+    def array(self) -> str:
+        """Return the indices of the tasks of an array, and how many of them may run at once."""
+        return f"0-{len(self.sweep) - 1}" + (f"%{self.at_once}" if self.at_once else "")
+
+
+def granted_nodes(request: Request) -> tuple[Raw, ...]:
+    """Return the lines of a script that set ``nodes`` and ``ranks`` from the nodes of this start.
+
+    The receipt has the request from ``HPCTRAIN_NODES``.
+    """
+    return (
+        Raw("nodes=${SLURM_JOB_NUM_NODES:-$SLURM_NNODES} # a restart may get another number"),
+        Raw(f"ranks=$((nodes * {request.ranks_per_node}))"),
+        Raw(f"export {REQUESTED}={request.nodes_text}"),
+        Raw(f'echo "job $SLURM_JOB_ID has $nodes of {request.nodes_text} nodes: $ranks ranks"'),
+    )
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """Return the fields ``nodes`` and ``most_nodes`` of a text such as 2 or 2-8.
+
+    Raises ``UsageError`` for any other text, such as Slurm's steps and lists (2-8:2, 2,4), which
+    older versions of Slurm refuse.
+    """
+    shown = f"nodes = {text[:40]!r}"
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text, re.ASCII)
+    if match is None and re.fullmatch(r"[0-9]+(-[0-9]+)?(:[0-9]+|(,[0-9]+)+)", text, re.ASCII):
+        raise UsageError(f"{shown}: steps and lists are not supported; allowed is N or MIN-MAX; write it as 2-8")
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not (1 <= least <= MOST_NODES and 1 <= most <= MOST_NODES):
+        raise UsageError(f"{shown}: allowed is N or MIN-MAX, from 1 to {MOST_NODES}; write it as 2 or 2-8")
+    if most < least:
+        raise UsageError(f"{shown}: allowed is MIN-MAX with MIN up to MAX; write it as {most}-{least}")
+    return least, most if most > least else 0
 
 
 def run_folder(tree: Mapping[str, Any], config: str) -> str:
@@ -155,6 +210,15 @@ def combine(sweeps: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         return ()
     lists = [_settings(text) for text in sweeps]
     return tuple(itertools.product(*lists))
+
+
+def task_cases(sweep: Sequence[Sequence[str]]) -> tuple[Raw, ...]:
+    """Return one line of shell per task of an array, with its settings."""
+    lines = []
+    for number, settings in enumerate(sweep):
+        words = join([word for text in settings for word in ("--set", text)])
+        lines.append(Raw(f"{number}) settings=({words}) ;;"))
+    return tuple(lines)
 
 
 def _settings(text: str) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpctrain.checkpoint.retention import Best
 from hpctrain.cluster.deadline import seconds_of
+from hpctrain.cluster.nodes import number_ranges
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.models.settings import ModelSettings
@@ -311,3 +312,43 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
                 "every microbatch"
             )
     return shape
+
+
+_CHECKED_COUNTS = 1024  # of a longer range only both ends are checked
+_DEFAULT_MICROBATCHES = 8  # per batch, with parallel.reproducible
+
+
+def check_node_counts(settings: Settings, counts: Sequence[int], ranks_per_node: int) -> None:
+    """Raise ``SettingsError``, which names the numbers of nodes that do not work, unless a run works on all of them.
+
+    ``counts`` ascend. Needs neither torch nor MPI.
+    """
+    checked = counts if len(counts) <= _CHECKED_COUNTS else (counts[0], counts[-1])
+    reasons: dict[int, str] = {}
+    for count in checked:
+        try:
+            _check_ranks(settings, count * ranks_per_node)
+        except UsageError as error:
+            reasons[count] = str(error)
+    if not reasons:
+        return
+    wrong, right = (number_ranges(str(each) for each in checked if (each in reasons) is bad) for bad in (True, False))
+    ranks = f"{ranks_per_node} rank{'s' * (ranks_per_node > 1)} per node"
+    first, reason = next(iter(reasons.items()))
+    ends = "" if len(checked) == len(counts) else "of both ends "
+    other = "" if getattr(settings.parallel, "reproducible", True) else ", or parallel.reproducible = true"
+    raise SettingsError(
+        f"nodes = {counts[0]}-{counts[-1]} with {ranks}: the run does not work on {wrong} nodes ({first}: {reason}); "
+        f"allowed is {ends}{right or 'none'}; request these, or take another train.batch{other}"
+    )
+
+
+def _check_ranks(settings: Settings, ranks: int) -> None:
+    """Raise ``UsageError`` if a run does not work on this number of ranks. Needs neither torch nor MPI."""
+    if not getattr(settings.parallel, "reproducible", False):
+        check_sizes(settings, ranks)
+        return
+    batch = settings.train.batch
+    size = getattr(settings.train, "microbatch", 0) or -(-batch // _DEFAULT_MICROBATCHES)
+    if ranks > (count := -(-batch // size)):
+        raise SettingsError(f"{ranks} ranks share {count} microbatches (parallel.reproducible), and each needs one")

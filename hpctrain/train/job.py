@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.cluster.launcher import Launch
+from hpctrain.cluster.nodes import REQUESTED, requested_range
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
@@ -298,9 +300,10 @@ class Job:
         return {**position, "device": str(self.device), "launcher": self.launch.kind}
 
     def circumstances(self) -> Mapping[str, Any]:
-        """Return the cores and GPUs of all ranks, and id, scheduler and restarts of the batch job if there is one."""
-        launch = self.launch
+        """Return the cores and GPUs of all ranks, and id, scheduler, restarts and range of nodes of the batch job."""
+        launch, requested = self.launch, requested_range(os.environ.get(REQUESTED))
         found = {"job_id": launch.job_id, "scheduler": launch.scheduler, "restart_count": launch.restart_count}
+        found["requested_nodes"] = requested if launch.job_id else None
         return {**self.resources, **{name: value for name, value in found.items() if value is not None}}
 
 

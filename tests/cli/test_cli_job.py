@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,8 @@ PROGRAM = ["jobs/program.py", *BASE[1:], "--folder", "runs/own"]
 SCRIPTS = {
     "train.sbatch": ["slurm", *BASE, "--ranks-per-node", "4", "--gpus-per-node", "4", "--cpus-per-rank", "16"]
     + ["--account", "m1234", "--module", "hpctrain/1.0"],
+    "range.sbatch": ["slurm", *BASE, "--nodes", "2-4", "--ranks-per-node", "4", "--gpus-per-node", "4"]
+    + ["--cpus-per-rank", "16", "--account", "m1234", "--module", "hpctrain/1.0", "--set", "train.batch=48"],
     "perlmutter.sbatch": ["slurm", *BASE, "--profile", "perlmutter", "--account", "m1234_g"],
     "lumi-container.sbatch": ["slurm", *BASE, "--profile", "lumi", "--account", "project_1", "--container", "torch.sif"]
     + ["--env", "HF_HOME=/scratch/a b", "--directive=--mail-type=END", "--memory", "480G"],
@@ -89,6 +92,22 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["slurm", "lost.toml", "--time", "01:00:00"], "cannot read settings from lost.toml"),
         (["slurm", *BASE, "--profile", "polaris"], "is for pbs, not for slurm"),
         (["slurm", *BASE, "--profile", "lumy"], "did you mean lumi?"),
+        *(
+            (["slurm", *BASE, "--nodes", text], f"nodes = '{text}': allowed is")
+            for text in ("8-2", "0-3", "2-", "-3", "a-b")
+        ),
+        (["slurm", *BASE, "--nodes", "2-8:2"], "nodes = '2-8:2': steps and lists are not supported; allowed is N or"),
+        (["slurm", *BASE, "--nodes", "9" * 5000], "nodes = '999"),
+        (["pbs", *BASE, "--nodes", "2-8"], "nodes = 2-8: PBS has no range of nodes"),
+        (
+            ["slurm", *BASE, "--nodes", "2-8"],
+            "the run does not work on 3,5-7 nodes (3: a batch of 16 samples cannot be divided evenly over 3 ranks: "
+            "nearest are 15 and 18); allowed is 2,4,8; request these, or take another train.batch",
+        ),
+        (
+            ["slurm", *BASE, "--nodes", "1-2", "--sweep", "train.batch=16,15"],
+            "with 1 rank per node: the run does not work on 2 nodes (2: a batch of 15 samples",
+        ),
         (["slurm", *BASE, "--time", "04:00"], "time = '04:00': allowed is hours:minutes:seconds"),
         (["pbs", *BASE, "--qos", "a"], "unrecognized arguments: --qos"),
         (["slurm", "run", "a.py", *BASE[1:]], "run and its program come after --, as in --folder runs/a --time 04:00"),
@@ -135,6 +154,37 @@ def test_numbers_not_given_are_those_of_the_profile(capsys: pytest.CaptureFixtur
     script = capsys.readouterr().out
     for line in ("--ntasks-per-node=2", "--gpus-per-node=8", "--cpus-per-task=6", "--nodes=1"):
         assert f"#SBATCH {line}\n" in script
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [(PROGRAM, []), (PROGRAM[1:], ["--", "run", "jobs/program.py"]), ([*BASE, "--template", "benchmark"], [])],
+)
+def test_programs_and_benchmarks_take_a_range_of_nodes(
+    before: list[str], after: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They work on any number of ranks, as far as hpctrain knows."""
+    assert main(["job", "slurm", *before, "--nodes", "1-3", *after]) == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --nodes=1-3\n" in script and ' --ntasks="$ranks" ' in script
+
+
+def test_a_range_is_checked_without_torch_and_mpi() -> None:
+    code = (
+        "import sys; from hpctrain.cli.main import main; code = main(sys.argv[1:]);"
+        "assert not {'torch', 'mpi4py'} & set(sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "job", "slurm", *BASE, "--nodes"]
+    done = [subprocess.run([*command, nodes], capture_output=True, cwd=ROOT, timeout=60) for nodes in ("2-3", "1-2")]
+    assert [each.returncode for each in done] == [2, 0]
+
+
+def test_a_range_of_one_number_is_that_number(capsys: pytest.CaptureFixture[str]) -> None:
+    scripts = []
+    for nodes in ("3-3", "3"):
+        assert main(["job", "slurm", *BASE, "--nodes", nodes]) == 0
+        scripts.append(capsys.readouterr().out)
+    assert scripts[0] == scripts[1] and "#SBATCH --nodes=3\n" in scripts[0]
 
 
 def test_one_rank_per_gpu_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,27 @@ def test_json_and_a_plot_are_written(config: str, tmp_path: Path, capsys: pytest
     assert "<svg" in text and "fsdp" in text
 
 
+def test_both_ends_of_a_range_of_nodes_are_planned(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "--ranks-per-node", "2", "--set", "parallel.data=fsdp", "--json", *MACHINE]
+    assert main([*words, "--nodes", "1-2"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert both["nodes"] == "1-2" and [plan["ranks"] for plan in both["plans"]] == [2, 4]
+    for plan in both["plans"]:
+        assert main([*words, "--ranks", str(plan["ranks"])]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert {**alone, "time": 0} == {**plan, "time": 0}
+    assert main([*words, "--nodes", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == both["plans"][1]["memory"]
+    needed = [sum(plan["memory"]["node"]["host"].values()) for plan in both["plans"]]
+    assert needed[0] > needed[1], "shards are larger on fewer ranks"
+    limit = ["--host-memory", str(sum(needed) // 2)]
+    assert main([*words, *limit, "--nodes", "2"]) == 0 and main([*words, *limit, "--nodes", "1-2"]) == 1
+    capsys.readouterr()
+    assert main([*words[:-3], *MACHINE, "--nodes", "1-2"]) == 0
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gpt-tiny, ")]
+    assert ["2 ranks on 1 node" in heads[0], "4 ranks on 2 nodes" in heads[1]] == [True, True]
+
+
 def test_a_run_that_does_not_fit_has_exit_code_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config, "--ranks", "2", "--host-memory", "100K", *MACHINE]) == 1
     out = capsys.readouterr().out
@@ -72,6 +93,11 @@ def test_a_run_that_does_not_fit_has_exit_code_1(config: str, capsys: pytest.Cap
         (["--ranks", "3"], "a batch of 8 samples cannot be divided evenly"),
         (["--ranks", "-1"], "--ranks -1: must be at least 1"),
         (["--ranks-per-node", "0"], "--ranks-per-node 0: must be at least 1"),
+        (["--nodes", "8-2"], "nodes = '8-2': allowed is MIN-MAX"),
+        (["--nodes", "2", "--ranks", "2"], "--ranks 2 and --nodes: both determine the ranks"),
+        (["--nodes", "2-4"], "the run does not work on 3 nodes (3: a batch of 8 samples cannot be divided"),
+        (["--nodes", "1-2", "--ranks-per-node", "0"], "--ranks-per-node 0: must be at least 1"),
+        (["--nodes", "1-2", "-o", "a.svg"], "--nodes 1-2: a picture is of one number of nodes"),
         (["--host-memory", "much"], "--host-memory: 'much' is not a number of bytes"),
         (["--device-memory", "40GiB"], "--device-memory is for GPUs"),
         (["--set", "model.name=gpt-tniy"], "did you mean gpt-tiny?"),

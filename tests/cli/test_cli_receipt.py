@@ -50,6 +50,18 @@ def test_text_output(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_a_requested_range_is_shown_with_the_nodes_that_were_granted(capsys: pytest.CaptureFixture[str]) -> None:
+    attempts = [{**ATTEMPTS[0], "requested_nodes": "2-8"}, {**ATTEMPTS[1], "nodes": 5, "requested_nodes": "2-8"}]
+    Path("a/run.json").write_text(json.dumps({"status": "finished", "attempts": attempts}))
+    assert main(["receipt", "a"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +", line)[3] for line in lines[3:5]] == ["2 of 2-8", "5 of 2-8"]
+    assert "7 node-hours, 16 GPU-hours, 128 CPU-hours" in lines, "one hour on 2 nodes, and one on 5"
+    assert main(["receipt", "a", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert [(one["nodes"], one["requested_nodes"]) for one in run["attempts"]] == [(2, "2-8"), (5, "2-8")]
+
+
 def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["receipt", "a", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -105,6 +105,24 @@ def test_options_that_exclude_each_other_are_reported(pair: str) -> None:
     assert message.startswith("line 4: --") and message.endswith("exclude each other")
 
 
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        (["--nodes=8-2"], "line 2: --nodes=8-2: expected the smaller number first"),
+        (["--nodes=2-8", "--ntasks-per-node=3"], "with --ntasks-per-node=3, Slurm grants at most 6 nodes"),
+        (["--comment=x", "-N 2-8 -n 4"], "line 3: --nodes=2-8: with --ntasks=4, Slurm grants at most 4 nodes"),
+        (["--nodes=2-8", "--ntasks-per-node=4"], None),
+        (["--nodes=2-8", "--ntasks=8"], None),
+        (["--nodes=2-8", "--mincpus=4"], None),
+        (["--nodes=2", "--ntasks-per-node=1"], None),
+        (["--nodes=2-8", f"--ntasks={'9' * 5000}"], None),
+    ],
+)
+def test_nodes_that_are_never_granted_are_reported(lines: list[str], message: str | None) -> None:
+    said = problems("\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), "srun true", ""]))
+    assert said == [] if message is None else len(said) == 1 and message in said[0]
+
+
 def test_a_script_without_directives_is_reported() -> None:
     with pytest.raises(UsageError, match="has no directive"):
         problems("#!/bin/bash\necho\n")

@@ -26,7 +26,7 @@ FEW = [float("nan"), 10**4000, [1], 9.9e14]
 FIELDS = (
     *("status", "reason", "failed_rank", "started", "ended", "unix_time", "nodes", "size", "cpus", "gpus"),
     *("host", "pid", "job_id", "scheduler", "restart_count", "first_step", "step", "saved_step", "steps"),
-    *("repeated_steps", "batch"),
+    *("repeated_steps", "batch", "requested_nodes"),
     *("repeated_seconds", "tokens", "tokens_before", "elapsed_seconds", "startup_seconds", "step_seconds"),
     *("save_seconds", "last_save_seconds"),
 )

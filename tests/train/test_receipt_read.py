@@ -61,7 +61,7 @@ def test_three_attempts_are_read(life: Life) -> None:
     assert (killed.useful, killed.repeated, killed.saves) == (4 * SECONDS, 2 * SECONDS, 0.5)
     assert killed.why == "killed (no exit record); last recorded step 6"
 
-    life.start(4, nodes=3, cpus=12, job_id="7", restart_count=2)
+    life.start(4, nodes=3, requested_nodes="2-8", cpus=12, job_id="7", restart_count=2)
     assert load([life.folder])[0].attempts[0] == killed, "settled by the next start as the reader did"
     life.steps(5, 6, 7)
     life.run_folder.saved(7, 0.1)
@@ -74,6 +74,7 @@ def test_three_attempts_are_read(life: Life) -> None:
     one, two, three = receipt.attempts
     assert receipt.status == "finished" and one == killed
     assert (two.nodes, two.cpus, two.job_id, two.restart_count) == (3, 12, "7", 2) and three.nodes == 1
+    assert [each.requested_nodes for each in receipt.attempts] == [None, "2-8", None]
     assert [each.why for each in (two, three)] == ["saved: SIGUSR1", "finished"]
     assert [each.steps for each in receipt.attempts] == [4, 3, 2]
     assert [each.tokens for each in receipt.attempts] == [400, 300, 200]

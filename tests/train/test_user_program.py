@@ -73,11 +73,13 @@ def test_bad_input_has_the_exit_code_that_is_not_requeued(launch: Any, tmp_path:
 def test_the_receipt_names_job_and_start(launch: Any, tmp_path: Path) -> None:
     code = f"import sys; sys.argv = ['x', '--folder', 'run', '--steps', '1']; exec(open({str(PROGRAM)!r}).read())"
     job = {**NOBODY, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2", VARIABLE: str(time.time() + 3600)}
+    job["HPCTRAIN_NODES"] = "1-4"
     result = launch(0, code + "\n", env=job, cwd=tmp_path)
     assert result.returncode == 0, result
     (attempt,) = json.loads((tmp_path / "run/run.json").read_text())["attempts"]
     assert (attempt["job_id"], attempt["scheduler"], attempt["restart_count"]) == ("77", "slurm", 2)
-    assert attempt["cpus"] >= 1 and attempt["nodes"] == 1 and "gpus" not in attempt
+    assert attempt["cpus"] >= 1 and "gpus" not in attempt
+    assert (attempt["nodes"], attempt["requested_nodes"]) == (1, "1-4"), "granted and requested"
     page = (Path(__file__).resolve().parents[2] / "docs" / "receipt.md").read_text()
     table = page[page.index("| field |") : page.index("Fields without a value")]
     rows = re.findall(r"^\|(.*?)\|", table, re.MULTILINE)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.accounting import JobAccount, ask_pbs, ask_slurm
+from hpctrain.cluster.nodes import requested_range
 from hpctrain.errors import UsageError
 from hpctrain.train import lock, metrics
 from hpctrain.train.control import INTERRUPTED
@@ -147,6 +148,7 @@ class Attempt:
     why: str  # in words
     started: float | None  # since the epoch
     nodes: int
+    requested_nodes: str | None  # as in 2-8; None if the job requested a fixed number
     ranks: int
     cpus: int | None
     gpus: int | None
@@ -192,6 +194,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         why=_why(facts),
         started=began(facts),
         nodes=int(number(facts, "nodes", 1)),
+        requested_nodes=requested_range(text(facts, "requested_nodes")),
         ranks=int(number(facts, "size", 1)),
         cpus=_whole(facts, "cpus"),
         gpus=_whole(facts, "gpus"),

@@ -136,7 +136,8 @@ def _row(one: Attempt) -> tuple[str, ...]:
     started = "" if one.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.started))
     times = (one.elapsed, one.startup, one.useful, one.repeated, one.saves)
     steps = f"{one.first_step}-{one.last_step}" if one.last_step >= one.first_step else "none"
-    facts = (one.job_id or "-", str(one.nodes), str(one.ranks), steps)
+    nodes = f"{one.nodes} of {one.requested_nodes}" if one.requested_nodes else str(one.nodes)
+    facts = (one.job_id or "-", nodes, str(one.ranks), steps)
     return (str(one.index), started, *facts, *(duration(each) if each else "-" for each in times), one.why)
 
 
