@@ -127,8 +127,10 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
             strategy.update_early(optimizer)
         step = Stepper(strategy, settings.train, job.device)
         data = strategy.data
-        sizes = {"batch": settings.train.batch, "microbatch": settings.train.microbatch}
-        loader = Loader(corpus.train, rank=data.rank, size=data.size, seed=settings.train.seed, **sizes)
+        one, rank, size = settings.train, data.rank, data.size
+        loader = Loader(
+            corpus.train, batch=one.batch, rank=rank, size=size, seed=one.seed, microbatch=one.microbatch
+        )
 
         with open_run(settings, job, model, optimizer, loader) as run:
             step.microbatches = run.microbatches
