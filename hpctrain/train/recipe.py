@@ -128,9 +128,7 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
         step = Stepper(strategy, settings.train, job.device)
         data = strategy.data
         one, rank, size = settings.train, data.rank, data.size
-        loader = Loader(
-            corpus.train, batch=one.batch, rank=rank, size=size, seed=one.seed, microbatch=one.microbatch
-        )
+        loader = Loader(corpus.train, batch=one.batch, rank=rank, size=size, seed=one.seed, microbatch=one.microbatch)
 
         with open_run(settings, job, model, optimizer, loader) as run:
             step.microbatches = run.microbatches

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -83,18 +82,6 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-@contextmanager
-def own_statistics(norm: Any) -> Iterator[list[Tensor]]:
-    """Yield a list that gets mean and variance of one forward pass through a batch norm, in float64."""
-    momentum, found = norm.momentum, list[Tensor]()
-    norm.momentum = 1.0
-    norm.running_mean.zero_()
-    norm.running_var.zero_()
-    yield found
-    found += [norm.running_mean.double(), norm.running_var.double()]
-    norm.momentum = momentum
-
-
 def parts_of(batch: Any) -> list[Any]:
     samples = len(batch[0])
     return [[one[begin : begin + MICROBATCH].clone() for one in batch] for begin in range(0, samples, MICROBATCH)]
@@ -117,19 +104,13 @@ def plain(name: str, compute: Callable[[nn.Module, Any], Tensor] = loss_of) -> s
         for batch in loader:
             outer = torch.get_rng_state()
             found, gradients = [], []
-            means = [model[1].running_mean.double(), model[1].running_var.double()]
             for index, part in enumerate(parts_of(batch)):
                 torch.manual_seed(seed_of(SEED, len(losses), 0, index, 0))
-                with own_statistics(model[1]) as statistics:
-                    loss = compute(model, part) * (len(part[0]) / len(batch[0]))
+                loss = compute(model, part) * (len(part[0]) / len(batch[0]))
                 model.zero_grad()
                 loss.backward()
-                means[0] = 0.9 * means[0] + 0.1 * statistics[0]
-                means[1] = 0.9 * means[1] + 0.1 * statistics[1]
                 found.append(float(loss.detach()))
                 gradients.append([one.grad for one in model.parameters() if one.grad is not None])
-            model[1].running_mean.copy_(means[0])
-            model[1].running_var.copy_(means[1])
             for parameter, leaves in zip(model.parameters(), zip(*gradients)):
                 parameter.grad = tree_sum(list(leaves))
             present = [one.grad for one in model.parameters() if one.grad is not None]

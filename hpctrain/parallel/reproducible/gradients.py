@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import ALIGN, assign_buckets
-from hpctrain.parallel.reproducible.tree import LocalSums
+from hpctrain.parallel.reproducible.tree import HALF, LocalSums, share_of_rank
 from hpctrain.parallel.reproducible.tree_reduce import ReducedBlock, TreeReduce
 
 if TYPE_CHECKING:
@@ -41,19 +41,31 @@ class MicrobatchGradients:
 
     def __init__(self, strategy: ReproducibleStrategy, reduction: TreeReduce) -> None:
         self._strategy, self._reduction = strategy, reduction
-        self._sums = LocalSums(0)
+        self._sums, self._begin, self._end = LocalSums(0), 0, 0
+        self._adds_alone = True
 
     @contextmanager
     def step(self, microbatches: int) -> Iterator[None]:
         """Compute this rank's microbatches in the ``with`` block; its end reduces the gradients. Collective."""
         self._sums = LocalSums(microbatches)
+        comm = self._reduction.comm
+        self._begin, self._end = share_of_rank(microbatches, comm.rank, comm.size)
+        self._adds_alone = any(one.dtype in HALF for _, one in self._strategy.computed_with())
         with self._strategy.local_passes():
             yield
         self._strategy.reduce_sums(self._sums.sums, self._reduction, microbatches)
         self._sums = LocalSums(0)
 
     def take(self, microbatch: int) -> None:
-        """Take the gradients of a microbatch, so that the next backward pass starts without any."""
+        """Take the gradients of a microbatch, so that the next backward pass starts without any.
+
+        Those of a left leaf stay, if this rank computes its sibling, to which autograd then adds them
+        while they are in cache; not those of 16 bits, which are added in float32.
+        """
+        pairs = not self._adds_alone
+        if pairs and microbatch % 2 == 0 and microbatch + 1 < self._end:
+            return
+        begin = microbatch - 1 if pairs and microbatch % 2 and microbatch > self._begin else microbatch
         found: dict[str, Tensor] = {}
         for name, parameter in self._strategy.computed_with():
             if parameter.grad is None:
@@ -61,7 +73,7 @@ class MicrobatchGradients:
             if parameter.grad.layout is not torch.strided:
                 raise UsageError(f"parameter {name} got a sparse gradient: only dense ones can be reduced")
             found[name], parameter.grad = parameter.grad, None
-        self._sums.add(microbatch, found)
+        self._sums.add((begin, microbatch + 1), found)
 
 
 class ReproducibleStrategy(ABC):
@@ -120,7 +132,7 @@ def reduce_whole(named: Sequence[tuple[str, nn.Parameter]], sums: Sums, reductio
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of a parameter are added."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def _block(dtype: torch.dtype, members: Sequence[tuple[str, nn.Parameter]], sums: Sums, ranks: int) -> ReducedBlock:
@@ -135,13 +147,13 @@ def _block(dtype: torch.dtype, members: Sequence[tuple[str, nn.Parameter]], sums
         for (name, parameter), offset in zip(members, offsets):
             total = memory[offset : offset + parameter.numel()].view(parameter.shape)
             if parameter.grad is not None:
-                parameter.grad.add_(total)
+                parameter.grad.add_(total).add_(0.0)
                 continue
             own = next((each[name] for each in sums if name in each), None)  # its memory is no longer needed
             if own is not None and own.dtype is parameter.dtype:
-                parameter.grad = own.copy_(total)
+                parameter.grad = torch.add(total, 0.0, out=own)
             else:
-                parameter.grad = torch.empty_like(parameter).copy_(total)
+                parameter.grad = (total + 0.0).to(parameter.dtype)
 
     places = [(name, offset, parameter.shape) for (name, parameter), offset in zip(members, offsets)]
     return ReducedBlock(numel, dtype, partial(write_sum, sums, places), take)
@@ -174,8 +186,7 @@ def _shard_block(group_reduction: GroupReduction, sums: Sums) -> ReducedBlock:
     def take(memory: Tensor) -> None:
         group_reduction.flat = memory  # the target of a single rank that offloads
         target = group_reduction.allocate_target()
-        if target is not memory:
-            target.copy_(memory)
+        torch.add(memory, 0.0, out=target)
         group_reduction.after_reduce()
 
     places = [(each.name, offset, each.shape) for each, offset in zip(group.members, group.layout.offsets)]

@@ -1,19 +1,20 @@
 """Norm of gradients that is the same bits for whole gradients and for shards, on any number of ranks.
 
-Note: the order of additions. Shards begin and end on cache lines of their parameters
-(``fsdp.sharding.lay_out``), so a block of 64 bytes is never divided. The squares of a block are
-added in float64, always in one order. The sums of the blocks are then added exactly, hence in any
-order: relative to the largest gradient of all ranks, each is cut into three integers of 26 bits,
-whose sums of 64 bits do not overflow for up to 2**40 elements. Bits below 2**-73 of the square of
-the largest gradient are cut off; which ones depends on the block and on the largest gradient alone.
+Note: exact sums, after Demmel and Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013.
+Squares of float32 are exact in float64. Relative to the largest gradient of all ranks, each square is
+cut into two parts: adding a large constant, and subtracting it again, rounds it to a multiple of the
+constant's last bit. The constants are so large that the sum of the parts of a chunk is exact, hence
+the same in any order. The sums of the chunks are added as integers. Bits below 2**-72 of the square
+of the largest gradient are cut off; which ones depends on the element and on the largest gradient.
 
-Cost: two passes over the gradients; the second one computes in float64 in chunks that stay in cache.
+Cost: 10 passes over chunks of float64 that stay in cache, 1.2 ns per element; each rank computes
+its share of the elements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,25 +22,24 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.parallel.clip import clip_factor
 
-LINE = 64  # bytes
-CHUNK = 4096  # blocks that are computed at a time
-DIGITS, BITS = 3, 26  # integers per block, and bits of each
-HEADROOM = 4  # bits by which the sum of a block may exceed its largest square
+CHUNK_BITS = 15  # a chunk has 2**15 elements: 256 KiB in float64
+HIGH, LOW = 36, 72  # bits below the largest square down to which the two parts of a square go
+DIGIT_BITS, DIGITS = 26, 6  # integers that the ranks add; 2**37 ranks would overflow one
 
 
 def exact_norm(pieces: Sequence[Tensor], comm: Communicator | None, device: torch.device) -> Tensor:
     """Return the norm of all ranks' gradients as a scalar on ``device``. Collective.
 
-    ``pieces`` are contiguous gradients, or parts of gradients that begin on a cache line of their
-    parameter. Each element is on exactly one rank. The norm has the dtype float64 if a gradient of
-    any rank has, otherwise float32. It is NaN or infinite if a gradient is.
+    ``pieces`` are gradients or parts of gradients; each element is on exactly one rank. The norm has
+    the dtype float64 if a gradient of any rank has, otherwise float32. It is NaN or infinite if a
+    gradient is.
     """
-    flat = [piece.detach().reshape(-1) for piece in pieces if piece.numel()]
-    largest = max_of(flat)
+    real = (torch.view_as_real(piece) if piece.is_complex() else piece for piece in pieces if piece.numel())
+    flat = [piece.detach().reshape(-1) for piece in real]
+    largest = largest_of(flat)
     double = float(any(piece.dtype is torch.float64 for piece in flat))
-    found = torch.tensor([largest if math.isfinite(largest) else math.inf, float(math.isnan(largest)), double])
-    found = found.double()
-    found[0] = largest if math.isfinite(largest) else math.inf
+    finite = [largest, 0.0] if math.isfinite(largest) else [math.inf, float(math.isnan(largest))]
+    found = torch.tensor([*finite, double], dtype=torch.float64)
     if comm is not None:
         comm.all_reduce(found, "max")
     largest, is_nan, double = found.tolist()
@@ -47,84 +47,68 @@ def exact_norm(pieces: Sequence[Tensor], comm: Communicator | None, device: torc
     if is_nan or not math.isfinite(largest) or not largest:
         return torch.tensor(math.nan if is_nan else largest, dtype=dtype, device=device)
     exponent = math.frexp(largest)[1]
-    digits = digits_of(flat, exponent)
+    digits = torch.tensor(_digits(sum_of_squares(flat, exponent)), dtype=torch.int64)
     if comm is not None:
         comm.all_reduce(digits)
-    return torch.tensor(root_of(digits.tolist(), exponent), dtype=torch.float64, device=device).to(dtype)
+    total = sum(digit << (DIGIT_BITS * place) for place, digit in enumerate(digits.tolist()))
+    root = math.sqrt(total / 2**LOW)
+    try:
+        norm = math.ldexp(root, exponent)
+    except OverflowError:
+        norm = math.inf
+    return torch.tensor(norm, dtype=torch.float64, device=device).to(dtype)
 
 
-def max_of(pieces: Sequence[Tensor]) -> float:
+def largest_of(pieces: Sequence[Tensor]) -> float:
     """Return the largest absolute value of all elements, NaN if one is NaN, 0 if there is none."""
-    if not pieces:
-        return 0.0
-    found = [float(one) for one in torch._foreach_norm(list(pieces), math.inf)]
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    found = [abs(float(end)) for piece in pieces for end in torch.aminmax(piece)]  # 20 times as fast as the norm
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
-def digits_of(pieces: Sequence[Tensor], exponent: int) -> Tensor:
-    """Return the sum of squares as ``DIGITS`` integers; no element is above 2**exponent in absolute value."""
-    total = torch.zeros(DIGITS, dtype=torch.int64)
-    scale = 2.0**-exponent if exponent > -1000 else None  # the scale of tiny gradients is no normal number
-    for blocks in _blocks(pieces):
-        # At most 1, which neither overflows nor underflows when it is squared.
-        values = blocks.mul_(scale) if scale is not None else torch.ldexp(blocks, torch.tensor(-exponent))
-        rest = _row_sums(values.square_()).mul_(2.0 ** (BITS - HEADROOM - 1))
-        for number in range(DIGITS):
-            whole = rest.trunc()
-            total[number] += int(whole.to(torch.int64).sum())
-            rest.sub_(whole).mul_(2.0**BITS)
+def sum_of_squares(pieces: Sequence[Tensor], exponent: int) -> int:
+    """Return the sum of (element / 2**exponent)**2 as a multiple of 2**-LOW; no element exceeds 2**exponent."""
+    total = 0
+    high, low = 1.5 * 2.0 ** (52 - HIGH), 1.5 * 2.0 ** (52 - LOW)  # their last bits are 2**-HIGH and 2**-LOW
+    scratch: dict[torch.device, Tensor] = {}
+    for piece in pieces:
+        if piece.device not in scratch:
+            scratch[piece.device] = torch.empty(2, 2**CHUNK_BITS, dtype=torch.float64, device=piece.device)
+        for chunk in torch.split(piece, 2**CHUNK_BITS):
+            rest, part = scratch[piece.device][:, : chunk.numel()]
+            _scale(rest.copy_(chunk), exponent).square_()  # below 1
+            torch.add(rest, high, out=part).sub_(high)
+            total += int(math.ldexp(float(part.sum()), HIGH)) << (LOW - HIGH)
+            rest.sub_(part)
+            torch.add(rest, low, out=part).sub_(low)
+            total += int(math.ldexp(float(part.sum()), LOW))
     return total
 
 
-def _row_sums(values: Tensor) -> Tensor:
-    """Return the sum of each row, always in the same order."""
-    if values.device.type == "cpu":
-        return values.sum(dim=1)  # one row after another; three times as fast as halving
-    while values.shape[1] > 1:
-        half = values.shape[1] // 2
-        values = values[:, :half] + values[:, half:]
-    return values[:, 0]
+def _scale(values: Tensor, exponent: int) -> Tensor:
+    """Divide values by 2**exponent, in place."""
+    for part in (exponent // 2, exponent - exponent // 2) if abs(exponent) > 1000 else (exponent,):
+        values.mul_(2.0**-part)  # 2**-exponent itself may be no normal number
+    return values
 
 
-def _blocks(pieces: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the elements in float64, one block per row; the last block of a piece is padded with zeros."""
-    for piece in pieces:
-        row = LINE // 8 if piece.dtype is torch.float64 else LINE // 4
-        for begin in range(0, piece.numel(), CHUNK * row):
-            part = piece[begin : begin + CHUNK * row]
-            rows = -(-part.numel() // row)
-            if part.numel() % row:
-                blocks = torch.zeros(rows * row, dtype=torch.float64, device=piece.device)
-                blocks[: part.numel()] = part
-            else:
-                blocks = part.to(torch.float64, copy=True)
-            yield blocks.view(rows, row)
-
-
-def root_of(digits: Sequence[int], exponent: int) -> float:
-    """Return the root of the sum of squares that integers represent."""
-    total = 0
-    for digit in digits:
-        total = (total << BITS) + digit
-    return math.ldexp(math.sqrt(total / 2 ** (DIGITS * BITS - HEADROOM - 1)), exponent)
+def _digits(number: int) -> list[int]:
+    """Return a sum as digits, the lowest first; the highest one is larger than the others."""
+    mask = (1 << DIGIT_BITS) - 1
+    digits = [(number >> (DIGIT_BITS * place)) & mask for place in range(DIGITS - 1)]
+    return [*digits, number >> (DIGIT_BITS * (DIGITS - 1))]
 
 
 def share_of(gradients: Sequence[Tensor], rank: int, size: int) -> list[Tensor]:
-    """Return a rank's share of whole gradients that all ranks hold, cut at the borders of blocks."""
-    lines = [-(-gradient.numel() // _row(gradient)) for gradient in gradients]
-    low, high = (sum(lines) * each // size for each in (rank, rank + 1))
+    """Return a rank's share of the elements of whole gradients that all ranks hold."""
+    total = sum(gradient.numel() for gradient in gradients)
+    low, high = (total * each // size for each in (rank, rank + 1))
     found, position = [], 0
-    for gradient, count in zip(gradients, lines):
-        begin, end = max(low - position, 0), min(high - position, count)
+    for gradient in gradients:
+        begin, end = max(low - position, 0), min(high - position, gradient.numel())
         if begin < end:
-            row = _row(gradient)
-            found.append(gradient.detach().reshape(-1)[begin * row : end * row])
-        position += count
+            found.append(gradient.detach().reshape(-1)[begin:end])
+        position += gradient.numel()
     return found
-
-
-def _row(gradient: Tensor) -> int:
-    return LINE // 8 if gradient.dtype is torch.float64 else LINE // 4
 
 
 @torch.no_grad()

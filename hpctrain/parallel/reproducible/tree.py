@@ -8,6 +8,7 @@ A rank computes consecutive microbatches and adds what makes up whole nodes (``s
 2 log2(M) sums for M microbatches, and one if the number of ranks divides M into a power of two. The
 sums of all ranks are then added along the rest of the tree (``TreeOrder``). A missing gradient
 counts as zeros. Floating-point addition is commutative, so either operand may be the first one.
+Whether a zero is -0 may depend on the ranks until the final sum, to which 0 is added.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 Range = tuple[int, int]  # microbatches from, to
 
+HALF = (torch.float16, torch.bfloat16)
 BLOCK = 131072  # elements per addition: the operands of one stay in the caches until the next
 
 
@@ -147,13 +149,10 @@ class LocalSums:
         self.nodes: list[Range] = []
         self.sums: list[dict[str, Tensor]] = []
 
-    def add(self, microbatch: int, gradients: dict[str, Tensor]) -> None:
-        """Add the gradients of the next microbatch; 16-bit floats are converted to float32."""
-        wide = {
-            name: one.float() if one.dtype in (torch.float16, torch.bfloat16) else one
-            for name, one in gradients.items()
-        }
-        self.nodes.append((microbatch, microbatch + 1))
+    def add(self, microbatches: Range, gradients: dict[str, Tensor]) -> None:
+        """Add the gradients of the next microbatch or pair of siblings; 16-bit floats are converted to float32."""
+        wide = {name: one.float() if one.dtype in HALF else one for name, one in gradients.items()}
+        self.nodes.append(microbatches)
         self.sums.append(wide)
         while len(self.nodes) > 1 and are_siblings(self.nodes[-2], self.nodes[-1], self._microbatches):
             (begin, _), (_, end) = self.nodes[-2:]
@@ -164,10 +163,8 @@ class LocalSums:
 
 @torch.no_grad()
 def _add_to(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    """Add gradients to those of the left sibling; a missing one counts as zeros, which turn -0 into 0."""
+    """Add gradients to those of the left sibling; a missing one counts as zeros."""
     both = [name for name in left if name in right]
     if both:
         torch._foreach_add_([left[name] for name in both], [right[name] for name in both])
-    for one in [left[name] for name in left if name not in right]:
-        one.add_(0.0)
-    left.update({name: one.add_(0.0) for name, one in right.items() if name not in left})
+    left.update({name: one for name, one in right.items() if name not in left})

@@ -23,7 +23,7 @@ def blocks_of(comm: Any, count: int, seed: int, results: list[Tensor]) -> tuple[
         expected.append(tree_sum(leaves))
         local = LocalSums(count)
         for index in range(*share_of_rank(count, comm.rank, comm.size)):
-            local.add(index, {"w": leaves[index].clone()})
+            local.add((index, index + 1), {"w": leaves[index].clone()})
 
         def write(index: int, memory: Tensor, local: LocalSums = local) -> None:
             memory.copy_(local.sums[index]["w"])
