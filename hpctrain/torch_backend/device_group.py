@@ -89,7 +89,7 @@ class TwoBackends(HpctrainGroup):
         if self._other is not None:
             self._other.set_timeout(timeout)
 
-    _set_default_timeout = set_timeout  # torch calls it on what _get_backend returns
+    _set_default_timeout = set_timeout
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Wait for all ranks; in the other group if the options, or that group, name a device."""

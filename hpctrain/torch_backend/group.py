@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 class HpctrainGroup(dist.ProcessGroup):
     """Process group over the ranks of a communicator, which it frees."""
 
+    supports_coalescing = supports_splitting = False  # torch asks back ends
+
     def __init__(
         self, comm: Communicator, store: Any, timeout: timedelta, name: str, backend_name: str = "hpctrain"
     ) -> None:
@@ -91,6 +93,12 @@ class HpctrainGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time after which an operation of this group fails."""
         self._calls.timeout = timeout
+
+    _set_default_timeout = set_timeout  # torch calls it on what _get_backend returns
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return the back end of a device: this group, which torch 2.14 asks before each batch of messages."""
+        return self
 
     # Reductions -------------------------------------------------------------------------------------------------------
 

@@ -299,9 +299,7 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
     if is_asynchronous(settings.asynchronous, settings.parallel) and settings.checkpoint.background:
         raise UsageError("checkpoint.background: not possible with asynchronous workers")
     if settings.parallel.reproducible:
-        from hpctrain.train.microbatches import check_ranks, default_size  # loads torch
-
-        check_ranks(train.batch, train.microbatch or default_size(train.batch), ranks)
+        check_microbatches(train.batch, train.microbatch or default_microbatch(train.batch), ranks)
         return shape
     check_batch(train.batch, shape.data - idle, train.accumulate)
     if shape.pipe > 1:
@@ -314,8 +312,27 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
     return shape
 
 
+DEFAULT_MICROBATCHES = 8  # per batch, with parallel.reproducible
+
+
+def default_microbatch(batch: int) -> int:
+    """Return the size of the microbatches of a batch if the user has not given it."""
+    return -(-batch // DEFAULT_MICROBATCHES)
+
+
+def check_microbatches(batch: int, microbatch: int, ranks: int) -> None:
+    """Raise ``SettingsError`` if there are more ranks than microbatches."""
+    count = -(-batch // microbatch)
+    if count < ranks:
+        raise SettingsError(
+            f"parallel.reproducible = true: a batch of {batch} samples in microbatches of {microbatch} has {count} of "
+            f"them for {ranks} ranks; every rank needs one; start at most {count} ranks, or choose the size of the "
+            f"microbatches at the beginning of the run (microbatch = {max(batch // ranks, 1)} or less)",
+            everywhere=True,
+        )
+
+
 _CHECKED_COUNTS = 1024  # of a longer range only both ends are checked
-_DEFAULT_MICROBATCHES = 8  # per batch, with parallel.reproducible
 
 
 def check_node_counts(settings: Settings, counts: Sequence[int], ranks_per_node: int) -> None:
@@ -327,7 +344,7 @@ def check_node_counts(settings: Settings, counts: Sequence[int], ranks_per_node:
     reasons: dict[int, str] = {}
     for count in checked:
         try:
-            _check_ranks(settings, count * ranks_per_node)
+            check_sizes(settings, count * ranks_per_node)
         except UsageError as error:
             reasons[count] = str(error)
     if not reasons:
@@ -336,19 +353,8 @@ def check_node_counts(settings: Settings, counts: Sequence[int], ranks_per_node:
     ranks = f"{ranks_per_node} rank{'s' * (ranks_per_node > 1)} per node"
     first, reason = next(iter(reasons.items()))
     ends = "" if len(checked) == len(counts) else "of both ends "
-    other = "" if getattr(settings.parallel, "reproducible", True) else ", or parallel.reproducible = true"
+    other = "" if settings.parallel.reproducible else ", or parallel.reproducible = true"
     raise SettingsError(
         f"nodes = {counts[0]}-{counts[-1]} with {ranks}: the run does not work on {wrong} nodes ({first}: {reason}); "
         f"allowed is {ends}{right or 'none'}; request these, or take another train.batch{other}"
     )
-
-
-def _check_ranks(settings: Settings, ranks: int) -> None:
-    """Raise ``UsageError`` if a run does not work on this number of ranks. Needs neither torch nor MPI."""
-    if not getattr(settings.parallel, "reproducible", False):
-        check_sizes(settings, ranks)
-        return
-    batch = settings.train.batch
-    size = getattr(settings.train, "microbatch", 0) or -(-batch // _DEFAULT_MICROBATCHES)
-    if ranks > (count := -(-batch // size)):
-        raise SettingsError(f"{ranks} ranks share {count} microbatches (parallel.reproducible), and each needs one")

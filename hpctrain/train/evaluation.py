@@ -22,10 +22,11 @@ from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.reproducible.gradients import ReproducibleStrategy, local_passes
 from hpctrain.parallel.strategy import Strategy, broadcast_buffers, consensus_view
+from hpctrain.train.config import default_microbatch
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means
 from hpctrain.train.loader_feed import feed_for
-from hpctrain.train.microbatches import batch_size_of, default_size, exact_sum, microbatch_of
+from hpctrain.train.microbatches import batch_size_of, exact_sum, microbatch_of
 from hpctrain.train.process import ALLOCATOR
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
@@ -109,7 +110,7 @@ class Evaluation:
         """Return the size of the microbatches of reproducible strategies; 0 for others."""
         if not all(isinstance(each, ReproducibleStrategy) for each in self._strategies.values()):
             return 0
-        return self._microbatch or default_size(batch_size_of(loader) or 1)
+        return self._microbatch or default_microbatch(batch_size_of(loader) or 1)
 
     def _feed(self, loader: Any, data: Communicator, microbatch: int) -> Feed:
         known = self._feeds.get(id(loader))

@@ -23,7 +23,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.data.loader import Loader
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import BatchShare, cut, samples_in, splits_itself
-from hpctrain.errors import MismatchError, SettingsError, UsageError
+from hpctrain.errors import MismatchError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.objective import map_leaves
 from hpctrain.parallel.reproducible.batchnorm import MicrobatchStatistics, check_unchanged, other_buffers
@@ -32,29 +32,11 @@ from hpctrain.parallel.reproducible.tree import share_of_rank
 from hpctrain.parallel.reproducible.tree_reduce import TreeReduce
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.accumulate import add_gradients, as_scalar, sum_and_count, take_gradients
-
-DEFAULT_COUNT = 8  # microbatches per batch, unless their size is given
+from hpctrain.train.config import check_microbatches, default_microbatch
 
 Passes = Callable[
     [int, int], Any
 ]  # computes samples from, to of this rank's share; returns a loss, or a sum and a count
-
-
-def default_size(batch: int) -> int:
-    """Return the size of the microbatches of a batch if the user has not given it."""
-    return -(-batch // DEFAULT_COUNT)
-
-
-def check_ranks(batch: int, microbatch: int, ranks: int) -> None:
-    """Raise ``SettingsError`` if there are more ranks than microbatches."""
-    count = -(-batch // microbatch)
-    if count < ranks:
-        raise SettingsError(
-            f"parallel.reproducible = true: a batch of {batch} samples in microbatches of {microbatch} has {count} of "
-            f"them for {ranks} ranks; every rank needs one; start at most {count} ranks, or choose the size of the "
-            f"microbatches at the beginning of the run (microbatch = {max(batch // ranks, 1)} or less)",
-            everywhere=True,
-        )
 
 
 def reproducible_backward(
@@ -93,9 +75,9 @@ def reproducible_backward(
             "job.run(microbatch=...)",
             everywhere=True,
         )
-    size = size or default_size(batch)
+    size = size or default_microbatch(batch)
     if batch:
-        check_ranks(batch, size, strategies[0].data.size)
+        check_microbatches(batch, size, strategies[0].data.size)
     return ReproducibleBackward(strategies, streams, size, batch)
 
 

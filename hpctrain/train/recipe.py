@@ -34,11 +34,11 @@ from hpctrain.parallel.reproducible.gradients import local_passes
 from hpctrain.parallel.strategy import Strategy, consensus_view, metrics_of
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
-from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings, check_sizes
+from hpctrain.train.config import LOGGED_EACH_STEP, Settings, TrainSettings, check_sizes, default_microbatch
 from hpctrain.train.init import init
 from hpctrain.train.job import Job
 from hpctrain.train.metrics import SAMPLES
-from hpctrain.train.microbatches import ReproducibleBackward, default_size, exact_sum, microbatch_of
+from hpctrain.train.microbatches import ReproducibleBackward, exact_sum, microbatch_of
 from hpctrain.train.process import ALLOCATOR
 from hpctrain.train.receipt import render
 from hpctrain.train.run import Run
@@ -167,7 +167,7 @@ def with_microbatch(settings: Settings) -> Settings:
     """Return settings with the size of microbatches that a reproducible run uses, to be stored with the run."""
     if not settings.parallel.reproducible or settings.train.microbatch:
         return settings
-    return replace(settings, train=replace(settings.train, microbatch=default_size(settings.train.batch)))
+    return replace(settings, train=replace(settings.train, microbatch=default_microbatch(settings.train.batch)))
 
 
 def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> Run:

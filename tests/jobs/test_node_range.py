@@ -6,7 +6,6 @@ import subprocess
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +18,7 @@ from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.render import render
 from hpctrain.jobs.request import Request, combine, node_range
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.train.config import Settings, TrainSettings, check_node_counts
 
 RANGE = replace(ASKED, most_nodes=8)  # 2 to 8 nodes with 4 ranks of 3 cores
@@ -188,8 +188,6 @@ def test_both_ends_of_a_long_range_are_checked() -> None:
 
 
 def test_a_mesh_that_does_not_fit_is_named() -> None:
-    from hpctrain.parallel.config import ParallelSettings
-
     settings = Settings(train=TrainSettings(batch=48), parallel=ParallelSettings(tensor=4))
     said = wrong_counts(settings, range(1, 4), 2)
     assert "with 2 ranks per node: the run does not work on 1,3 nodes (1: 2 ranks cannot form a mesh" in said
@@ -197,8 +195,8 @@ def test_a_mesh_that_does_not_fit_is_named() -> None:
 
 @pytest.mark.parametrize("microbatch, most", [(0, 8), (4, 8), (3, ceil(32 / 3)), (32, 1)])
 def test_reproducible_runs_work_on_up_to_as_many_ranks_as_microbatches(microbatch: int, most: int) -> None:
-    train = SimpleNamespace(batch=32, microbatch=microbatch)
-    settings = cast(Settings, SimpleNamespace(parallel=SimpleNamespace(reproducible=True), train=train))
+    train = TrainSettings(batch=32, microbatch=microbatch)
+    settings = Settings(train=train, parallel=ParallelSettings(reproducible=True))
     assert wrong_counts(settings, range(1, most + 1), 1) == ""
     assert f"does not work on {most + 1} nodes" in wrong_counts(settings, range(1, most + 2), 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -292,6 +293,21 @@ def test_objects(world: Any) -> None:
     own: list[Any] = [None]
     dist.scatter_object_list(own, [{other} for other in range(size)] if rank == 0 else None, 0)
     assert own == [{rank}]
+
+
+def test_torch_finds_the_back_end_of_a_device(world: Any) -> None:
+    """torch 2.14 asks it before batches of messages, and every version when a program sets a timeout."""
+    own = torch.full((3,), float(world.rank()))
+    received = [torch.empty(3) for _ in range(world.size())]
+    others = [rank for rank in range(world.size()) if rank != world.rank()]
+    operations = [dist.P2POp(dist.isend, own, rank) for rank in others]
+    operations += [dist.P2POp(dist.irecv, received[rank], rank) for rank in others]
+    for request in dist.batch_isend_irecv(operations):
+        request.wait()
+    assert all(torch.equal(received[rank], torch.full((3,), float(rank))) for rank in others)
+    with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
+        set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout")  # noqa: B009
+        set_timeout(timedelta(seconds=60), world)
 
 
 def outcome(call: Callable[[], Any]) -> str:
