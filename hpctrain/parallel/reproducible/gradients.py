@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.param_group import GroupReduction
     from hpctrain.parallel.strategy import Strategy
 
-BLOCK_BYTES = 4 * 2**20  # of gradients that are reduced at a time
+MOST_BYTES, LEAST_BYTES = 2**24, 2**18  # of a block of gradients that is reduced at a time, on all ranks and on one
 
 HOOKS_REFUSED = "under parallel.reproducible = true it would be called for each microbatch"  # on parameters
 
@@ -120,11 +120,12 @@ def reduce_whole(named: Sequence[tuple[str, nn.Parameter]], sums: Sums, reductio
     for name, parameter in reversed(named):
         if name in used:
             dtypes.setdefault(sum_dtype(parameter.dtype), []).append((name, parameter))
+    limit = max(min(MOST_BYTES // reduction.comm.size, MOST_BYTES // 4), LEAST_BYTES)
     blocks = [
         _block(dtype, [members[number] for number in numbers], sums, reduction.comm.size)
         for dtype, members in dtypes.items()
         for numbers in assign_buckets(
-            [one.numel() * dtype.itemsize for _, one in members], range(len(members)), BLOCK_BYTES, BLOCK_BYTES
+            [one.numel() * dtype.itemsize for _, one in members], range(len(members)), limit, limit
         )
     ]
     reduction.all_reduce(blocks, count)
