@@ -39,6 +39,7 @@ _VARIABLES = {
     "HPCTRAIN_CHAIN": "id of the first job of a chain of restarts; scripts of job set it",
     "HPCTRAIN_START": "a different value in each start of a job; scripts of job set it under PBS",
     "HPCTRAIN_FILE_PATIENCE": "seconds for which file system calls are retried after transient errors (15)",
+    "HPCTRAIN_NODES": "set by job scripts with a range of nodes: the range, for the receipt",
     "HPCTRAIN_CHECK": "order: compare each collective over all ranks before it begins",
     "HPCTRAIN_CALIBRATION": "file with calibrations of the collectives, or a folder of such files",
     "HPCTRAIN_ONESIDED": "mpi, messages or auto: transport between nodes of memory that ranks expose to each other",

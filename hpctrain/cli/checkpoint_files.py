@@ -161,7 +161,9 @@ def _lines(found: Diff) -> list[str]:
         if rows:
             suffix = " (not compared)" if title == "provenance" else ""
             lines += ["", title + suffix, *columns([["", *_value_row(each)] for each in rows])]
-    return [*lines, "", "no difference" if found.same else "different"]
+    same_weights = not found.same and one is not None and one == two and not found.tensors
+    ending = "no difference" if found.same else "different" + ", with the same weights and moments" * same_weights
+    return [*lines, "", ending]
 
 
 def _tensor_row(each: TensorDifference) -> list[str]:

@@ -36,7 +36,8 @@ def plan(args: argparse.Namespace, settings: Settings) -> int:
         _draw(args, planned, found, times)
         facts.append(_as_dict(planned, found, times))
         if not args.json:
-            print("\n" * (number > 0), end="")
+            if number:
+                print()
             _print(args, planned, found, times)
     if args.json:
         print(json.dumps(facts[0] if len(runs) == 1 else {"nodes": args.nodes, "plans": facts}, indent=2))

@@ -31,6 +31,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 
 _NUMPY_SEED = 2**32
+_UNUSED = 624  # position in NumPy's Mersenne twister before its first draw
 _GLOBAL: Any = np.random  # get_bit_generator and set_bit_generator have no type annotations
 
 
@@ -57,6 +58,7 @@ class RandomStreams:
     def __init__(self, seed: int = 0, coordinates: tuple[int, ...] = (0, 0)) -> None:
         self.seed, self.coordinates = seed, coordinates
         self._inner = np.random.MT19937(0)
+        self._fresh: Tensor | None = None  # state of torch's generator when it was seeded last
         self._iteration, self._passes = 0, 0  # backward passes over a batch since enter_step
         self._saved: _OuterStream | None = None  # state of the outer stream while an inner one is in use
 
@@ -86,6 +88,13 @@ class RandomStreams:
 
         yield seed
         seed(-1)
+
+    def has_drawn(self) -> bool:
+        """Return whether torch or NumPy has drawn numbers since the generators of this iteration were seeded."""
+        if self._saved is None or self._fresh is None:
+            return False
+        position = _GLOBAL.get_bit_generator().state["state"]["pos"]
+        return position != _UNUSED or not torch.equal(torch.default_generator.get_state(), self._fresh)
 
     def leave_step(self) -> None:
         """Restore the outer stream; no effect outside of a step."""
@@ -141,6 +150,7 @@ class RandomStreams:
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % _NUMPY_SEED)
+        self._fresh = torch.default_generator.get_state()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(seed)
 

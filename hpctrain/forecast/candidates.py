@@ -107,7 +107,7 @@ def _variants(run: PlannedRun, *, everything: bool) -> Iterator[SettingsPair]:
         yield _with_degrees(configured, "fsdp", 1, 1, recompute=True), OffloadSettings(
             parameters=True, activations=True
         )
-    for pipe, tensor in _meshes(run, everything=everything):
+    for pipe, tensor in () if configured.reproducible else _meshes(run, everything=everything):
         for recompute in (False, True) if everything else (configured.recompute,):
             for data in ("ddp", "zero1") if everything and pipe * tensor < run.ranks else ("ddp",):
                 yield _with_degrees(configured, data, pipe, tensor, recompute=recompute), nothing

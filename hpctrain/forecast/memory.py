@@ -305,6 +305,9 @@ class Memory:
 
 def memory_of(run: PlannedRun) -> Memory:
     """Return the memory that a run needs; raises ``UsageError`` if the model cannot be split as configured."""
+    if run.parallel.reproducible and run.parallel.data in ("zero2", "fsdp"):
+        # Parameters and gradients are unsharded during the whole step.
+        run = replace(run, settings=replace(run.settings, parallel=replace(run.parallel, data="zero1")))
     models = rank_models(run)
     needs = {model.stage: _need(run, model) for model in models}
     stages = tuple(needs[stage] for stage in range(run.parallel.pipe))

@@ -254,6 +254,7 @@ class SyncStrategy(Strategy):
 class SplitStrategy(SyncStrategy):
     """Synchronous strategy whose ranks may hold parts of parameters."""
 
+    reproducible = False  # whether sums over parts must not depend on how parameters are divided
     guard: ParameterGuard | None = None  # of the partial parameters, once they are guarded
 
     @abstractmethod

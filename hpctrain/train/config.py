@@ -326,8 +326,12 @@ def check_microbatches(batch: int, microbatch: int, ranks: int) -> None:
     if count < ranks:
         raise SettingsError(
             f"parallel.reproducible = true: a batch of {batch} samples in microbatches of {microbatch} has {count} of "
-            f"them for {ranks} ranks; every rank needs one; start at most {count} ranks, or choose the size of the "
-            f"microbatches at the beginning of the run (microbatch = {max(batch // ranks, 1)} or less)",
+            f"them for {ranks} ranks; every rank needs one; start at most {count} rank{'s' * (count > 1)}, or "
+            + (
+                f"choose smaller microbatches at the beginning of the run (microbatch = {batch // ranks} or less)"
+                if batch >= ranks
+                else "take a larger batch"
+            ),
             everywhere=True,
         )
 

@@ -147,7 +147,7 @@ class Loop:
                 raise
             self.complete()
             self._end_pass()
-            self._end_tail()
+            self._end_tail(last=self.feed.epoch >= count)
             if self.feed.epoch < count and not self.steps.over and self._ended_early():
                 return
 
@@ -287,7 +287,7 @@ class Loop:
         self.steps.add_to_row(averages)
         return requests
 
-    def _end_tail(self) -> None:
+    def _end_tail(self, *, last: bool) -> None:
         """Run the exchange after the loop of an epoch: the ranks agree on whether the run continues."""
         steps = self.steps
         requests = self._take_tail(steps.requests(final=self._stop_reason is not None, inside=False))
@@ -296,4 +296,4 @@ class Loop:
         steps.save_requested |= requests.save
         if requests.stop and not steps.pending and not steps.finished:
             steps.leave()
-        steps.flush()
+        steps.flush(last=last or steps.over)

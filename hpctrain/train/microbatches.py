@@ -155,6 +155,13 @@ class ReproducibleBackward:
                 "batch of `for step, batch in run:`",
                 everywhere=True,
             )
+        if self._streams.has_drawn():
+            raise UsageError(
+                "random numbers of torch or NumPy in the loop before run.backward under parallel.reproducible = true: "
+                "they would depend on this rank's share of the batch; allowed is to draw them inside compute(part); "
+                "Python's random, equal on all ranks, is for decisions",
+                everywhere=True,
+            )
         samples = samples_in(batch)
         if share.samples and samples != share.samples:
             raise UsageError(
@@ -182,6 +189,11 @@ class ReproducibleBackward:
         else:
             loss = as_scalar(result) * share
             row = torch.tensor([float(loss.detach()), 0.0, 0.0], dtype=torch.float64)
+        if not loss.requires_grad:
+            raise UsageError(
+                "compute returned a loss without a gradient; allowed is what the model has computed from the part; "
+                "remove detach(), item() or torch.no_grad()"
+            )
         with trace.span("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         return row
@@ -226,22 +238,24 @@ def conditions(size: int) -> dict[str, Any]:
 
 
 def check_conditions(before: Mapping[str, Any], now: Mapping[str, Any], *, first: bool) -> None:
-    """Raise ``MismatchError`` if a run resumes with another number of threads; warn of other differences."""
-    if "threads" in before and before["threads"] != now["threads"]:
-        raise MismatchError(
-            f"parallel.reproducible = true: the run was started with {before['threads']} threads per rank and resumes "
-            f"with {now['threads']}, which add in another order; set OMP_NUM_THREADS={before['threads']}",
-            everywhere=True,
-        )
-    for key, what in (("microbatch", "microbatches of size"), ("cpu", "the instructions")):
-        if first and key in before and before[key] != now[key]:
-            logger.warning(
-                "parallel.reproducible: the run was started with %s %s and resumes with %s: its numbers will differ "
-                "from those of a run without this change",
-                what,
-                before[key],
-                now[key],
+    """Raise ``MismatchError`` if a run resumes with other threads or microbatches; warn of another type of CPU."""
+    for key, what, reason, advice in (
+        ("threads", "threads per rank", "which add in another order", "set OMP_NUM_THREADS={}"),
+        ("microbatch", "samples per microbatch", "whose gradients add in another order", "set microbatch = {}"),
+    ):
+        if key in before and before[key] != now[key]:
+            raise MismatchError(
+                f"parallel.reproducible = true: the run was started with {before[key]} {what} and resumes with "
+                f"{now[key]}, {reason}; {advice.format(before[key])}, or start a new run from this one (start_from)",
+                everywhere=True,
             )
+    if first and "cpu" in before and before["cpu"] != now["cpu"]:
+        logger.warning(
+            "parallel.reproducible: the run was started on CPUs with %s and resumes on CPUs with %s: its numbers will "
+            "differ from those of a run without this change",
+            before["cpu"],
+            now["cpu"],
+        )
 
 
 def compare_ranks(comm: Communicator) -> None:

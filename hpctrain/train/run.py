@@ -258,7 +258,8 @@ class Run:
         microbatches, and ``accumulate`` must be 1.
         """
         if self.microbatches is not None:
-            return self.microbatches.of_share(batch, compute, accumulate, self._loop.share)
+            with self.checks.weighted():
+                return self.microbatches.of_share(batch, compute, accumulate, self._loop.share)
         return backward(self, batch, compute, accumulate, self._checked_inputs)
 
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:

@@ -55,7 +55,7 @@ None cpu:gloo,cuda:fake TwoGloo FakeProcessGroup ['cpu', 'cuda'] MpiStore
 cpu:gloo,cuda:fake cpu:gloo,cuda:fake TwoGloo FakeProcessGroup ['cpu', 'cuda'] MpiStore
 cuda:fake,cpu:mpi cpu:mpi,cuda:fake TwoAlias FakeProcessGroup ['cpu', 'cuda'] MpiStore
 cpu:hpctrain,cuda:fake cpu:hpctrain,cuda:fake TwoBackends FakeProcessGroup ['cpu', 'cuda'] MpiStore
-gloo gloo Gloo None ['cpu'] MpiStore
+gloo gloo Gloo Gloo ['cpu'] MpiStore
 cuda:fake cuda:fake ProcessGroup FakeProcessGroup ['cuda'] MpiStore
 """
 

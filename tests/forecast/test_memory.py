@@ -108,6 +108,14 @@ def test_candidates_contain_the_chosen_strategy_once(facts: ModelFacts) -> None:
     assert set(names) < set(more)
 
 
+def test_reproducible_runs_have_no_split_models_and_the_memory_of_zero1(facts: ModelFacts) -> None:
+    found = candidates(PlannedRun(settings_of(data="fsdp", reproducible=True), facts, 2, 2), MemoryLimits())
+    assert {"fsdp", "ddp", "zero1"} <= {one.name for one in found}
+    assert not any("tensor" in one.name or "pipe" in one.name for one in found)
+    needs = {one.name: one.memory.rank.host_total for one in found}
+    assert needs["fsdp"] == needs["zero2"] == needs["zero1"]
+
+
 def test_the_legend_lists_only_what_is_drawn(facts: ModelFacts) -> None:
     legends = []
     for device in ("cpu", "cuda"):

@@ -34,7 +34,7 @@ def test_all_fingerprints_agree(tmp_path: Path) -> None:
 
 
 def test_another_fingerprint_is_an_error(tmp_path: Path) -> None:
-    """The stand-in for hpctrain writes the number of the call as its fingerprint."""
+    """A program in place of hpctrain writes the number of the call as its fingerprint."""
     stand_in = tmp_path / "train.py"
     stand_in.write_text(
         "import json, pathlib, sys\n"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.tree_sums import tree_sum
@@ -167,11 +169,59 @@ def test_a_buffer_that_a_forward_pass_changes_is_refused(job: Any, tmp_path: Pat
             train(run, mean)
 
 
+@pytest.mark.parametrize("draw", (lambda: torch.rand(1), lambda: np.random.rand(), lambda: np.random.randn()))
+def test_random_numbers_in_the_loop_are_refused(job: Any, tmp_path: Path, draw: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError, match=r"random numbers of torch or NumPy in the loop .* inside compute\(part\)"):
+        with opened(job, tmp_path) as run:
+            for _, batch in run:
+                draw()
+                run.backward(batch, lambda part: mean(run.wrapped, part))
+
+
+def test_random_numbers_of_python_and_of_compute_are_allowed(job: Any, tmp_path: Path) -> None:
+    """Those of compute depend on the microbatch, and differ between two calls for one batch."""
+    with opened(job, tmp_path, steps=1) as run:
+        for _, batch in run:
+            random.random()
+            noisy = lambda part: mean(run.wrapped, [part[0] + torch.randn_like(part[0]), part[1]])  # noqa: E731
+            first, second = run.backward(batch, noisy), run.backward(batch, noisy)
+            assert float(first) != float(second)
+            run.optimizer.step()
+
+
+@pytest.mark.parametrize("data", ("zero1", "fsdp"))
+def test_norms_by_torch_are_refused_for_shards(job: Any, tmp_path: Path, data: str) -> None:
+    with opened(job, tmp_path, data=data, steps=1) as run:
+        for _, batch in run:
+            run.backward(batch, lambda part: mean(run.wrapped, part))
+            if job.size > 1:
+                with pytest.raises(
+                    UsageError, match=r"norm of shards by torch under parallel\.reproducible .* run\.clip"
+                ):
+                    torch.nn.utils.clip_grad_norm_(run.wrapped.parameters(), 1.0)
+            assert float(run.clip(1.0)) > 0
+            run.optimizer.step()
+
+
+def test_a_loss_without_a_gradient_is_refused(job: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="compute returned a loss without a gradient"):
+        with opened(job, tmp_path) as run:
+            train(run, lambda model, part: mean(model, part).detach())
+
+
 def test_microbatches_belong_to_reproducible_runs(job: Any, tmp_path: Path) -> None:
     model = job.wrap(make_model())
     folder = job.comm.broadcast_object(str(tmp_path / "run"))
     with pytest.raises(UsageError, match="microbatch = 2: is for parallel.reproducible"):
         job.run(model, torch.optim.SGD(model.parameters()), loader(), checkpoints=folder, microbatch=2)
+
+
+def test_a_resume_with_other_microbatches_is_refused(job: Any, tmp_path: Path) -> None:
+    with opened(job, tmp_path, steps=1) as run:
+        train(run, mean)
+    with pytest.raises(MismatchError, match="started with 2 samples per microbatch and resumes with 3.*microbatch = 2"):
+        with opened(job, tmp_path, microbatch=3):
+            pass
 
 
 def test_a_resume_with_other_threads_is_refused(job: Any, tmp_path: Path) -> None:

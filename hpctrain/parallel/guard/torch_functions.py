@@ -168,6 +168,12 @@ def _norm(
     if not strategies:
         plain: Tensor = _originals["_get_total_norm"](whole, norm_type, error_if_nonfinite, foreach)
         return plain
+    if any(strategy.reproducible for strategy in strategies.values()):
+        raise UsageError(
+            "norm of shards by torch under parallel.reproducible = true: it depends on how parameters are divided over "
+            "the ranks; allowed is run.clip(max_norm), which returns the norm; run.clip(0) only computes it",
+            everywhere=True,
+        )
     order = float(norm_type)
     if order == 0 or math.isnan(order):
         raise UsageError(

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class ReproducibleSharded(ShardedDataParallel, ReproducibleStrategy):
     """ZeRO 1, 2 or 3 of a module in place; parameters are unsharded during all passes of a step."""
 
+    reproducible = True
+
     def __init__(
         self,
         model: nn.Module,
