@@ -198,6 +198,38 @@ class SharedBatches:
             number += 1
 
 
+class CheckedCollate:
+    """A ``collate_fn`` that raises ``UsageError`` if its result for a sample depends on the other samples of a share.
+
+    In the first batches of a process, the microbatches of ``size`` samples are collated again, each
+    by itself: padding to the longest sample, or random numbers per batch, give other results.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], size: int) -> None:
+        self.collate, self.size, self._checks = collate, size, 4
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self.collate(samples)
+        if self._checks and isinstance(samples, list) and len(samples) > self.size:
+            self._checks -= 1
+            for begin in range(0, len(samples), self.size):
+                alone = self.collate(samples[begin : begin + self.size])
+                within = cut(batch, begin, min(begin + self.size, len(samples)))
+                if not all(map(_equal, leaves(alone), leaves(within))):
+                    raise UsageError(
+                        "the collate_fn of the DataLoader under parallel.reproducible = true: a microbatch by itself "
+                        "is collated otherwise than within the share of a rank, whose size depends on the number of "
+                        "ranks; allowed is what treats each sample by itself; pad to a fixed length, and draw random "
+                        "numbers in __getitem__ or in compute(part)"
+                    )
+        return batch
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    same = one.shape == other.shape and one.dtype is other.dtype
+    return same and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+
+
 class ShareOfSamples:
     """A ``collate_fn`` that selects a rank's share of the samples of a batch and passes it to another one."""
 
@@ -212,11 +244,12 @@ class ShareOfSamples:
 
 
 def split_loader(
-    loader: DataLoader[Any], rank: int, parts: int, streams: RandomStreams, stream: int = 0, microbatch: int = 1
+    loader: DataLoader[Any], rank: int, parts: int, streams: RandomStreams, stream: int = 0, microbatch: int = 0
 ) -> DataLoader[Any]:
     """Return a copy of a DataLoader that gives each rank its share of every batch.
 
-    Shares are whole microbatches. With one part it is a copy that resumes by its indices alone.
+    If ``microbatch`` is given, shares are whole microbatches of this size, and ``collate_fn`` must
+    treat samples alike whatever the size of the share is. With one part it is a copy that resumes by its indices alone.
     Raises ``UsageError`` for loaders whose batches cannot be divided.
     """
     if loader.batch_sampler is None:
@@ -229,6 +262,7 @@ def split_loader(
     inside = vars(split_copy)  # DataLoader refuses to set these attributes
     inside["_iterator"] = None
     inside["is_split"] = True  # for hpctrain's own loaders, which would otherwise split again
+    collate = CheckedCollate(loader.collate_fn, microbatch) if microbatch else loader.collate_fn
     inside["in_order"] = True  # shares of one batch must arrive in the same step on all ranks
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers and parts > 1:
@@ -238,9 +272,10 @@ def split_loader(
                 "and split=False in job.run",
                 everywhere=True,
             )
-        inside["collate_fn"] = ShareOfSamples(loader.collate_fn, rank, parts, microbatch)
+        inside["collate_fn"] = ShareOfSamples(collate, rank, parts, microbatch or 1)
     else:
-        inside["batch_sampler"] = SharedBatches(loader.batch_sampler, rank, parts, streams, stream, microbatch)
+        inside["collate_fn"] = collate
+        inside["batch_sampler"] = SharedBatches(loader.batch_sampler, rank, parts, streams, stream, microbatch or 1)
     return split_copy
 
 

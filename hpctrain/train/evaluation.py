@@ -117,7 +117,7 @@ class Evaluation:
         if known is None or known.loader is not loader:
             streams = RandomStreams(0, (0 if microbatch else data.rank, 0))
             known = self._feeds[id(loader)] = feed_for(
-                loader, streams, self._comm, data, None, logs=False, microbatch=microbatch or 1
+                loader, streams, self._comm, data, None, logs=False, microbatch=microbatch
             )
         return known
 

@@ -44,7 +44,7 @@ class LoaderFeed(Feed):
         data: Communicator,
         *,
         splits: bool,
-        microbatch: int = 1,
+        microbatch: int = 0,
     ) -> None:
         super().__init__(loader, streams)
         self.splits, self._comm, self._parts = splits, comm, data.size
@@ -162,11 +162,11 @@ def feed_for(
     split: bool | None,
     *,
     logs: bool = True,
-    microbatch: int = 1,
+    microbatch: int = 0,
 ) -> Feed:
     """Return the feed for a loader; with ``split=False``, every rank reads all batches.
 
-    A DataLoader is split into whole microbatches.
+    A DataLoader is split into whole microbatches if their size is given.
 
     Raises ``UsageError`` for an object that is not a loader, and for a ``DataLoader`` that cannot
     be split.

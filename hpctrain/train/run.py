@@ -131,7 +131,7 @@ class Run:
         self.streams = RandomStreams(torch.initial_seed(), (0, 0) if alike else (strategy.data.rank, strategy.stage))
         every = list(self.strategies.values())
         self.microbatches = reproducible_backward(every, self.streams, loader, options.microbatch, split=options.split)
-        size = 1 if self.microbatches is None else self.microbatches.size
+        size = 0 if self.microbatches is None else self.microbatches.size
         return feed_for(loader, self.streams, self.job.comm, strategy.data, options.split, microbatch=size)
 
     def _make_state(self, states: Mapping[str, Stateful]) -> TrainState:

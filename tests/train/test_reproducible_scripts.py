@@ -127,6 +127,35 @@ def test_a_loader_that_every_rank_reads_is_refused(
             pass
 
 
+def padded(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return inputs without their last zeros, padded to the longest sample."""
+    inputs = [sample[0] * (torch.arange(5) < 2 + number % 3) for number, sample in enumerate(samples)]
+    longest = max(int((one != 0).sum()) for one in inputs)
+    return [torch.stack([one[:longest] for one in inputs]), torch.stack([sample[1] for sample in samples])]
+
+
+def mixed(samples: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return inputs with noise that is drawn once per batch."""
+    inputs = torch.stack([sample[0] for sample in samples])
+    return [inputs + torch.randn_like(inputs), torch.stack([sample[1] for sample in samples])]
+
+
+@pytest.mark.parametrize("collate", (padded, mixed))
+def test_a_collate_function_that_depends_on_the_share_is_refused(job: Any, tmp_path: Path, collate: Any) -> None:
+    with pytest.raises(UsageError, match="collate_fn of the DataLoader under parallel.reproducible"):
+        with opened(job, tmp_path, given=DataLoader(dataset(), BATCH, collate_fn=collate)) as run:
+            train(run, lambda model, part: part[0].sum() * next(model.parameters()).sum())
+
+
+def test_a_collate_function_of_single_samples_is_allowed(job: Any, tmp_path: Path) -> None:
+    collate = lambda samples: {
+        "x": torch.stack([one[0] for one in samples]),
+        "names": ["a"] * len(samples),
+    }  # noqa: E731
+    with opened(job, tmp_path, given=DataLoader(dataset(), BATCH, collate_fn=collate)) as run:
+        assert len(train(run, lambda model, part: model(part["x"]).square().mean())) == 2
+
+
 def test_parts_of_the_program_are_refused(job: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="accumulate=2"):
         with opened(job, tmp_path) as run:
