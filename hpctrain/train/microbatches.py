@@ -34,9 +34,8 @@ from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.accumulate import add_gradients, as_scalar, sum_and_count, take_gradients
 from hpctrain.train.config import check_microbatches, default_microbatch
 
-Passes = Callable[
-    [int, int], Any
-]  # computes samples from, to of this rank's share; returns a loss, or a sum and a count
+# Computes some samples of this rank's share, given from and to; returns a loss, or a sum and a count.
+Passes = Callable[[int, int], Any]
 
 
 def reproducible_backward(
