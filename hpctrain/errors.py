@@ -88,5 +88,9 @@ class LockError(HpctrainError, OSError):
     exit_code = EXIT_USAGE
 
 
+class CorruptionError(HpctrainError, RuntimeError):
+    """Replicas of a weight or moment differ, and the run cannot be repaired or is not to be."""
+
+
 class NonFiniteError(HpctrainError, ArithmeticError):
     """A loss, gradient or parameter is NaN or infinite."""

@@ -21,6 +21,7 @@ from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import check_most, names_function, read_toml, suggestion, unknown
+from hpctrain.train.health import HealthSettings, check_health
 from hpctrain.util.text import short_repr
 
 if TYPE_CHECKING:
@@ -244,10 +245,12 @@ class Settings:
     offload: OffloadSettings = OffloadSettings()
     asynchronous: AsynchronousSettings = AsynchronousSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    health: HealthSettings = HealthSettings()
 
     def __post_init__(self) -> None:
         check_fields(self, "")
         self._check_microbatch()
+        check_health(self.health, self.parallel, self.offload)
         window = self.model.window or 1
         if self.train.batch * window > _MOST_TOKENS:
             raise SettingsError(

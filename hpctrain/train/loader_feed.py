@@ -100,6 +100,8 @@ class LoaderFeed(Feed):
         """End the workers, including persistent ones."""
         super().close()
         vars(self._twin)["_iterator"] = None
+        self._shares.clear()
+        self._started = False
 
     def _samples(self) -> int:
         """Return the number of samples per pass over all ranks, 0 if unknown."""

@@ -184,11 +184,15 @@ class Loop:
             self._begin(item)
             yield self.state.step + 1, item.batch
             self._end(left=False)
-            if self.steps.over:
+            if self._next_item is None and not (self.feed.looks_ahead or self.steps.over or self.steps.went_back):
+                self._next_item = self._fetch()
+            if self._next_item is None and not self.steps.over:
+                self.steps.confirm()
+            if self.steps.went_back:
+                self._start_again()
+            elif self.steps.over:
                 self._exhausted = self._ended_ahead
                 return
-            if self._next_item is None and not self.feed.looks_ahead:
-                self._next_item = self._fetch()
         self._exhausted = True
         if began and self.steps.pending and self.in_epochs and self.comm.rank == 0:
             logger.warning(  # the program's index may have skipped an update
@@ -205,6 +209,13 @@ class Loop:
                 "the loop, or measure with run.evaluate",
                 everywhere=True,
             )
+
+    def _start_again(self) -> None:
+        """Start the loader at the position to which the run has gone back."""
+        self.steps.went_back, self._stop_reason, self._fetched_ahead = False, None, False
+        self.feed.close()
+        self.feed.begin_pass()
+        self._next_item = self._fetch()
 
     def _fetch(self) -> Item | None:
         with trace.span("data"):
@@ -256,7 +267,8 @@ class Loop:
         if requests.final:
             self.steps.agree_on_stop(self._stop_reason)
         position = self.feed.epoch, self.feed.batches
-        self.steps.end_iteration(iteration, averages, requests, held=self._ended_ahead, position=position)
+        held = self._ended_ahead
+        self.steps.end_iteration(iteration, averages, requests, held=held, left=left, position=position)
         if iteration.updated and requests.stop and not self.steps.finished:
             self.steps.leave()
 

@@ -24,6 +24,7 @@ from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 from hpctrain.train.config import check_trace_steps
+from hpctrain.train.health import OnCorruption
 from hpctrain.train.schedulers import free_name
 from hpctrain.train.updates import Policy
 from hpctrain.util.text import short_repr
@@ -116,7 +117,7 @@ def _origin(parameter: torch.Tensor) -> str:
 Resume = Literal["auto", "never", "must", "reopen"]
 OnError = Literal["stop", "continue"]
 
-_AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0, "microbatch": 0}
+_AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0, "microbatch": 0, "fingerprint_every": 0}
 _ITEMS = {"start_skip": "patterns", "hints": "name=value"}
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
@@ -147,6 +148,8 @@ class RunOptions:
     split: bool | None = None  # split the batches of a DataLoader over the ranks; None: unless it splits by rank itself
     strict: bool = False  # raise an error if the newest checkpoint is damaged
     on_nonfinite: Policy = "abort"  # reaction to NaN or infinite gradients: stop, skip the update, or roll back
+    fingerprint_every: int = 0  # steps between comparisons of weights and moments over the ranks (ddp); 0: none
+    on_corruption: OnCorruption = "repair"  # reaction to a memory error that they find: repair it, or stop
     start_from: str | Path = ""  # a checkpoint whose model initializes a new run
     start_skip: Sequence[str] = ()  # patterns of tensor names that need not fit that model
     walltime: str = ""  # time limit of the job from now on, as 04:00:00; empty: the scheduler's

@@ -178,6 +178,7 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
         checkpoints=settings.run.folder,
         steps=settings.train.steps,
         **vars(settings.checkpoint),  # the options have the same names
+        **vars(settings.health),
         resume=settings.run.resume,
         strict=settings.run.strict,
         walltime=settings.run.walltime,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # Provenance keys of the checkpoint from which the run started; each resume keeps them.
 FACTS = ("start_from", "start_step", "start_skip")
 # Settings that affect when a run stops, saves, evaluates and logs, but not the numbers that it computes.
-_WITHOUT_EFFECT = {  # besides all of the section checkpoint
+_WITHOUT_EFFECT = {  # besides all of the sections checkpoint and health
     "run": {"folder", "resume", "strict", "walltime", "margin", "oversubscribe"},
     "train": {"evaluate_every", "start_from", "start_skip", "trace", "trace_steps", "prompt"},
 }
@@ -239,7 +239,7 @@ def _moved(group: Mapping[str, Any]) -> set[str]:
 
 def _has_effect(name: str) -> bool:
     section, _, key = name.partition(".")
-    return section != "checkpoint" and key not in _WITHOUT_EFFECT.get(section, ())
+    return section not in ("checkpoint", "health") and key not in _WITHOUT_EFFECT.get(section, ())
 
 
 def _value(settings: Mapping[str, Any], name: str) -> Any:

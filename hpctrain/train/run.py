@@ -101,9 +101,9 @@ class Run:
         )
         self._run_folder = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._run_folder)
-        self._checkpoints = RunCheckpoints(
-            self.state, options, self._run_folder, self._stops, self._updates.replicas.compare
-        )
+        compare = self._updates.replicas.compare
+        self._checkpoints = RunCheckpoints(self.state, options, self._run_folder, self._stops, compare)
+        self._updates.watch_memory(self.state, options, self._run_folder.memory_error, loader)
         synchronize = lambda point: self._steps.synchronize(point)
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, synchronize)
         self.checks = self._updates.checks = FirstStepChecks(

@@ -20,6 +20,7 @@ from hpctrain.util.reading import reason as why
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries, writing
 
 CHECK_EVERY = 1.0  # seconds between two checks of lock.json and metrics.jsonl while steps are recorded
+LISTED_ERRORS = 20  # memory errors of an attempt that the receipt describes; all are counted
 CONFIG = "config.toml"
 _RECORDS = (NAME, rows.NAME, CONFIG, "failure.json", "trace.json")
 
@@ -46,6 +47,7 @@ class RunFolder:
         self._check_every = CHECK_EVERY if check_every is None else check_every
         self._make_metrics, self._make_receipt = metrics, receipt
         self._refused = False
+        self._memory_errors: list[dict[str, Any]] = []
         self._lock = FolderLock(folder, job_id)
         self._metrics: Metrics | None = None
         self._receipt: Receipt | None = None
@@ -118,6 +120,12 @@ class RunFolder:
     def failed_save(self, step: int, reason: str, count: int) -> None:
         """Record a checkpoint that could not be written, the ``count``-th of this attempt."""
         self._update_receipt(failed_saves=count, last_failed_save={"step": step, "reason": reason})
+
+    def memory_error(self, facts: Mapping[str, Any]) -> None:
+        """Record a memory error that was found and repaired; the last ones of an attempt are listed."""
+        self._memory_errors.append(dict(facts))
+        listed = self._memory_errors[-LISTED_ERRORS:]
+        self._update_receipt(memory_errors=len(self._memory_errors), last_memory_errors=listed)
 
     def _update_receipt(self, **facts: Any) -> None:
         if (receipt := self._receipt) is not None:

@@ -57,6 +57,7 @@ class Steps:
         tracing: Tracing,
     ) -> None:
         self._job, self._state, self._healths, self.strategies = job, state, updates.healths, updates.strategies
+        self._corruption = updates.corruption
         self._options, self._checkpoints, self._stops = options, checkpoints, stops
         self._run_folder, self._tracing = run_folder, tracing
         self.asynchronous = any(strategy.asynchronous for strategy in self.strategies.values())
@@ -66,6 +67,7 @@ class Steps:
         self.leaving: LeavingTogether | None = None
         self.pending = 0  # iterations since the last update
         self.save_requested = False  # whether a checkpoint is requested at the end of the step
+        self.went_back = False  # whether the run has gone back to an earlier step, from which the loop must continue
         self._partial: dict[str, list[float]] = {}  # values logged in these iterations
         self._seconds = self._waited = 0.0  # of these iterations, in all and in communication
         self.expected: ExpectedUpdates | None = None  # if the number of batches that remain is known
@@ -123,6 +125,8 @@ class Steps:
         if not self.pending:
             for health in self._healths.values():
                 health.begin_step()
+            if self._corruption is not None:
+                self._corruption.begin_step()
         return iteration
 
     def end_iteration(
@@ -132,12 +136,13 @@ class Steps:
         requests: StepRequests,
         *,
         held: bool,
+        left: bool = False,
         position: tuple[int, int] = (0, 0),
     ) -> None:
         """Count an iteration; if it had an update, end the step.
 
-        ``held``: more may be logged into its row. ``position`` is the number of the pass, and the
-        number of its batches that have been used.
+        ``held``: more may be logged into its row. ``left``: the program has left its loop.
+        ``position`` is the number of the pass, and the number of its batches that have been used.
         """
         for name, value in averages.items():
             self._partial.setdefault(name, []).append(value)
@@ -147,14 +152,16 @@ class Steps:
         if iteration.updated:
             if self.expected is not None:
                 self.expected.note(self.pending, position)
-            self._end_step(requests, held=held)
+            self._end_step(requests, held=held, left=left)
         self.log.clear(all_of_it=iteration.updated)
         if iteration.updated:
             self._tracing.end_step()
 
-    def _end_step(self, requests: StepRequests, *, held: bool) -> None:
+    def _end_step(self, requests: StepRequests, *, held: bool, left: bool) -> None:
         self.pending, partial, self._partial = 0, self._partial, {}
         seconds, waited, self._seconds, self._waited = self._seconds, self._waited, 0.0, 0.0
+        if self._find_corruption(requests, left=left):
+            return
         if any(health.wants_rollback for health in self._healths.values()):
             self._roll_back()
             return
@@ -176,6 +183,35 @@ class Steps:
         self.save_requested |= requests.save
         if not (held or self.over or requests.stop):
             self.flush(busy=requests.busy)
+
+    def _find_corruption(self, requests: StepRequests, *, left: bool) -> bool:
+        """Compare the replicas if that is due; return whether the run has gone back to an earlier step. Collective.
+
+        They are always compared before a checkpoint, and before the run ends.
+        """
+        if self._corruption is None:
+            return False
+        step, before = self._state.step + 1, self._state.step
+        saves = self.save_requested or requests.save or step % self._options.every == 0
+        ends = left or requests.stop or requests.final or step == self._options.steps
+        if not self._corruption.end_step(step, forced=saves or ends, left=left):
+            return False
+        self.save_requested = requests.save
+        self._note_return(before)
+        return True
+
+    def confirm(self) -> None:
+        """Compare the replicas at the end of a pass over the loader: afterwards its steps cannot be repeated."""
+        before = self._state.step
+        if self._corruption is not None and not self.pending and self._corruption.confirm(before):
+            self._note_return(before)
+
+    def _note_return(self, before: int) -> None:
+        """Drop the records of the steps that will be repeated, and let the loop continue at the restored position."""
+        self.went_back = True
+        if self._state.step < before:
+            self.held_row = None
+            self._run_folder.rewind(self._state.step)
 
     @on_shards
     def _roll_back(self) -> None:

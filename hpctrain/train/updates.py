@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain import trace
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import SingleTransport
-from hpctrain.errors import MismatchError, NonFiniteError, SettingsError
+from hpctrain.errors import NonFiniteError, SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.clip import element_values
+from hpctrain.parallel.ddp import DataParallel
 from hpctrain.parallel.model_agreement import trainable
+from hpctrain.parallel.reproducible.ddp import ReproducibleDataParallel
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import local_statistics
 from hpctrain.plain_tensors import on_shards
-from hpctrain.train.first_step import FirstStepChecks, flat_elements, model_name
+from hpctrain.train.corruption import CorruptionMonitor, Record
+from hpctrain.train.first_step import FirstStepChecks
+from hpctrain.train.health import has_majority
+from hpctrain.train.replicas import ReplicaChecks
+from hpctrain.train.state import TrainState
+from hpctrain.train.state_copy import StateCopy
+
+if TYPE_CHECKING:
+    from hpctrain.train.options import RunOptions
 
 Policy = Literal["abort", "skip", "rollback"]
 MOST_SKIPS = 10  # consecutive skipped updates after which the run fails
@@ -56,6 +65,8 @@ class Health:
         self.rollbacks = 0
         self.wants_rollback = False
         self.replay: Callable[[], object] | None = None
+        # Returns whether a memory error explains a value that is not finite. Collective.
+        self.suspect: Callable[[], bool] = lambda: False
         self._buffers: list[Tensor] = []
 
     def begin_step(self) -> None:
@@ -71,6 +82,9 @@ class Health:
         self.norm = norm
         if bool(torch.isfinite(norm)):
             self.skipped = 0
+            return
+        if self.suspect():
+            self.strategy.gradients.drop()
             return
         where = self.find()
         self.strategy.gradients.drop()  # an optimizer does not change parameters without a gradient
@@ -156,86 +170,6 @@ def watch_scalers(optimizers: Sequence[torch.optim.Optimizer], note: Callable[[]
     return unwatch
 
 
-# Parameters and buffers that must be equal on several ranks -----------------------------------------------------------
-
-_WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes; the widest is summed fastest
-
-
-class ReplicaChecks:
-    """Comparison of the replicas of parameters and buffers; models and strategies have the same keys."""
-
-    def __init__(self, comm: Communicator, models: Mapping[str, nn.Module], strategies: Mapping[str, Strategy]) -> None:
-        self._comm, self._models, self._strategies = comm, models, strategies
-        # Asynchronous ranks must not wait for each other, and each has its own parameters.
-        self._compares = not any(strategy.asynchronous for strategy in strategies.values())
-
-    def compare(self, when: str) -> None:
-        """Compare parameters that are replicated on several ranks; ``when`` is for the message. Collective.
-
-        Raises ``MismatchError`` on all ranks if any bit differs.
-        """
-        if not self._compares:
-            return
-        differences = [self._difference(key, model, when) for key, model in self._models.items()]
-        own = next((each for each in differences if each), "")
-        found = next((each for each in self._comm.all_gather_object(own) if each), "")
-        if found:
-            raise MismatchError(found, everywhere=True)
-
-    @torch.no_grad()
-    def warn_of_buffers(self) -> None:
-        """Warn of buffers that differ between data ranks after the first step. Collective."""
-        if not self._compares:
-            return
-        for key, model in self._models.items():
-            named = dict(model.named_modules(remove_duplicate=False))
-            sums = {
-                name: _sum_of_bits(buffer)
-                for name, buffer in model.named_buffers()
-                if not isinstance(named[name.rpartition(".")[0]], _BatchNorm)
-            }
-            data = self._strategies[key].data
-            everyone = data.all_gather_object(sums)
-            own = [name for name in sums if any(other.get(name) != sums[name] for other in everyone)]
-            differ = list(dict.fromkeys(name for names in self._comm.all_gather_object(own) for name in names))
-            if differ and self._comm.rank == 0:
-                logger.warning(
-                    "buffers %s%s of %s after the first step: each data rank has different values, from its own "
-                    "samples or random numbers, and those of rank 0 are kept; one process would compute them from all "
-                    "samples; average them over the ranks in the model's forward (comm.all_reduce), or use batch norms",
-                    ", ".join(differ[:4]),
-                    ", ..." if len(differ) > 4 else "",
-                    model_name(key),
-                )
-
-    @torch.no_grad()
-    def _difference(self, key: str, model: nn.Module, when: str) -> str:
-        """Return a message about the first parameter whose replicas differ; empty if all are equal."""
-        copies = self._strategies[key].copies
-        if copies is None or copies.size == 1:
-            return ""
-        sums = {name: _sum_of_bits(parameter) for name, parameter in model.named_parameters()}
-        everyone = copies.all_gather_object((self._comm.rank, sums))
-        first, expected = everyone[0]
-        for name in expected:
-            for rank, other in everyone:
-                if other.get(name) != expected[name]:
-                    return (
-                        f"parameter {name} of {model_name(key)} {when}: rank {rank} holds other values than rank "
-                        f"{first}; data-parallel ranks must make the same update; look for values computed from one "
-                        "rank's samples or random numbers (clipping, noise, a learning rate, values set by hand)"
-                    )
-        return ""
-
-
-def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of the elements as integers: one pass over memory on the tensor's own device."""
-    flat = flat_elements(tensor)
-    start, size = flat.storage_offset() * flat.element_size(), flat.nbytes
-    width = next(width for width in _WIDTHS if start % width == 0 and size % width == 0)
-    return int(flat.view(_WIDTHS[width]).sum(dtype=torch.int64))
-
-
 # Hooks around every update --------------------------------------------------------------------------------------------
 
 
@@ -263,9 +197,17 @@ class UpdateHooks:
         self.healths = {key: Health(one, strategies[key], comm, policy) for key, one in models.items()}
         self.replicas = ReplicaChecks(comm, models, strategies)
         self.checks: FirstStepChecks | None = None  # for the first update, until it is done
+        self.corruption: CorruptionMonitor | None = None
         self._handles: list[RemovableHandle] = []
         self._unwatch: Callable[[], None] = lambda: None
         self._began = 0.0
+
+    def watch_memory(self, state: TrainState, options: RunOptions, record: Record, loader: Iterable[Any]) -> None:
+        """Let updates be preceded by a comparison of the replicas, if the options request it."""
+        self.corruption = corruption_monitor(state, options, record, loader)
+        for health in self.healths.values():
+            if self.corruption is not None:
+                health.suspect = self.corruption.explains_nonfinite
 
     def attach(self, begin: Callable[[], int], note: Callable[[], None]) -> None:
         """Attach the hooks: ``begin`` is called before each update and returns its number, ``note`` after it."""
@@ -298,6 +240,11 @@ class UpdateHooks:
         step = begin()
         if self.checks is not None:
             self.checks.before_update()
+        self._began = time.monotonic()
+        if self.corruption is not None and self.corruption.before_update():
+            for strategy in self.strategies.values():
+                strategy.gradients.drop()  # an optimizer does not change parameters without a gradient
+            return
         for health in healths:
             health.before_update(step)
         self._began = time.monotonic()
@@ -318,3 +265,39 @@ def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]
     """Return the keys of the models whose parameters an optimizer has."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [key for key, model in models.items() if any(id(one) in held for one in model.parameters())]
+
+
+def corruption_monitor(
+    state: TrainState, options: RunOptions, record: Record, loader: Iterable[Any]
+) -> CorruptionMonitor | None:
+    """Return the monitor of a run; None if it is not wanted, or if there is only one replica.
+
+    Raises ``UsageError`` on all ranks for a strategy without replicas, and for a loader that cannot
+    be started again.
+    """
+    every, policy = options.fingerprint_every, options.on_corruption
+    if not every:
+        return None
+    for strategy in state.strategies.values():
+        if not isinstance(strategy, (DataParallel, ReproducibleDataParallel)):
+            raise UsageError(
+                f"fingerprint_every = {every} with {type(strategy).__name__}: the ranks hold different parts of the "
+                'state, so nothing can be compared; allowed is parallel.data = "ddp" without pipelines, tensor '
+                "parallelism and offload; or set it to 0",
+                everywhere=True,
+            )
+    if policy == "repair" and isinstance(loader, Iterator):
+        raise UsageError(
+            f"fingerprint_every = {every} with a loader that can be read only once ({type(loader).__name__}): steps "
+            'cannot be repeated; pass a DataLoader or a list, or on_corruption="stop"',
+            everywhere=True,
+        )
+    if state.comm.size == 1:
+        logger.warning("fingerprint_every = %d: one rank has no replica to compare with; nothing is checked", every)
+        return None
+    memory = None
+    if policy == "repair":
+        optimizers = list(state.optimizers.values())
+        one = len(optimizers) == 1 and not isinstance(optimizers[0], torch.optim.LBFGS)  # update per step
+        memory = StateCopy(state, weights=not (one and has_majority(every, state.comm.size)))
+    return CorruptionMonitor(state, every, policy, record, memory)

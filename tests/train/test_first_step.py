@@ -17,7 +17,7 @@ from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach
 from hpctrain.train.first_step import LOSSES, FirstStepChecks
-from hpctrain.train.updates import ReplicaChecks
+from hpctrain.train.replicas import ReplicaChecks
 
 CPU = torch.device("cpu")
 WIDTH = 4

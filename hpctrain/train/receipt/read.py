@@ -160,6 +160,7 @@ class Attempt:
     last_step: int
     steps: int  # steps that counted
     repeated_steps: int
+    memory_errors: int  # found and repaired (health.fingerprint_every)
     tokens: int | None
     samples: int | None
     elapsed: float
@@ -206,6 +207,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         last_step=int(number(facts, "step", first - 1)),
         steps=steps,
         repeated_steps=int(number(facts, "repeated_steps")),
+        memory_errors=int(number(facts, "memory_errors")),
         tokens=tokens,
         samples=None if batch is None else steps * int(batch),
         elapsed=_elapsed(facts, useful),

@@ -33,6 +33,7 @@ class Totals:
     node_seconds: dict[str, float]
     steps: int
     repeated_steps: int
+    memory_errors: int
     tokens: int | None
     samples: int | None
     cpu_hours: float | None
@@ -58,6 +59,7 @@ def totals(receipts: Sequence[RunReceipt]) -> Totals:
         node_seconds={part: sum(one.nodes * getattr(one, part) for one in attempts) for part in PARTS},
         steps=sum(one.steps for one in attempts),
         repeated_steps=sum(one.repeated_steps for one in attempts),
+        memory_errors=sum(one.memory_errors for one in attempts),
         tokens=_sum(one.tokens for one in stepped),
         samples=_sum(one.samples for one in stepped),
         cpu_hours=_sum(None if one.cpus is None else one.cpus * one.elapsed / 3600 for one in attempts),
@@ -154,6 +156,7 @@ def _totals(together: Totals) -> list[str]:
     done += [f"{together.tokens:,} tokens"] if together.tokens else []
     done += [f"{together.samples:,} samples"] if together.samples else []
     done += [counted(together.repeated_steps, "repeated step", ",")] if together.repeated_steps else []
+    done += [f"{counted(together.memory_errors, 'memory error', ',')} repaired"] if together.memory_errors else []
     hours = [f"{format_number(together.node_hours)} node-hours"]
     hours += [f"{format_number(together.gpu_hours)} GPU-hours"] if together.gpu_hours else []
     hours += [f"{format_number(together.cpu_hours)} CPU-hours"] if together.cpu_hours else []
