@@ -161,14 +161,15 @@ class StatefulFeed(Feed):
     def __init__(self, loader: Any, streams: RandomStreams) -> None:
         super().__init__(loader, streams)
         self.looks_ahead = not isinstance(loader, Loader)  # a Loader ends at the same batch on all ranks
-        self._before: tuple[Mapping[str, Any], Rng] | None = None  # the states before the last fetched batch
+        # The states before the last fetched batch; a Loader draws no numbers from the generators.
+        self._before: tuple[Mapping[str, Any], Rng | None] | None = None
         self._fetched = 0  # fetched batches; total counts the consumed ones
         self._all_consumed = True  # whether the loop has consumed all of them
 
     def fetch(self) -> Item | None:
         """Return the next batch; keep the state before it, to be saved until the loop consumes the batch."""
-        if self.looks_ahead:
-            self._before, self._all_consumed = (dict(self.loader.state_dict()), content.capture_rng()), False
+        generators = content.capture_rng() if self.looks_ahead else None
+        self._before, self._all_consumed = (dict(self.loader.state_dict()), generators), False
         item = super().fetch()
         self._fetched += item is not None
         return item
@@ -190,7 +191,8 @@ class StatefulFeed(Feed):
 
     @property
     def generators(self) -> Rng:
-        return content.capture_rng() if self._before is None or self._all_consumed else self._before[1]
+        before = None if self._before is None or self._all_consumed else self._before[1]
+        return content.capture_rng() if before is None else before
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the loader's state after the batches that the loop has consumed."""

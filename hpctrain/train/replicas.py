@@ -26,22 +26,29 @@ _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by
 Sums = dict[str, int]  # by name of the tensor
 
 
+@torch.no_grad()
 def bit_sums(tensors: Mapping[str, Tensor]) -> Sums:
     """Return the sum of the bits of each tensor. Copies of a tensor have equal sums, whatever their address."""
-    sums = {name: _sum_of_bits(tensor) for name, tensor in tensors.items()}
-    by_device: dict[torch.device, list[str]] = {}
-    for name, each in sums.items():
-        by_device.setdefault(each.device, []).append(name)
     found: Sums = {}
-    for names in by_device.values():  # one transfer per device
-        found |= zip(names, torch.stack([sums[name] for name in names]).tolist())
+    singles: dict[tuple[torch.device, torch.dtype], list[str]] = {}  # of one element, such as counts of steps
+    sums: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() == 1 and not tensor.is_complex():
+            singles.setdefault((tensor.device, tensor.dtype), []).append(name)
+        else:
+            sums.setdefault(tensor.device, {})[name] = _sum_of_bits(tensor)
+    for (_, dtype), names in singles.items():
+        bits = torch.stack([tensors[name].detach().reshape(()) for name in names]).view(_WIDTHS[dtype.itemsize])
+        found |= zip(names, bits.tolist())
+    for own in sums.values():  # one transfer per device
+        found |= zip(own, torch.stack(list(own.values())).tolist())
     return {name: found[name] for name in tensors}
 
 
-@torch.no_grad()
 def _sum_of_bits(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's elements as integers, a scalar on the tensor's own device."""
-    flat = flat_elements(tensor)
+    simple = tensor.is_contiguous() and not tensor.is_complex()
+    flat = tensor.detach().view(-1) if simple else flat_elements(tensor)
     width = next(width for width in _WIDTHS if flat.nbytes % width == 0)
     if flat.storage_offset() * flat.element_size() % width:
         flat = flat.clone()  # a view as wider integers must begin at a multiple of their size

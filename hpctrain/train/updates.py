@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain import trace
+from hpctrain.checkpoint.states import Stateful
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import SingleTransport
 from hpctrain.errors import NonFiniteError, SettingsError, UsageError
@@ -286,7 +287,7 @@ def corruption_monitor(
                 "parallelism and offload; or set it to 0",
                 everywhere=True,
             )
-    if policy == "repair" and isinstance(loader, Iterator):
+    if policy == "repair" and isinstance(loader, Iterator) and not isinstance(loader, Stateful):
         raise UsageError(
             f"fingerprint_every = {every} with a loader that can be read only once ({type(loader).__name__}): steps "
             'cannot be repeated; pass a DataLoader or a list, or on_corruption="stop"',

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from hpctrain.data.loader import Loader
+
 PLACES = ("begin", "forward", "backward", "end")
 SAMPLES, BATCH = 96, 24
 CLASSES = 3
@@ -249,7 +251,47 @@ def adversarial(job: Any, folder: Path, flips: Flips, steps: int, **options: Any
     return models, optimizers, []
 
 
+class Samples:
+    """The samples by numbers, as the loader of ``hpctrain train`` reads them."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def batch(self, numbers: Any) -> Any:
+        return dataset()[torch.as_tensor(numbers)]
+
+
+def as_hpctrain_train(job: Any, folder: Path, flips: Flips, steps: int, **options: Any) -> Any:
+    """The loader of runs from a settings file, which has a state of its own."""
+    model = make_model()
+    job.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    flips.tensors = lambda: state_tensors({"": model}, {"": optimizer})
+    loader: Any = Loader(Samples(), batch=BATCH, rank=job.rank, size=job.size, seed=4)  # type: ignore[arg-type]
+    losses: list[float] = []
+    with job.run(model, optimizer, loader, checkpoints=folder, steps=steps, **options) as run:
+        for step, batch in run:
+            flips(step, "begin")
+            loss = F.cross_entropy(model(batch.inputs), batch.targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            flips(step, "backward")
+            optimizer.step()
+            optimizer.zero_grad()
+            flips(step, "end")
+            run.log(loss=loss)
+    return {"": model}, {"": optimizer}, losses
+
+
 PROGRAMS = {
     each.__name__: each
-    for each in (in_epochs, with_workers, from_a_stream, from_a_list, accumulating, with_a_scaler, adversarial)
+    for each in (
+        in_epochs,
+        with_workers,
+        from_a_stream,
+        from_a_list,
+        accumulating,
+        with_a_scaler,
+        adversarial,
+        as_hpctrain_train,
+    )
 }

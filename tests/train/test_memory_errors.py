@@ -24,7 +24,7 @@ def numbers(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 @EVERYWHERE
-@pytest.mark.few(7)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("every", (1, 5))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_run_with_changed_bits_ends_like_an_undisturbed_one(
@@ -55,6 +55,15 @@ def test_a_bit_that_makes_everything_nan_is_found_before_the_update(
     found = train(job, shared_tmp_path / "found", PROGRAMS["in_epochs"], flips, STEPS, fingerprint_every=every)
     assert found.bits == plain.bits and numbers(found.rows) == numbers(plain.rows)
     assert [(one["rank"], one["tensor"]) for one in found.errors[:1]] == [(1, "parameter 0.weight")]
+
+
+@EVERYWHERE
+def test_an_error_before_the_optimizer_has_states_is_repaired(job: Any, shared_tmp_path: Path) -> None:
+    plain = train(job, shared_tmp_path / "plain", PROGRAMS["in_epochs"], [], 8)
+    flips = [Flip(2, "begin", 0, 0.0, 0.3, 20)]
+    for every in (1, 4):
+        found = train(job, shared_tmp_path / f"{every}", PROGRAMS["in_epochs"], flips, 8, fingerprint_every=every)
+        assert found.bits == plain.bits and numbers(found.rows) == numbers(plain.rows) and found.count >= 1
 
 
 @EVERYWHERE
