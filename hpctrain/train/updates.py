@@ -282,8 +282,8 @@ def corruption_monitor(
     for strategy in state.strategies.values():
         if not isinstance(strategy, (DataParallel, ReproducibleDataParallel)):
             raise UsageError(
-                f"fingerprint_every = {every} with {type(strategy).__name__}: the ranks hold different parts of the "
-                'state, so nothing can be compared; allowed is parallel.data = "ddp" without pipelines, tensor '
+                f"fingerprint_every = {every} with {type(strategy).__name__}: the ranks do not hold equal states, so "
+                'nothing can be compared; allowed is parallel.data = "ddp" without pipelines, tensor '
                 "parallelism and offload; or set it to 0",
                 everywhere=True,
             )
