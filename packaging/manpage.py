@@ -39,6 +39,7 @@ _VARIABLES = {
     "HPCTRAIN_CHAIN": "id of the first job of a chain of restarts; scripts of job set it",
     "HPCTRAIN_START": "a different value in each start of a job; scripts of job set it under PBS",
     "HPCTRAIN_FILE_PATIENCE": "seconds for which file system calls are retried after transient errors (15)",
+    "HPCTRAIN_FAULT": "faults to inject into a run, to test that it survives them: kill rank=2 step=7 at=backward",
     "HPCTRAIN_NODES": "set by job scripts with a range of nodes: the range, for the receipt",
     "HPCTRAIN_CHECK": "order: compare each collective over all ranks before it begins",
     "HPCTRAIN_CALIBRATION": "file with calibrations of the collectives, or a folder of such files",
@@ -53,6 +54,7 @@ _FILES = {
     "RUN/checkpoints/step_*.h5": "checkpoints, plain HDF5",
     "RUN/run.json": "user, host, versions and end of every attempt",
     "RUN/config.toml": "the settings as used",
+    "RUN/faults.jsonl": "one JSON object per injected fault; the same fault does not fire again in this folder",
     "RUN/STOP, RUN/SAVE": "create one of these: the run saves and stops, or saves and continues",
     "~/.config/hpctrain/profiles/*.toml": "your own profiles for job and submit",
 }

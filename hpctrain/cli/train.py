@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
 from hpctrain.cli.main import add_verb
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.faults.spec import VARIABLE, parse
 from hpctrain.train import control
 
 EXAMPLES = """examples:
@@ -16,6 +18,7 @@ EXAMPLES = """examples:
   srun hpctrain train big.toml --set train.batch=512          as a step of a Slurm job
   hpctrain train jobs/gpt-tiny.toml --set run.folder=runs/b   a separate run
   hpctrain train a.toml --set optimizer.name=sgd --set optimizer.options.momentum=0.9
+  mpiexec -n 4 hpctrain train a.toml --fault "kill rank=2 step=7 at=backward"    test that the job survives it
 
 If started again, a run resumes from its newest valid checkpoint. SIGUSR1 or SIGTERM, a file STOP in the run's folder,
 or the approaching end of the job: save, then exit with code 75. A file SAVE in the folder: save and continue.
@@ -34,6 +37,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--set", dest="assignments", metavar=setting, action="append", default=[], help=meaning)
     for option, text in _OPTIONS.items():
         parser.add_argument(f"--{option}", metavar=text[0], help=text[1])
+    meaning = "inject a fault, to test restarts (repeatable); adds to HPCTRAIN_FAULT, see docs/failures.md"
+    parser.add_argument("--fault", dest="faults", metavar="FAULT", action="append", default=[], help=meaning)
     parser.add_argument("-v", "--verbose", action="store_true", help="print the binding of ranks to cores, and more")
 
 
@@ -45,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         _refuse_program(args.config)
+        _request_faults(args.faults)
         given = {option: getattr(args, option) for option in _OPTIONS}
         as_text = [f"run.{option}={json.dumps(text)}" for option, text in given.items() if text is not None]
         settings = load(args.config, [*args.assignments, *as_text])
@@ -55,6 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
     train(settings, verbose=args.verbose)
     return 0
+
+
+def _request_faults(faults: list[str]) -> None:
+    """Check the faults to inject, and set the variable by which the run finds them."""
+    text = "; ".join(filter(None, [os.environ.get(VARIABLE, ""), *faults]))
+    parse(text)
+    if faults:
+        os.environ[VARIABLE] = text
 
 
 def _refuse_program(config: str) -> None:

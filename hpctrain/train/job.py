@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hpctrain import faults
 from hpctrain.cluster.launcher import Launch
 from hpctrain.cluster.nodes import REQUESTED, requested_range
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.faults.spec import VARIABLE
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings, asynchronous_settings
 from hpctrain.parallel.compiled import compile_in_place, forget_graphs, plain_module
 from hpctrain.parallel.config import ParallelSettings, parallel_settings, shape_of
@@ -159,7 +161,7 @@ class Job:
 
         named = {"states": states, "config": config, "provenance": provenance}
         check_arguments(model, optimizer, loader, checkpoints=checkpoints, **named)
-        return Run(
+        run = Run(
             self,
             model,
             optimizer,
@@ -170,6 +172,9 @@ class Job:
             config=config,
             provenance=provenance,
         )
+        if os.environ.get(VARIABLE):
+            faults.install(run)
+        return run
 
     def loader(
         self,
