@@ -88,8 +88,10 @@ class LockError(HpctrainError, OSError):
     exit_code = EXIT_USAGE
 
 
-class CorruptionError(HpctrainError, RuntimeError):
-    """Replicas of a weight or moment differ, and the run cannot be repaired or is not to be."""
+class CorruptionError(MismatchError):
+    """Replicas of a weight or moment that were equal differ: a bit has changed, or ranks made different updates."""
+
+    exit_code = EXIT_FAILURE  # a later start, from the last checkpoint, may succeed
 
 
 class NonFiniteError(HpctrainError, ArithmeticError):

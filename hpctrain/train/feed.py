@@ -80,6 +80,10 @@ class Feed:
         self._source = self._at_begin = None
 
     def close(self) -> None:
+        """End the use of the loader."""
+        self.drop_iterator()
+
+    def drop_iterator(self) -> None:
         """Release the loader's iterator: its workers end now; the garbage collector would wait 5 seconds for each."""
         self._source = None
 

@@ -96,9 +96,9 @@ class LoaderFeed(Feed):
                 samples % now,
             )
 
-    def close(self) -> None:
+    def drop_iterator(self) -> None:
         """End the workers, including persistent ones."""
-        super().close()
+        super().drop_iterator()
         vars(self._twin)["_iterator"] = None
         self._shares.clear()
         self._started = False

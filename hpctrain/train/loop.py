@@ -213,7 +213,7 @@ class Loop:
     def _start_again(self) -> None:
         """Start the loader at the position to which the run has gone back."""
         self.steps.went_back, self._stop_reason, self._fetched_ahead = False, None, False
-        self.feed.close()
+        self.feed.drop_iterator()
         self.feed.begin_pass()
         self._next_item = self._fetch()
 

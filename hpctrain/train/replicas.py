@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.errors import MismatchError
+from hpctrain.errors import CorruptionError, MismatchError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.first_step import flat_elements, model_name
@@ -144,10 +144,11 @@ class ReplicaChecks:
         # Asynchronous ranks must not wait for each other, and each has its own parameters.
         self._compares = not any(strategy.asynchronous for strategy in strategies.values())
 
-    def compare(self, when: str) -> None:
+    def compare(self, when: str, *, first: bool = False) -> None:
         """Compare parameters that are replicated on several ranks; ``when`` is for the message. Collective.
 
-        Raises ``MismatchError`` on all ranks if any bit differs.
+        Raises ``CorruptionError`` on all ranks if any bit differs; after the ``first`` update
+        ``MismatchError``, because then it is the program that makes different updates.
         """
         if not self._compares:
             return
@@ -155,7 +156,12 @@ class ReplicaChecks:
         own = next((each for each in differences if each), "")
         found = next((each for each in self._comm.all_gather_object(own) if each), "")
         if found:
-            raise MismatchError(found, everywhere=True)
+            if first:
+                raise MismatchError(found, everywhere=True)
+            raise CorruptionError(
+                f"{found}; or a bit has changed by itself: health.fingerprint_every finds and repairs that under ddp",
+                everywhere=True,
+            )
 
     def warn_of_buffers(self) -> None:
         """Warn of buffers that differ between data ranks after the first step. Collective."""

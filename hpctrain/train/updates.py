@@ -258,7 +258,7 @@ class UpdateHooks:
         trace.add("optimizer", self._began, time.monotonic())
         if self.checks is not None:
             self.checks = None
-            self.replicas.compare("after the first update")
+            self.replicas.compare("after the first update", first=True)
             self.replicas.warn_of_buffers()
 
 

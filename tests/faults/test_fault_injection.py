@@ -83,7 +83,7 @@ ENDINGS = {
     "exit": Ending(1, r"hpctrain: rank 0 of 2 on \S+ in step \d ends the job: rank 1 has left, this one waits in \w+"),
     "hang": Ending(1, rf"hpctrain: rank 0 of 2 on \S+ in step \d ends the job: {NO_RETURN}"),
     "nan": Ending(1, "gradient norm is nan in step 5: "),
-    "flip": Ending(2, "parameter .* of the model at the checkpoint of step 6: rank 1 holds other values than rank 0"),
+    "flip": Ending(1, "parameter .* of the model at the checkpoint of step 6: rank 1 holds other values than rank 0"),
     "full": Ending(1, "error: rank 1: cannot write run/checkpoints/step_00000006.h5: no space left on device"),
     "eio": Ending(1, "error: rank 1: cannot write run/checkpoints/step_00000006.h5: input/output error"),
 }
