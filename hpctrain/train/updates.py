@@ -60,6 +60,7 @@ class Health:
         self.strategy = strategy
         # Asynchronous ranks decide alone.
         self.comm = Communicator(SingleTransport()) if strategy.asynchronous else comm
+        self._first = comm.rank if strategy.asynchronous else 0  # rank of the job that is rank 0 of self.comm
         self.policy = policy
         self.norm: Tensor | None = None
         self.skipped = 0  # consecutive
@@ -103,7 +104,7 @@ class Health:
             return next(filter(None, everywhere), "the sum over its elements overflows")
         self._compute_again(self.replay)
         found = next(self._broken("gradient", self.strategy.gradients.local()), None)
-        for rank, text in enumerate(self.comm.all_gather_object(found)):
+        for rank, text in enumerate(self.comm.all_gather_object(found), self._first):
             if text:
                 return f"on rank {rank} {text}"
         return "finite on each rank, but the sum over the ranks overflows"

@@ -14,7 +14,8 @@ from support.training_fixtures import PositionedLoader, Training, checkpoints_of
 
 from hpctrain.errors import NonFiniteError
 from hpctrain.log import configure
-from hpctrain.train.updates import MOST_ROLLBACKS, MOST_SKIPS
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.train.updates import MOST_ROLLBACKS, MOST_SKIPS, Health
 
 NAN = float("nan")
 
@@ -250,3 +251,15 @@ def test_one_rank_prints_the_warning(job: Any, shared_tmp_path: Path, capfd: pyt
     Training(job, shared_tmp_path, make_batches(4), on_nonfinite="skip").go(_poison(job, 2))
     said = len(re.findall("skipping this update", capfd.readouterr().err))
     assert said == (job.rank == 0)
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_asynchronous_worker_names_its_own_rank(job: Any) -> None:
+    model = torch.nn.Linear(2, 1)
+    job.wrap(model, ParallelSettings(data="easgd"), asynchronous={"mode": "asynchronous"})
+    strategy = job.strategy(model)
+    health = Health(model, strategy, job.comm, "abort")
+    health.replay = lambda: model(torch.full((1, 2), NAN)).sum().backward()
+    assert health.find() == f"on rank {job.rank} the gradient of weight is not finite"
+    strategy.conclude()
+    strategy.detach()
