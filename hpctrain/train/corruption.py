@@ -24,6 +24,7 @@ from hpctrain.train.health import OnCorruption
 from hpctrain.train.replicas import Differences, Sums, bit_sums, compare_replicas, parameters_of, replicated
 from hpctrain.train.state import TrainState
 from hpctrain.train.state_copy import StateCopy
+from hpctrain.util.text import counted
 
 MOST_REPAIRS = 3  # of one step
 Record = Callable[[Mapping[str, Any]], object]
@@ -53,12 +54,16 @@ class CorruptionMonitor:
         self._comm: Communicator = state.comm
         self._copy = memory
         self.votes = memory is not None and not memory.weights
-        self._compared = self._found = False  # in this step
+        self._compared, self.found = False, False  # in this step
+        self._settled = False  # whether no step has begun since all replicas were equal
+        self._number = 0  # of the step in which an error is found
         self._agreed: Sums = {}  # sums of the tensors when all replicas were equal
         self._copied: Sums = {}  # those of the copy
         self._copy_due = True
         self._repaired, self._repairs = -1, 0  # the last step that was repaired, and how often
         self._suspect: _Suspect | None = None
+        self._named: set[str] = set()  # tensors of the errors of this step
+        self._last = ""  # what was found last
         self._right_tensors: dict[str, Tensor] = {}  # after a repair, until the step is repeated
 
     # Within a step ----------------------------------------------------------------------------------------------------
@@ -68,45 +73,65 @@ class CorruptionMonitor:
         if self._copy is not None and (self.votes or self._copy_due):
             self._copy.take()
             self._copied, self._copy_due = self._agreed, False
+        self._settled, self._number = False, self._state.step + 1
 
     def before_update(self) -> bool:
         """Return whether the update must not be made, because the gradients come from wrong parameters."""
-        if self._every == 1 and self._copy is not None and not self._compared:
+        if self._every == 1 and not self._compared:
             self._compared = True
-            self._found = self._find_and_repair() if self.votes else self._find(self._state.step)
-        return self._found
+            self.found = self._find_and_repair() if self.votes else self._find(self._state.step)
+            self._settled = False  # an update follows
+        return self.found
 
     def explains_nonfinite(self) -> bool:
         """Return whether the replicas differ, when a gradient is not finite: then no update may be made either."""
-        if not self.votes and not self._found:
-            self._found = self._find(self._state.step)
-        return self._found
+        if not self.votes and not self.found:
+            self.found = self._find(self._state.step)
+            self._settled = False
+        return self.found
 
     def end_step(self, step: int, *, forced: bool, left: bool) -> bool:
         """Compare if it is due or ``forced``; return whether the run has gone back to an earlier step.
 
         Raises ``CorruptionError`` if it must go back and the program has ``left`` its loop.
         """
-        compared, found = self._compared, self._found
-        self._compared = self._found = False
+        compared, found = self._compared, self.found
+        self._compared = self.found = False
         self._name_suspect(step)
         if self.votes:
             if not compared:
                 found = self._find_and_repair()  # a GradScaler has skipped the update
             elif forced and not found:
-                self._find_and_repair()  # the gradients of this step were right
-                self._right_tensors = {}
-        elif not found and (forced or step % self._every == 0):
+                self._find_and_repair(repeats=False)  # the gradients of this step were right
+        elif not found and (forced or step % self._every == 0 and (self._copy is not None or not compared)):
             found = self._find(step)
         if found:
             self._go_back(left)
         return found
 
+    # Between steps ----------------------------------------------------------------------------------------------------
+
+    def repair_now(self) -> bool:
+        """Repair tensors that have changed since the replicas were equal, without a step; return whether any had.
+
+        Before checkpoints and around evaluations. Collective. No effect within a step whose error can
+        only be repaired by repeating it.
+        """
+        after_update = self.votes and self._compared
+        if self.found or not (self._settled or after_update):
+            return False
+        if not self._settled:
+            return self._find_and_repair(repeats=False)
+        differences = self._compare()
+        if differences is None:
+            return False
+        self._copy_right(differences, self._agreed)
+        return True
+
     def confirm(self, step: int) -> bool:
         """Compare after a step, unless its end has done so; return whether the run has gone back. Collective."""
         if self.votes:
-            self._find_and_repair()  # no gradient has been computed since the update
-            self._right_tensors = {}
+            self._find_and_repair(repeats=False)  # no gradient has been computed since the update
             return False
         found = not self._copy_due and self._find(step)
         if found:
@@ -124,11 +149,11 @@ class CorruptionMonitor:
         differences = compare_replicas(self._comm, sums)
         if differences is None:
             self._note_moving(sums)
-            self._agreed, self._copy_due = sums, True
+            self._agreed, self._copy_due, self._settled = sums, True, True
             return None
-        step = self._state.step + 1
-        self._repairs = self._repairs + 1 if step == self._repaired else 1
-        self._repaired = step
+        self._repairs = self._repairs + 1 if self._number == self._repaired else 1
+        self._repaired, self._named = self._number, set()
+        self._last = f"{differences.names[0]} differs between the ranks"
         if self._policy == "stop":
             raise self._error(differences, 'the run ends, because health.on_corruption = "stop"')
         if self._repairs > MOST_REPAIRS:
@@ -139,8 +164,11 @@ class CorruptionMonitor:
             )
         return differences
 
-    def _find_and_repair(self) -> bool:
-        """Compare; let the ranks that deviate copy the tensors of the majority. Return whether any deviated."""
+    def _find_and_repair(self, *, repeats: bool = True) -> bool:
+        """Compare; let the ranks that deviate copy the tensors of the majority. Return whether any deviated.
+
+        ``repeats``: the step will be repeated.
+        """
         differences = self._compare()
         if differences is None:
             return False
@@ -153,8 +181,8 @@ class CorruptionMonitor:
         self._copy_from(differences, differences.majorities)
         for rank, name in differences.deviating:
             self._note(differences, [rank], name, "majority")
-        # The rest of the loop's body may change weights, and will run again.
-        self._right_tensors = {name: each.clone() for name, each in self._tensors().items()}
+        if repeats:  # the rest of the loop's body may change weights, and will run again
+            self._right_tensors = {name: each.clone() for name, each in self._tensors().items()}
         return True
 
     def _find(self, step: int) -> bool:
@@ -167,7 +195,7 @@ class CorruptionMonitor:
         if not differences.deviating:
             tensors = self._tensors()
             held = {name: tensors[name].clone() for name in differences.names if name in tensors}
-            self._suspect = _Suspect(step, self._state.step + 1, held, differences)
+            self._suspect = _Suspect(step, self._number, held, differences)
         return True
 
     def _note_moving(self, sums: Sums) -> None:
@@ -194,8 +222,8 @@ class CorruptionMonitor:
         assert self._copy is not None
         if left:
             raise CorruptionError(
-                "a memory error was found in the step in which the program left its loop by break, so the step cannot "
-                "be repeated; start again: the run continues from its last checkpoint",
+                f"memory error in step {self._number}, in which the program left its loop by break: the step cannot be "
+                f"repeated; {self._last}; start again: the run continues from its last checkpoint",
                 everywhere=True,
             )
         if self.votes:
@@ -205,12 +233,19 @@ class CorruptionMonitor:
         self._copy.restore()
         differences = compare_replicas(self._comm, bit_sums(self._tensors()))
         if differences is not None:  # the copy of a rank has changed, or was taken after a change
-            right = {name: self._right(differences, name) for name in differences.names}
-            self._copy_from(differences, right)
-            for name in differences.names:
-                wrong = [rank for rank in range(self._comm.size) if rank not in differences.holders(name, right[name])]
-                self._note(differences, wrong, name, "copy")
+            self._copy_right(differences, self._copied)
         self._name_suspect(self._state.step)
+
+    def _copy_right(self, differences: Differences, agreed: Sums) -> None:
+        """Repair tensors whose right sum is known from a time when all replicas were ``agreed``."""
+        right = {name: self._right(differences, name, agreed) for name in differences.names}
+        self._copy_from(differences, right)
+        for name in differences.names:
+            wrong = [rank for rank in range(self._comm.size) if rank not in differences.holders(name, right[name])]
+            if self._suspect is not None and self._suspect.tensors.pop(name, None) is not None:
+                self._note(differences, wrong, name, "replay")
+            elif name not in self._named:
+                self._note(differences, wrong, name, "copy")
 
     @torch.no_grad()
     def _restore_right_tensors(self) -> None:
@@ -219,12 +254,12 @@ class CorruptionMonitor:
             if name in right:
                 tensor.copy_(right[name])
 
-    def _right(self, differences: Differences, name: str) -> int:
-        """Return the right sum of a tensor whose copies in memory differ."""
-        agreed = self._copied.get(name)
-        found = agreed if differences.holders(name, agreed) else differences.majorities.get(name)
+    def _right(self, differences: Differences, name: str, agreed: Sums) -> int:
+        """Return the sum that all replicas had, if a rank still has it, else that of the majority."""
+        value = agreed.get(name)
+        found = value if differences.holders(name, value) else differences.majorities.get(name)
         if found is None:
-            raise self._error(differences, "the copies in memory differ, too")
+            raise self._error(differences, "no rank has the value that it had before, so it cannot be repaired")
         return found
 
     # Which of two ranks is wrong --------------------------------------------------------------------------------------
@@ -254,24 +289,27 @@ class CorruptionMonitor:
 
     def _note(self, differences: Differences, ranks: Sequence[int], name: str, repair: str, step: int = 0) -> None:
         """Log and record that a tensor of one rank, or of one of several ranks, was wrong."""
-        step = step or self._state.step + 1
+        step = step or self._number
         places = " or ".join(differences.place(rank) for rank in ranks)
         only = ranks[0] if len(ranks) == 1 else None
+        self._last = f"{name} of {places} was wrong"
+        self._named.add(name)
         if self._comm.rank == 0:
-            logger.warning("memory error in step %d: %s of %s was wrong; %s", step, name, places, _REPAIRS[repair])
+            logger.warning("memory error in step %d: %s; %s", step, self._last, _REPAIRS[repair])
         host = None if only is None else differences.hosts[only]
         self._record({"step": step, "rank": only, "host": host, "tensor": name, "repair": repair})
 
     def _error(self, differences: Differences, what: str) -> CorruptionError:
         """Return the error that ends the run, on all ranks."""
         name = differences.names[0]
-        more = f" (and {len(differences.names) - 1} more tensors)" if len(differences.names) > 1 else ""
+        others = len(differences.names) - 1
+        more = f" (and {counted(others, 'more tensor')})" if others else ""
         wrong = [differences.place(rank) for rank, each in differences.deviating if each == name]
         where = f"{name} of {', '.join(wrong)} differs from that of the other ranks"
         if not wrong:
             where = f"{name} differs between {' and '.join(map(differences.place, range(min(self._comm.size, 4))))}"
         return CorruptionError(
-            f"memory error in step {self._state.step + 1}: {where}{more}; {what}; a new start continues from the last "
+            f"memory error in step {self._number}: {where}{more}; {what}; a new start continues from the last "
             "checkpoint",
             everywhere=True,
         )
@@ -280,7 +318,7 @@ class CorruptionMonitor:
 _REPAIRS = {
     "majority": "it has got the tensor of the other ranks",
     "replay": "the steps since the last comparison are repeated",
-    "copy": "the copy in memory was replaced by that of another rank",
+    "copy": "it has got the tensor of another rank",
 }
 
 

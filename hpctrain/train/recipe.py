@@ -147,7 +147,8 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
                 tokens, samples = trained_on(number, batch, settings, data)
                 run.log(loss=loss, tokens=tokens, same={"learning_rate": rate, **samples})
                 if is_due(number, settings):
-                    run.log(same={"validation_loss": validate(settings, step, corpus), **metrics_of(strategy)})
+                    found = run.health.verified(lambda: validate(settings, step, corpus))
+                    run.log(same={"validation_loss": found, **metrics_of(strategy)})
 
         # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
         multiple = shape.tensor if settings.parallel.sequence else 1

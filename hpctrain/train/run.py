@@ -101,7 +101,7 @@ class Run:
         )
         self._run_folder = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._run_folder)
-        compare = self._updates.replicas.compare
+        compare = self._updates.compare_replicas
         self._checkpoints = RunCheckpoints(self.state, options, self._run_folder, self._stops, compare)
         self._updates.watch_memory(self.state, options, self._run_folder.memory_error, loader)
         synchronize = lambda point: self._steps.synchronize(point)
@@ -265,7 +265,7 @@ class Run:
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
         """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
         self._check_call("run.evaluate")
-        result = self._evaluation(what, compute)
+        result = self._updates.verified(lambda: self._evaluation(what, compute), again=not isinstance(what, Iterator))
         self._steps.log.note({}, self._steps.metrics())
         return result
 

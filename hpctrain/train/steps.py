@@ -240,6 +240,8 @@ class Steps:
         if save_now or due or last:
             end = "the end of the run, after" if last else "the checkpoint of"
             self.synchronize(f"{end} step {self._state.step}")
+            if self._corruption is not None:
+                self._corruption.repair_now()  # before the fingerprint
             metrics = self.metrics()
             if row is not None:
                 row |= {name: value for name, value in metrics.items() if name not in row}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from hpctrain.train.state_copy import StateCopy
 if TYPE_CHECKING:
     from hpctrain.train.options import RunOptions
 
+T = TypeVar("T")
 Policy = Literal["abort", "skip", "rollback"]
 MOST_SKIPS = 10  # consecutive skipped updates after which the run fails
 MOST_ROLLBACKS = 3
@@ -52,7 +53,7 @@ class Health:
 
     ``norm`` is the global norm of the current step's gradients, once it has been computed.
     ``replay`` recomputes the current step's gradients; with it, the rank with the first bad value
-    can be named.
+    can be named. ``verified`` calls a function that measures, between two comparisons of the replicas.
     """
 
     def __init__(self, model: nn.Module, strategy: Strategy, comm: Communicator, policy: Policy) -> None:
@@ -69,6 +70,7 @@ class Health:
         self.replay: Callable[[], object] | None = None
         # Returns whether a memory error explains a value that is not finite. Collective.
         self.suspect: Callable[[], bool] = lambda: False
+        self.verified: Callable[[Callable[[], float]], float] = lambda measure: measure()
         self._buffers: list[Tensor] = []
 
     def begin_step(self) -> None:
@@ -209,7 +211,21 @@ class UpdateHooks:
         self.corruption = corruption_monitor(state, options, record, loader)
         for health in self.healths.values():
             if self.corruption is not None:
-                health.suspect = self.corruption.explains_nonfinite
+                health.suspect, health.verified = self.corruption.explains_nonfinite, self.verified
+
+    def compare_replicas(self, when: str) -> None:
+        """Repair what has changed since the last step, then compare the parameters. Collective, before a checkpoint."""
+        if self.corruption is not None:
+            self.corruption.repair_now()
+        self.replicas.compare(when)
+
+    def verified(self, measure: Callable[[], T], *, again: bool = True) -> T:
+        """Return what ``measure`` returns; measure ``again`` if a memory error was found afterwards. Collective."""
+        if self.corruption is None:
+            return measure()
+        self.corruption.repair_now()
+        result = measure()
+        return measure() if self.corruption.repair_now() and again else result
 
     def attach(self, begin: Callable[[], int], note: Callable[[], None]) -> None:
         """Attach the hooks: ``begin`` is called before each update and returns its number, ``note`` after it."""
@@ -240,13 +256,13 @@ class UpdateHooks:
         if self._is_rank_local:
             return
         step = begin()
-        if self.checks is not None:
-            self.checks.before_update()
         self._began = time.monotonic()
         if self.corruption is not None and self.corruption.before_update():
             for strategy in self.strategies.values():
                 strategy.gradients.drop()  # an optimizer does not change parameters without a gradient
             return
+        if self.checks is not None:
+            self.checks.before_update()
         for health in healths:
             health.before_update(step)
         self._began = time.monotonic()
@@ -257,7 +273,8 @@ class UpdateHooks:
             return
         note()
         trace.add("optimizer", self._began, time.monotonic())
-        if self.checks is not None:
+        repeats = self.corruption is not None and self.corruption.found
+        if self.checks is not None and not repeats:
             self.checks = None
             self.replicas.compare("after the first update", first=True)
             self.replicas.warn_of_buffers()

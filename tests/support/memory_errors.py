@@ -282,6 +282,35 @@ def as_hpctrain_train(job: Any, folder: Path, flips: Flips, steps: int, **option
     return {"": model}, {"": optimizer}, losses
 
 
+def evaluating(job: Any, folder: Path, flips: Flips, steps: int, **options: Any) -> Any:
+    """Evaluation, the best checkpoint and early stopping in the code after each pass."""
+    model = make_model()
+    job.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    flips.tensors = lambda: state_tensors({"": model}, {"": optimizer})
+    loader = DataLoader(dataset(), batch_size=BATCH, shuffle=True)
+    samples = DataLoader(dataset(), batch_size=16)
+    with job.run(model, optimizer, loader, checkpoints=folder, **{**options, "every": 100, "keep": 10}) as run:
+        for epoch in run.epochs(steps * BATCH // SAMPLES):
+            for step, (inputs, targets) in run:
+                flips(step, "begin")
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                flips(step, "end")
+                if step % 4 == 2:
+                    inside = run.evaluate(samples, lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+                    run.log(same={"inside": float(inside)})
+                run.log(loss=loss)
+            flips(run.step, "after")
+            value = run.evaluate(samples, lambda batch: F.cross_entropy(model(batch[0]), batch[1]))
+            flips(run.step, "evaluated")
+            run.log(same={"validation": float(value)})
+            run.save(best=value)
+    return {"": model}, {"": optimizer}, []
+
+
 PROGRAMS = {
     each.__name__: each
     for each in (

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.memory_errors import BATCH, PROGRAMS, SAMPLES, Flip, dataset, make_model, random_flips, train
+from support.memory_errors import BATCH, PROGRAMS, SAMPLES, Flip, dataset, evaluating, make_model, random_flips, train
 from torch.utils.data import DataLoader
 
+from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.errors import CorruptionError, UsageError
 from hpctrain.parallel.config import ParallelSettings
 
@@ -55,6 +56,36 @@ def test_a_bit_that_makes_everything_nan_is_found_before_the_update(
     found = train(job, shared_tmp_path / "found", PROGRAMS["in_epochs"], flips, STEPS, fingerprint_every=every)
     assert found.bits == plain.bits and numbers(found.rows) == numbers(plain.rows)
     assert [(one["rank"], one["tensor"]) for one in found.errors[:1]] == [(1, "parameter 0.weight")]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("every", (1, 3))
+def test_errors_between_steps_reach_no_evaluation_and_no_checkpoint(
+    job: Any, shared_tmp_path: Path, every: int
+) -> None:
+    """In the code after a pass, nothing can be repeated, but the right values are those of the last comparison."""
+    plain = train(job, shared_tmp_path / "plain", evaluating, [], STEPS)
+    flips = [
+        *(Flip(4, "after", 0, 0.0, 0.3, 21), Flip(8, "evaluated", 1, 0.4, 0.3, 22), Flip(12, "after", 1, 0.7, 0.5, 29)),
+        *(Flip(14, "end", 0, 0.2, 0.3, 24), Flip(16, "evaluated", 0, 0.9, 0.3, 27), Flip(18, "begin", 1, 0.0, 0.3, 20)),
+        *(Flip(STEPS, "after", 1, 0.0, 0.4, 23), Flip(STEPS, "evaluated", 0, 0.1, 0.0, 19)),
+    ]
+    found = train(job, shared_tmp_path / "found", evaluating, flips, STEPS, fingerprint_every=every)
+    assert len(found.done) == 8 and found.count >= 8
+    assert found.bits == plain.bits and numbers(found.rows) == numbers(plain.rows)
+    if job.rank == 0:
+        files = [sorted((shared_tmp_path / name / "checkpoints").glob("*.h5")) for name in ("plain", "found")]
+        assert [path.name for path in files[0]] == [path.name for path in files[1]] and len(files[0]) == 6
+        assert [Reader(path).fingerprint for path in files[0]] == [Reader(path).fingerprint for path in files[1]]
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("every", (1, 4))
+def test_an_error_in_the_first_step_is_repaired(job: Any, shared_tmp_path: Path, every: int) -> None:
+    plain = train(job, shared_tmp_path / "plain", PROGRAMS["in_epochs"], [], 8)
+    flips = [Flip(1, "begin", 0, 0.0, 0.3, 20)] if every == 1 else [Flip(1, "end", 0, 0.0, 0.3, 20)]
+    found = train(job, shared_tmp_path / "found", PROGRAMS["in_epochs"], flips, 8, fingerprint_every=every)
+    assert found.bits == plain.bits and numbers(found.rows) == numbers(plain.rows) and found.count == 1
 
 
 @EVERYWHERE
@@ -163,7 +194,7 @@ def test_a_loop_left_in_the_step_of_an_error_cannot_repeat_it(job: Any, shared_t
     job.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(dataset(), batch_size=BATCH)
-    with pytest.raises(CorruptionError, match="left its loop by break, so the step cannot be repeated; start again"):
+    with pytest.raises(CorruptionError, match="left its loop by break: .*; parameter 0.weight .*; start"):
         with job.run(model, optimizer, loader, checkpoints=shared_tmp_path, steps=20, fingerprint_every=1) as run:
             for step, (inputs, targets) in run:
                 torch.nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]

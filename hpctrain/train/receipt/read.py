@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,6 +161,7 @@ class Attempt:
     steps: int  # steps that counted
     repeated_steps: int
     memory_errors: int  # found and repaired (health.fingerprint_every)
+    last_memory_errors: tuple[dict[str, Any], ...]  # step, rank, host, tensor and repair of the last of them
     tokens: int | None
     samples: int | None
     elapsed: float
@@ -208,6 +209,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         steps=steps,
         repeated_steps=int(number(facts, "repeated_steps")),
         memory_errors=int(number(facts, "memory_errors")),
+        last_memory_errors=tuple(_listed_errors(facts.get("last_memory_errors"))),
         tokens=tokens,
         samples=None if batch is None else steps * int(batch),
         elapsed=_elapsed(facts, useful),
@@ -216,6 +218,14 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         repeated=number(facts, "repeated_seconds"),
         saves=number(facts, "save_seconds"),
     )
+
+
+def _listed_errors(given: Any) -> Iterator[dict[str, Any]]:
+    """Yield the valid entries of a list of memory errors."""
+    for each in given if isinstance(given, list) else ():
+        if isinstance(each, dict):
+            found = {name: text(each, name) for name in ("host", "tensor", "repair")}
+            yield {"step": _whole(each, "step"), "rank": _whole(each, "rank"), **found}
 
 
 def _counted(facts: Facts, rows: Sequence[Row]) -> tuple[float, int]:

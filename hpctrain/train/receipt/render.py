@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ PARTS = {
     "other": "other",
 }
 _WH = 3600.0  # joules
+MOST_LISTED = 10  # memory errors in the text
 N = TypeVar("N", int, float)
 
 
@@ -83,10 +84,19 @@ def text(receipts: Sequence[RunReceipt]) -> list[str]:
         attempts = counted(together.attempts, "attempt", ",")
         head = f"{receipt.folder}: {attempts}, {receipt.status} after step {last.last_step}"
         rows = [_HEAD, *(_row(attempt) for attempt in receipt.attempts)]
+        errors = [line for attempt in receipt.attempts for line in _memory_errors(attempt)][-MOST_LISTED:]
     else:
+        errors = []
         head = f"{len(receipts)} runs, {counted(together.attempts, 'attempt', ',')}"
         rows = [_RUNS_HEAD, *(_run_row(receipt) for receipt in receipts)]
-    return [head, "", *columns(rows), "", *_totals(together)]
+    return [head, "", *columns(rows), "", *_totals(together), *errors]
+
+
+def _memory_errors(attempt: Attempt) -> Iterator[str]:
+    """Yield a line for each memory error that the receipt describes."""
+    for one in attempt.last_memory_errors:
+        where = "unknown rank" if one["rank"] is None else f"rank {one['rank']} on {one['host']}"
+        yield f"memory error in step {one['step']}: {one['tensor']} of {where}"
 
 
 def sentence(together: Totals) -> str:
