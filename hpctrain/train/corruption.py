@@ -21,7 +21,16 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import CorruptionError
 from hpctrain.log import logger
 from hpctrain.train.health import OnCorruption
-from hpctrain.train.replicas import Differences, Sums, bit_sums, compare_replicas, parameters_of, replicated
+from hpctrain.train.replicas import (
+    Differences,
+    Sums,
+    bit_sums,
+    bits_of,
+    compare_replicas,
+    majority_of_elements,
+    parameters_of,
+    replicated,
+)
 from hpctrain.train.state import TrainState
 from hpctrain.train.state_copy import StateCopy
 from hpctrain.util.text import counted
@@ -172,18 +181,33 @@ class CorruptionMonitor:
         differences = self._compare()
         if differences is None:
             return False
-        if not differences.deviating:
-            raise self._error(
-                differences,
-                "no value has a majority, so it cannot be repaired; perhaps ranks make different updates (values from "
-                "one rank's samples or random numbers)",
-            )
-        self._copy_from(differences, differences.majorities)
-        for rank, name in differences.deviating:
-            self._note(differences, [rank], name, "majority")
+        if differences.deviating:
+            self._copy_from(differences, differences.majorities)
+            for rank, name in differences.deviating:
+                self._note(differences, [rank], name, "majority")
+        else:
+            self._copy_elements(differences)
         if repeats:  # the rest of the loop's body may change weights, and will run again
             self._right_tensors = {name: each.clone() for name, each in self._tensors().items()}
         return True
+
+    @torch.no_grad()
+    def _copy_elements(self, differences: Differences) -> None:
+        """Repair tensors that several ranks have wrong in different elements, by a majority for each element."""
+        tensors = self._tensors()
+        for name in differences.names:
+            right = majority_of_elements(self._comm, tensors[name])
+            if right is None:
+                raise self._error(
+                    differences,
+                    "no value has a majority, so it cannot be repaired; perhaps ranks make different updates (values "
+                    "from one rank's samples or random numbers)",
+                )
+            own = not torch.equal(bits_of(right), bits_of(tensors[name]))
+            wrong = [rank for rank, each in enumerate(self._comm.all_gather_object(own)) if each]
+            tensors[name].copy_(right)
+            for rank in wrong:
+                self._note(differences, [rank], name, "majority")
 
     def _find(self, step: int) -> bool:
         """Compare the tensors of the end of a step; return whether they differ, and find out which rank is wrong."""
@@ -280,7 +304,7 @@ class CorruptionMonitor:
         """Return how far an earlier tensor is from the repeated one, in the elements that differ between ranks."""
         first = before.contiguous().clone()
         self._comm.broadcast(first, 0)
-        differ = (_bits(first) != _bits(before)).to(torch.int32)
+        differ = (bits_of(first) != bits_of(before)).to(torch.int32)
         self._comm.all_reduce(differ, "max")
         distances = (before.double() - now.double()).abs().nan_to_num(math.inf, math.inf)
         return float(distances[differ.bool()].max())
@@ -320,9 +344,3 @@ _REPAIRS = {
     "replay": "the steps since the last comparison are repeated",
     "copy": "it has got the tensor of another rank",
 }
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the bits of each element as an integer."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])

@@ -23,6 +23,7 @@ from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.first_step import flat_elements, model_name
 
 _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes; the widest is summed fastest
+_PIECE = 2**20  # elements that a rank sends at once
 Sums = dict[str, int]  # by name of the tensor
 
 
@@ -131,6 +132,29 @@ def compare_replicas(comm: Communicator, sums: Sums) -> Differences | None:
     if highest == -1 - complement:
         return None
     return Differences(comm.all_gather_object((socket.gethostname(), sums)))
+
+
+@torch.no_grad()
+def majority_of_elements(comm: Communicator, tensor: Tensor) -> Tensor | None:
+    """Return the tensor with the bits that more than half of the ranks have, for each element. Collective.
+
+    None if an element has no majority.
+    """
+    bits = bits_of(tensor).reshape(-1)
+    found = bits.clone()
+    for begin in range(0, bits.numel(), _PIECE):
+        piece = slice(begin, begin + _PIECE)
+        everyone = torch.stack(comm.all_gather_object(bits[piece].cpu()))
+        found[piece] = everyone.mode(0).values.to(found.device)
+        votes = (everyone == found[piece].cpu()).sum(0)
+        if bool((2 * votes <= comm.size).any()):
+            return None
+    return found.view(tensor.dtype).reshape(tensor.shape)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return the bits of each element as an integer."""
+    return tensor.contiguous().view(_WIDTHS[tensor.element_size()])
 
 
 # Parameters and buffers of a run, compared at its first update and at checkpoints -------------------------------------

@@ -58,6 +58,18 @@ def test_a_bit_that_makes_everything_nan_is_found_before_the_update(
     assert [(one["rank"], one["tensor"]) for one in found.errors[:1]] == [(1, "parameter 0.weight")]
 
 
+@pytest.mark.ranks(3)
+def test_two_wrong_ranks_of_three_are_repaired_element_by_element(job: Any, shared_tmp_path: Path) -> None:
+    plain = train(job, shared_tmp_path / "plain", PROGRAMS["in_epochs"], [], 8)
+    flips = [Flip(5, "begin", 0, 0.0, 0.3, 20), Flip(5, "forward", 2, 0.0, 0.6, 25)]
+    found = train(job, shared_tmp_path / "found", PROGRAMS["in_epochs"], flips, 8, fingerprint_every=1)
+    assert found.bits == plain.bits and numbers(found.rows) == numbers(plain.rows)
+    assert [(one["rank"], one["tensor"]) for one in found.errors] == [(0, found.done[0][2]), (2, found.done[0][2])]
+    flips = [Flip(5, "begin", rank, 0.0, 0.3, 20 + rank) for rank in (0, 2)]
+    with pytest.raises(CorruptionError, match="no value has a majority, so it cannot be repaired"):
+        train(job, shared_tmp_path / "both", PROGRAMS["in_epochs"], flips, 8, fingerprint_every=1)
+
+
 @EVERYWHERE
 @pytest.mark.parametrize("every", (1, 3))
 def test_errors_between_steps_reach_no_evaluation_and_no_checkpoint(
