@@ -168,7 +168,7 @@ class Flip:
 def repairs(job: hpctrain.Job, flips: int) -> dict[str, Any]:
     """Return how many changed bits were found and named, and whether the weights are those without them. Collective."""
     source, steps = random.Random(7), 5 * flips
-    planned = {step: Flip.draw(source, job.size) for step in sorted(source.sample(range(3, steps), flips))}
+    planned = {step: Flip.draw(source, job.size) for step in sorted(source.sample(range(3, steps, 2), flips))}
     plain, _, _ = train(job, steps, {})
     weights, errors, made = train(job, steps, planned, fingerprint_every=1)
     return {
