@@ -118,6 +118,43 @@ def test_the_rank_that_ended_the_job_is_named(life: Life) -> None:
     assert load([life.folder])[0].attempts[0].why == "failed on rank 3: RuntimeError: no more"
 
 
+def test_memory_errors_are_counted_and_the_last_ones_listed(life: Life) -> None:
+    life.start(0)
+    life.steps(1, 2)
+    for step in range(1, 26):
+        rank = None if step == 25 else step % 2
+        facts = {"step": step, "rank": rank, "host": f"n{step % 2}", "tensor": "parameter w", "repair": "majority"}
+        life.run_folder.memory_error(facts)
+    life.run_folder.close("finished", 2, None)
+    (receipt,) = load([life.folder])
+    (attempt,) = receipt.attempts
+    assert attempt.memory_errors == 25 and len(attempt.last_memory_errors) == 20
+    lines = text([receipt])
+    assert any("2 useful steps" in line and "25 memory errors repaired" in line for line in lines)
+    assert lines[-2] == "memory error in step 24: parameter w of rank 0 on n0"
+    assert lines[-1] == "memory error in step 25: parameter w of unknown rank"
+    assert sum(line.startswith("memory error in") for line in lines) == 10
+    assert to_json([receipt])["runs"][0]["attempts"][0]["last_memory_errors"][0]["step"] == 6
+
+
+def test_entries_of_memory_errors_that_no_run_writes_are_read(life: Life) -> None:
+    life.start(0)
+    life.run_folder.close("finished", 0, None)
+    path = life.folder / "run.json"
+    content = json.loads(path.read_text())
+    content["attempts"][0] |= {
+        "memory_errors": "many",
+        "last_memory_errors": [1, {"step": [], "rank": "x", "host": {}}],
+    }
+    path.write_text(json.dumps(content))
+    (attempt,) = load([life.folder])[0].attempts
+    assert attempt.memory_errors == 0
+    assert list(attempt.last_memory_errors) == [
+        {"step": None, "rank": None, "host": None, "tensor": None, "repair": None}
+    ]
+    assert text(load([life.folder]))[-1].startswith("memory error in step unknown")
+
+
 def test_a_running_attempt_is_read(life: Life) -> None:
     life.start(0)
     life.steps(1, 2, 3)

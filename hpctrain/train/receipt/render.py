@@ -96,7 +96,8 @@ def _memory_errors(attempt: Attempt) -> Iterator[str]:
     """Yield a line for each memory error that the receipt describes."""
     for one in attempt.last_memory_errors:
         where = "unknown rank" if one["rank"] is None else f"rank {one['rank']} on {one['host']}"
-        yield f"memory error in step {one['step']}: {one['tensor']} of {where}"
+        step, tensor = ("unknown" if one[name] is None else one[name] for name in ("step", "tensor"))
+        yield f"memory error in step {step}: {tensor} of {where}"
 
 
 def sentence(together: Totals) -> str:
