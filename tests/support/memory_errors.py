@@ -170,12 +170,13 @@ def from_a_list(job: Any, folder: Path, flips: Flips, steps: int, **options: Any
 
 
 def accumulating(job: Any, folder: Path, flips: Flips, steps: int, **options: Any) -> Any:
-    """One loop over all passes, two batches per update, gradient clipping, and an average of the weights."""
+    """One loop over all passes, two batches per update, clipping, a scheduler, and an average of the weights."""
     model, average = make_model(), make_model()
     job.wrap(model)
     job.wrap(average)
     average.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)  # multiplies the present learning rate
     flips.tensors = lambda: state_tensors({"model": model}, {"": optimizer})
     losses: list[float] = []
     given = {"model": model, "average": average}
@@ -190,6 +191,7 @@ def accumulating(job: Any, folder: Path, flips: Flips, steps: int, **options: An
                 flips(step, "backward")
                 run.clip(1.0, "model")
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
                 with torch.no_grad():
                     for mean, each in zip(average.parameters(), model.parameters()):
