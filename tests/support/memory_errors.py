@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ class Stream(IterableDataset[Any]):
 
 @dataclass
 class Result:
-    """Bits of all weights and moments at the end of a run, its log, and the receipt's entries on memory errors."""
+    """Bits of all weights and moments, and the last checkpoint's curves, at the end of a run; its log and receipt."""
 
     bits: dict[str, bytes]
     losses: list[float]
@@ -120,6 +121,9 @@ def train(
     attempt = json.loads((folder / "run.json").read_text())["attempts"][-1]
     tensors = {**state_tensors(models, optimizers)}
     bits = {name: each.detach().numpy().tobytes() for name, each in tensors.items()}
+    saved = max((folder / "checkpoints").glob("*.h5"))
+    with h5py.File(saved) as file:
+        bits |= {f"curve {name}": each[()].tobytes() for name, each in file["train"].items()}
     last = attempt.get("last_memory_errors", [])
     return Result(bits, losses, rows, attempt.get("memory_errors", 0), last, flips.done)
 
@@ -148,7 +152,7 @@ def in_epochs(job: Any, folder: Path, flips: Flips, steps: int, loader: Any = No
                 optimizer.step()
                 optimizer.zero_grad()
                 flips(step, "end")
-                run.log(loss=loss)
+                run.log(loss=loss, tokens=BATCH)
                 losses.append(float(loss.detach()))
             scheduler.step()
     return {"": model}, {"": optimizer}, losses
