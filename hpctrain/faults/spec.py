@@ -106,7 +106,8 @@ def refusal(message: str, allowed: str, where: str = "") -> UsageError:
 def _parse_one(text: str) -> Fault:
     name, *words = text.split()
     if name not in KINDS:
-        raise refusal(unknown(f"kind {short_repr(name)}", name, list(KINDS)), "faults are separated by ';'", text)
+        what = unknown(f"kind {short_repr(name, 24)}", name, list(KINDS))
+        raise UsageError(f"{VARIABLE}: {what}; for example 'kill step=7'", everywhere=True)  # one line, with all kinds
     kind, given = KINDS[name], dict[str, str]()
     allowed = [key for key in (*_COMMON, *kind.required, *kind.optional) if key != "at" or kind.places]
     for word in words:

@@ -30,6 +30,7 @@ PROGRAMS = {
     "plan": "planning",
     "torch-backend": "torch_backend",
     "compile": "compile_step",
+    "memory-errors": "memory_errors",
     **dict.fromkeys(OPERATIONS, "communication"),
 }
 

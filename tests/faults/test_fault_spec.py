@@ -35,7 +35,7 @@ DESCRIBED = {
 }
 # Wrong texts, and what the error says.
 WRONG = {
-    "kil step=3": "'kil step=3': unknown kind 'kil': did you mean kill? known are eio, exception, exit, flip,",
+    "kil step=3": "unknown kind 'kil': did you mean kill? known are eio, exception, exit, flip,",
     "kill": "'kill': step is missing; kill needs step; for example 'kill rank=2 step=7 at=backward'",
     "pause step=3": "seconds is missing; pause needs step, seconds;",
     "flip step=3": "in is missing; flip needs step, in;",

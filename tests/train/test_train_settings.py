@@ -22,6 +22,7 @@ from hpctrain.train.config import (
     TrainSettings,
     load,
 )
+from hpctrain.train.health import HealthSettings
 from hpctrain.train.options import RunOptions
 
 
@@ -93,7 +94,13 @@ def test_checkpoints_judged_by_an_evaluation_are_evaluated(
 
 def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
     source: Any = inspect.getsource(recipe.open_run)
-    whole = {field.name for field in fields(CheckpointSettings)} if "**vars(settings.checkpoint)" in source else set()
+    sections = {"checkpoint": CheckpointSettings, "health": HealthSettings}
+    whole = {
+        field.name
+        for name, section in sections.items()
+        if f"**vars(settings.{name})" in source
+        for field in fields(section)
+    }
     given = whole | {field.name for field in fields(RunOptions) if f"{field.name}=settings." in source}
     assert given | {"split", "checks"} == {field.name for field in fields(RunOptions)}
 
