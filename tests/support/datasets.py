@@ -16,10 +16,8 @@ def contents(path: Path) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     with h5py.File(path, "r") as file:
         file.visititems(
-            lambda name, item: (
-                found.update({name: np.asarray(item[()]).tobytes()})
-                if isinstance(item, h5py.Dataset) and not name.startswith(("extents", "manifest", "seal"))
-                else None
-            )
+            lambda name, item: found.update({name: np.asarray(item[()]).tobytes()})
+            if isinstance(item, h5py.Dataset) and not name.startswith(("extents", "manifest", "seal"))
+            else None
         )
     return found

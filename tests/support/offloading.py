@@ -143,7 +143,9 @@ def share(strategy: Strategy, *tensors: Tensor) -> Iterator[Tensor]:
         yield tensor.chunk(strategy.data.size)[strategy.data.rank]
 
 
-def outcome(strategy: Strategy, optimizer: torch.optim.Optimizer, losses: list[float], norms: list[float]) -> Outcome:
+def outcome(
+    strategy: Strategy, optimizer: torch.optim.Optimizer, losses: list[float], norms: list[float]
+) -> Outcome:
     """Return the results of a training."""
     strategy.drain()
     weights = {name: parameter.detach().clone() for name, parameter in strategy.model.named_parameters()}
@@ -156,7 +158,9 @@ def outcome(strategy: Strategy, optimizer: torch.optim.Optimizer, losses: list[f
     return Outcome(losses, norms, weights, states)
 
 
-def attached(comm: Any, offload: OffloadSettings = OffloadSettings(), streams: Any = None, **parallel: Any) -> Strategy:
+def attached(
+    comm: Any, offload: OffloadSettings = OffloadSettings(), streams: Any = None, **parallel: Any
+) -> Strategy:
     """Attach a strategy to a new model, and return it; a sharded one may copy by the ``streams`` of a fake device."""
     parallel.setdefault("units", ("Block",))
     settings = ParallelSettings(**parallel)

@@ -111,16 +111,12 @@ def test_several_of_one_optimizer_have_the_same_names_in_every_process() -> None
     for order in ("0123", "3021"):
         done = subprocess.run([sys.executable, "-c", PROGRAM, order], capture_output=True, text=True, check=True)
         seen.append(json.loads(done.stdout))
-    assert (
-        seen[0]
-        == seen[1]
-        == {
-            "scheduler": ["ExponentialLR", 0],
-            "scheduler.1": ["LinearLR", 0],
-            "scheduler.2": ["StepLR", 5],
-            "scheduler.3": ["StepLR", 7],
-        }
-    )
+    assert seen[0] == seen[1] == {
+        "scheduler": ["ExponentialLR", 0],
+        "scheduler.1": ["LinearLR", 0],
+        "scheduler.2": ["StepLR", 5],
+        "scheduler.3": ["StepLR", 7],
+    }
 
 
 class Program:
