@@ -214,23 +214,26 @@ print(dist.get_rank(), dist.get_world_size())
     assert result.returncode == 0 and result.stdout == "0 1\n", result
 
 
-LATE = """
+LATE = '''
 import sys
 from datetime import timedelta
 from mpi4py import MPI
 import torch, torch.distributed as dist
 where, rank = sys.argv[1], MPI.COMM_WORLD.Get_rank()
-def never():
-    MPI.COMM_SELF.recv() if rank == 1 else None
-SHORT = timedelta(seconds=1)
-if where == "first": never()
-dist.init_process_group("hpctrain", timeout=SHORT)
-if where == "group": never()
-dist.new_group([0, 1, 2], timeout=SHORT)
+others = MPI.COMM_WORLD.group.Excl([1])
+def deadline(call):
+    """Return the time that a call has: short where rank 1 does not come, and the others arrive together."""
+    if call != where:
+        return timedelta(seconds=60)
+    if rank == 1:
+        MPI.COMM_SELF.recv()
+    MPI.COMM_WORLD.Create_group(others).Barrier()
+    return timedelta(seconds=1)
+dist.init_process_group("hpctrain", timeout=deadline("first"))
+dist.new_group([0, 1, 2], timeout=deadline("group"))
 dist.destroy_process_group()
-if where == "again": never()
-dist.init_process_group("hpctrain", timeout=SHORT)
-"""
+dist.init_process_group("hpctrain", timeout=deadline("again"))
+'''
 
 
 @pytest.mark.limit(120)
