@@ -17,8 +17,8 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import UsageError
 
-NUMBERS = 40  # elements of the message: some flags plus the logged values
-_FLAGS = 9
+NUMBERS = 43  # elements of the message: some flags plus the logged values
+_FLAGS = 12
 LOGGED = NUMBERS - _FLAGS
 PATIENCE = 10.0  # seconds that a rank which has left the loop within a step waits for the other ranks
 EVERY_RANK = "every rank must make the call, after the same step; do not write it under `if job.rank == 0`"
@@ -26,12 +26,16 @@ EVERY_RANK = "every rank must make the call, after the same step; do not write i
 
 @dataclass(frozen=True)
 class StepRequests:
-    """Requests of a rank: ``stop`` or ``save``; ``busy`` if a checkpoint is being written."""
+    """Requests of a rank: ``stop`` or ``save``; ``busy`` if a checkpoint is being written.
+
+    ``report``: the ranks must exchange their times, because one of them is slow.
+    """
 
     stop: bool = False
     save: bool = False
     busy: bool = False
     final: bool = False  # the program has called run.stop
+    report: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class StepState:
     ``checksum`` identifies the order of the samples. ``updated`` tells whether an optimizer has
     stepped, ``left`` whether the loop was left by ``break``, ``ended`` whether the loader is
     exhausted, and ``saves`` whether the program has called ``run.save``. ``call`` is the public
-    call that the ranks make, if it is not the end of an iteration.
+    call that the ranks make, if it is not the end of an iteration. ``speeds`` are those of this
+    rank in this step (``stragglers``).
     """
 
     weight: float = 1.0
@@ -52,6 +57,7 @@ class StepState:
     ended: bool = False
     saves: bool = False
     call: str = ""
+    speeds: tuple[float, float] = (0.0, 0.0)
 
 
 class StepLog:
@@ -90,12 +96,13 @@ class StepExchange:
 
     The length is fixed because MPI returns garbage without an error if ranks reduce different
     numbers of elements. If ``alike``, the ranks must log the same values, because an average
-    depends on the number of ranks in its last bits.
+    depends on the number of ranks in its last bits. ``speeds`` are the means of the last exchange.
     """
 
     def __init__(self, comm: Communicator, *, alike: bool = False) -> None:
         self._comm, self._alike = comm, alike
         self._numbers = torch.zeros(NUMBERS, dtype=torch.float64)
+        self.speeds = (0.0, 0.0)
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
@@ -110,15 +117,17 @@ class StepExchange:
         """
         names = sorted(logged)
         checksum = _checksum(names, state)
-        flags = [requests.stop, requests.save, requests.busy, requests.final, state.left, state.ended, state.updated]
+        flags = [requests.stop, requests.save, requests.busy, requests.final, requests.report]
+        same = [state.left, state.ended, state.updated]
         weight = state.weight
         values = [logged[name] * weight if weight else 0.0 for name in names]
         self._numbers.zero_()
         self._numbers[: _FLAGS + len(names)] = torch.tensor(
-            [*map(float, flags), checksum, checksum * checksum, *values], dtype=torch.float64
+            [*map(float, flags + same), checksum, checksum * checksum, *state.speeds, *values], dtype=torch.float64
         )
         self._comm.all_reduce(self._numbers, "average")
-        stop, save, busy, final, left, ended, updated, mean, square, *values = self._numbers.tolist()
+        *flags, left, ended, updated, mean, square, own, arrival = self._numbers[:_FLAGS].tolist()
+        self.speeds, values = (own, arrival), self._numbers[_FLAGS:].tolist()
         # The checksums are equal if their variance is only rounding error.
         differ = abs(square - mean * mean) > 1e-9 * square
         if differ or not all(share in (0.0, 1.0) for share in (left, ended, updated)):
@@ -126,7 +135,7 @@ class StepExchange:
         if self._alike and names:
             values = [logged[name] for name in names]
             self._check_alike(names, values, step)
-        return dict(zip(names, values)), StepRequests(bool(stop), bool(save), bool(busy), bool(final))
+        return dict(zip(names, values)), StepRequests(*map(bool, flags))
 
     def _check_alike(self, names: Sequence[str], values: Sequence[float], step: int) -> None:
         both = torch.tensor([*values, *(-value for value in values)], dtype=torch.float64)

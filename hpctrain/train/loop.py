@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from hpctrain import trace
@@ -20,6 +21,7 @@ from hpctrain.train.exchange import StepExchange, StepRequests, StepState, await
 from hpctrain.train.feed import Feed, Item
 from hpctrain.train.state import TrainState
 from hpctrain.train.steps import Iteration, Steps
+from hpctrain.train.stragglers import LOADER
 
 _IDLE_PASSES = 2  # consecutive passes without an update after which the loop is assumed not to train
 
@@ -218,12 +220,14 @@ class Loop:
         self._next_item = self._fetch()
 
     def _fetch(self) -> Item | None:
-        with trace.span("data"):
+        with trace.span("data"), self.steps.during(LOADER):
             return self.feed.fetch()
 
     # Iterations -------------------------------------------------------------------------------------------------------
 
     def _begin(self, item: Item) -> None:
+        if self.steps.stragglers is not None:
+            self.steps.stragglers.time.start_once()
         self._iteration = self.steps.begin_iteration(item)
         for strategy in self.steps.strategies.values():
             strategy.set_sample_weight(self.weight)
@@ -261,7 +265,7 @@ class Loop:
             saves=self.steps.save_requested,
         )
         own = self.steps.requests(final=self._stop_reason is not None)
-        averages, requests = self.exchange(self.steps.log.averaged, own, self.state.step + 1, step_state)
+        averages, requests = self._exchange(own, step_state)
         self._iteration = None
         self.feed.consumed()
         if requests.final:
@@ -271,6 +275,22 @@ class Loop:
         self.steps.end_iteration(iteration, averages, requests, held=held, left=left, position=position)
         if iteration.updated and requests.stop and not self.steps.finished:
             self.steps.leave()
+
+    def _exchange(self, own: StepRequests, step_state: StepState) -> tuple[dict[str, float], StepRequests]:
+        """Exchange data with the other ranks at the end of an iteration; with it go the times of this rank."""
+        step, stragglers = self.state.step + 1, self.steps.stragglers
+        if stragglers is None or not isinstance(self.exchange, StepExchange):
+            return self.exchange(self.steps.log.averaged, own, step, step_state)
+        stragglers.time.stop()
+        if step_state.updated:
+            step_state = replace(step_state, speeds=stragglers.speeds())
+        averages, requests = self.exchange(self.steps.log.averaged, own, step, step_state)
+        if step_state.updated:
+            stragglers.compare(step, self.exchange.speeds, step_state.weight)
+        if requests.report:
+            stragglers.report()
+        stragglers.time.start()
+        return averages, requests
 
     # After the loop ---------------------------------------------------------------------------------------------------
 
@@ -289,6 +309,8 @@ class Loop:
         if self._left_epochs or self.steps.held_row is not None:
             self._take_tail(StepRequests(), left=self._left_epochs)
         self.steps.flush(last=True)
+        if self.steps.stragglers is not None:
+            self.steps.stragglers.finish()
 
     def _take_tail(self, own: StepRequests, *, left: bool = False) -> StepRequests:
         """Add the values logged after the loop to the row of the last step; return all requests. Collective."""

@@ -24,7 +24,7 @@ from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 from hpctrain.train.config import check_trace_steps
-from hpctrain.train.health import OnCorruption
+from hpctrain.train.health import OnCorruption, check_straggler
 from hpctrain.train.schedulers import free_name
 from hpctrain.train.updates import Policy
 from hpctrain.util.text import short_repr
@@ -150,6 +150,8 @@ class RunOptions:
     on_nonfinite: Policy = "abort"  # reaction to NaN or infinite gradients: stop, skip the update, or roll back
     fingerprint_every: int = 0  # steps between comparisons of weights and moments over the ranks (ddp); 0: none
     on_corruption: OnCorruption = "repair"  # reaction to a memory error that they find: repair it, or stop
+    straggler_factor: float = 1.5  # a rank that is this many times slower than the others is named; 0: no check
+    straggler_steps: int = 20  # consecutive steps after which it is named
     start_from: str | Path = ""  # a checkpoint whose model initializes a new run
     start_skip: Sequence[str] = ()  # patterns of tensor names that need not fit that model
     walltime: str = ""  # time limit of the job from now on, as 04:00:00; empty: the scheduler's
@@ -172,6 +174,7 @@ class RunOptions:
             text = f"a run with margin = {self.margin}: must be a number of seconds >= 0"
             raise UsageError(text, everywhere=True)
         self.storage  # raises if it is wrong
+        check_straggler(self.straggler_factor, self.straggler_steps, "a run with ")
         check_trace_steps(self.trace_steps, "a run with trace_steps")
 
     def _convert(self) -> None:

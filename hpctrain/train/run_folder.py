@@ -20,7 +20,7 @@ from hpctrain.util.reading import reason as why
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries, writing
 
 CHECK_EVERY = 1.0  # seconds between two checks of lock.json and metrics.jsonl while steps are recorded
-LISTED_ERRORS = 20  # memory errors of an attempt that the receipt describes; all are counted
+LISTED = 20  # memory errors, and slow ranks, of an attempt that the receipt describes
 CONFIG = "config.toml"
 _RECORDS = (NAME, rows.NAME, CONFIG, "failure.json", "trace.json")
 
@@ -48,6 +48,7 @@ class RunFolder:
         self._make_metrics, self._make_receipt = metrics, receipt
         self._refused = False
         self._memory_errors: list[dict[str, Any]] = []
+        self._slow_ranks: dict[tuple[int, int], dict[str, Any]] = {}  # by rank and first slow step
         self._lock = FolderLock(folder, job_id)
         self._metrics: Metrics | None = None
         self._receipt: Receipt | None = None
@@ -124,8 +125,13 @@ class RunFolder:
     def memory_error(self, facts: Mapping[str, Any]) -> None:
         """Record a memory error that was found and repaired; the last ones of an attempt are listed."""
         self._memory_errors.append(dict(facts))
-        listed = self._memory_errors[-LISTED_ERRORS:]
+        listed = self._memory_errors[-LISTED:]
         self._update_receipt(memory_errors=len(self._memory_errors), last_memory_errors=listed)
+
+    def slow_rank(self, facts: Mapping[str, Any]) -> None:
+        """Record a rank that is slower than the others, or that it still is; the last ones of an attempt are listed."""
+        self._slow_ranks.setdefault((facts["rank"], facts["first_step"]), {}).update(facts)
+        self._update_receipt(slow_ranks=list(self._slow_ranks.values())[-LISTED:])
 
     def _update_receipt(self, **facts: Any) -> None:
         if (receipt := self._receipt) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.profile.record import Tracing
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import TrainState
+from hpctrain.train.stragglers import SAVING, StragglerMonitor
 from hpctrain.train.updates import UpdateHooks
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class Steps:
         self._run_folder, self._tracing = run_folder, tracing
         self.asynchronous = any(strategy.asynchronous for strategy in self.strategies.values())
         self.log = StepLog()
+        self.stragglers = None if self.asynchronous or job.size == 1 else self._stragglers()
         self.progress: Progress | None = None  # once the run has been entered
         self.stopped_by: str | None = None  # why the run stops before its end
         self.leaving: LeavingTogether | None = None
@@ -73,7 +76,18 @@ class Steps:
         self.expected: ExpectedUpdates | None = None  # if the number of batches that remain is known
         self.held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
 
+    def _stragglers(self) -> StragglerMonitor | None:
+        options, place = self._options, next(iter(self.strategies.values())).place
+        if not options.straggler_factor:
+            return None
+        factor, steps = options.straggler_factor, options.straggler_steps
+        return StragglerMonitor(self._job.comm, factor, steps, self._run_folder.slow_rank, place=place)
+
     # State ------------------------------------------------------------------------------------------------------------
+
+    def during(self, cause: str) -> AbstractContextManager[None]:
+        """Count the time of a block as that of a cause, for the detection of slow ranks."""
+        return nullcontext() if self.stragglers is None else self.stragglers.time.during(cause)
 
     @property
     def finished(self) -> bool:
@@ -88,7 +102,8 @@ class Steps:
 
     def requests(self, *, final: bool, inside: bool = True) -> StepRequests:
         """Return the requests of this rank; ``final`` if the program has called run.stop, ``inside`` if in the loop."""
-        return StepRequests(*self._stops.poll(), inside and self._checkpoints.busy, final)
+        report = self.stragglers is not None and self.stragglers.wants_report
+        return StepRequests(*self._stops.poll(), inside and self._checkpoints.busy, final, report)
 
     def synchronize(self, point: str) -> None:
         """Wait at a named point until all asynchronous ranks have reached it. Collective."""
@@ -234,6 +249,10 @@ class Steps:
         A row with a checkpoint, and the ``last`` row of the run, contain the metrics of the
         strategies, and the fingerprint of models and optimizers.
         """
+        with self.during(SAVING):
+            self._flush(busy=busy, last=last)
+
+    def _flush(self, *, busy: bool, last: bool) -> None:
         row, self.held_row = self.held_row, None
         save_now = self.save_requested and not self.pending
         due = row is not None and not self.pending and self._state.step % self._options.every == 0 and not self.over

@@ -162,6 +162,7 @@ class Attempt:
     repeated_steps: int
     memory_errors: int  # found and repaired (health.fingerprint_every)
     last_memory_errors: tuple[dict[str, Any], ...]  # step, rank, host, tensor and repair of the last of them
+    slow_ranks: tuple[dict[str, Any], ...]  # rank, host, cause, first step, steps and seconds lost of the last of them
     tokens: int | None
     samples: int | None
     elapsed: float
@@ -210,6 +211,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         repeated_steps=int(number(facts, "repeated_steps")),
         memory_errors=int(number(facts, "memory_errors")),
         last_memory_errors=tuple(_listed_errors(facts.get("last_memory_errors"))),
+        slow_ranks=tuple(_slow_ranks(facts.get("slow_ranks"))),
         tokens=tokens,
         samples=None if batch is None else steps * int(batch),
         elapsed=_elapsed(facts, useful),
@@ -226,6 +228,15 @@ def _listed_errors(given: Any) -> Iterator[dict[str, Any]]:
         if isinstance(each, dict):
             found = {name: text(each, name) for name in ("host", "tensor", "repair")}
             yield {"step": _whole(each, "step"), "rank": _whole(each, "rank"), **found}
+
+
+def _slow_ranks(given: Any) -> Iterator[dict[str, Any]]:
+    """Yield the valid entries of a list of slow ranks."""
+    for each in given if isinstance(given, list) else ():
+        if isinstance(each, dict):
+            found = {name: _whole(each, name) for name in ("rank", "first_step", "slow_steps")}
+            named = {name: text(each, name) for name in ("host", "cause")}
+            yield {**found, **named, "seconds_lost": maybe(each, "seconds_lost")}
 
 
 def _counted(facts: Facts, rows: Sequence[Row]) -> tuple[float, int]:

@@ -22,7 +22,7 @@ PARTS = {
     "other": "other",
 }
 _WH = 3600.0  # joules
-MOST_LISTED = 10  # memory errors in the text
+MOST_LISTED = 10  # memory errors, and slow ranks, in the text
 N = TypeVar("N", int, float)
 
 
@@ -84,12 +84,13 @@ def text(receipts: Sequence[RunReceipt]) -> list[str]:
         attempts = counted(together.attempts, "attempt", ",")
         head = f"{receipt.folder}: {attempts}, {receipt.status} after step {last.last_step}"
         rows = [_HEAD, *(_row(attempt) for attempt in receipt.attempts)]
-        errors = [line for attempt in receipt.attempts for line in _memory_errors(attempt)][-MOST_LISTED:]
+        listed = [line for attempt in receipt.attempts for line in _memory_errors(attempt)][-MOST_LISTED:]
+        listed += [line for attempt in receipt.attempts for line in _slow_ranks(attempt)][-MOST_LISTED:]
     else:
-        errors = []
+        listed = []
         head = f"{len(receipts)} runs, {counted(together.attempts, 'attempt', ',')}"
         rows = [_RUNS_HEAD, *(_run_row(receipt) for receipt in receipts)]
-    return [head, "", *columns(rows), "", *_totals(together), *errors]
+    return [head, "", *columns(rows), "", *_totals(together), *listed]
 
 
 def _memory_errors(attempt: Attempt) -> Iterator[str]:
@@ -98,6 +99,17 @@ def _memory_errors(attempt: Attempt) -> Iterator[str]:
         where = "unknown rank" if one["rank"] is None else f"rank {one['rank']} on {one['host']}"
         step, tensor = ("unknown" if one[name] is None else one[name] for name in ("step", "tensor"))
         yield f"memory error in step {step}: {tensor} of {where}"
+
+
+def _slow_ranks(attempt: Attempt) -> Iterator[str]:
+    """Yield a line for each slow rank that the receipt describes."""
+    for one in attempt.slow_ranks:
+        rank, host, cause, first, steps, lost = (
+            "unknown" if one[name] is None else one[name]
+            for name in ("rank", "host", "cause", "first_step", "slow_steps", "seconds_lost")
+        )
+        shown = lost if isinstance(lost, str) else duration(lost)
+        yield f"slow: rank {rank} on {host} in {steps} steps from step {first} on, cause {cause}, {shown} lost"
 
 
 def sentence(together: Totals) -> str:
