@@ -187,6 +187,10 @@ def test_a_rank_with_more_samples_is_not_compared() -> None:
     assert simulate([[1.0] * 9, [2.0] * 9], weights=[1.0, 1.0])[0]
 
 
+def test_only_consecutive_slow_steps_count() -> None:
+    assert simulate([[1.0] * 20, [2.0, 2.0, 1.0, 1.0] * 5]) == [[], []]
+
+
 def test_milliseconds_are_not_reported() -> None:
     assert simulate([[0.001] * 9, [0.004] * 9]) == [[], []]
 
