@@ -62,6 +62,10 @@ class CommunicationError(HpctrainError, RuntimeError):
     """A message or a collective cannot be completed as requested."""
 
 
+class RankFailedError(CommunicationError):
+    """Another rank has died, so an operation with it cannot be completed."""
+
+
 class DeadlineError(CommunicationError, TimeoutError):
     """Other ranks did not join a collective in time."""
 

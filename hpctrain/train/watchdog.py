@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.transport.base import Transport
 from hpctrain.comm.transport.waiting import timeout_seconds, waiting
-from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, DeadlineError, HpctrainError, LockError
+from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, DeadlineError, HpctrainError, LockError, RankFailedError
 from hpctrain.log import logger
 from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
 from hpctrain.train.exit import leave_with, user_traceback, wait_until_read
@@ -38,6 +38,7 @@ from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
+    from hpctrain.comm.transport.failures import FailureDetector
     from hpctrain.comm.transport.liveness import ExitNotifier, Heartbeat
 
 
@@ -52,9 +53,11 @@ def print_stacks(whose: str) -> None:
 
 
 LOOK_EVERY = 0.5  # seconds between two checks of the watchdog
+POLL_EVERY = 0.05  # the same if it must also detect dead ranks
 PATIENCE = 2.0  # seconds of waiting after which a rank checks whether another rank has left
 SIGTERM_WAIT = 3.0  # seconds after SIGTERM within which SIGUSR1 would have arrived, too
 CLAIM_WAIT = 0.2  # seconds to wait for earlier claims of the failure report by other ranks
+REPORT_WAIT = 1.0  # seconds that a rank waits for the report of a dead rank by another rank
 MOST = 4  # maximum number of other ranks that an error message lists
 UNSAVED = "; steps after the newest checkpoint are lost (a file STOP in the run folder saves first)"
 ABORT_WAIT = 5.0  # seconds that a rank waits for the first failed rank to end the job, before it does so itself
@@ -70,6 +73,7 @@ class Watchdog:
         self._transport = transport
         self._exit_notifier: ExitNotifier | None = None
         self._heartbeat: Heartbeat | None = None
+        self._detector: FailureDetector | None = None  # if MPI does not end a job whose rank has died
         self._closed = threading.Event()
         self._ending = threading.Lock()
         self._stacks_printed = threading.Lock()
@@ -77,7 +81,7 @@ class Watchdog:
         self.failure_record: FailureRecord | None = None  # failure record of the current run
         self._hooks = (sys.excepthook, threading.excepthook)
         if transport.size > 1:
-            self._exit_notifier, self._heartbeat = _monitors(transport)
+            self._exit_notifier, self._heartbeat, self._detector = _monitors(transport)
             sys.excepthook = self._on_exception
             threading.excepthook = self._on_thread_exception
             atexit.register(self._on_exit)
@@ -109,6 +113,8 @@ class Watchdog:
         if issubclass(kind, KeyboardInterrupt):
             why, code = interrupt_message(kind)
             self._end(why + (UNSAVED if self.step and code == EXIT_INTERRUPTED else ""), "", code)
+        if isinstance(error, RankFailedError):
+            self._end_without_dead_ranks()
         if isinstance(error, LockError):
             self.failure_record = None  # another start has taken over the folder
         text = user_traceback(error) or "".join(traceback.format_exception(kind, error, trace))
@@ -148,8 +154,8 @@ class Watchdog:
     ) -> None:
         """Print once why the job ends, with the stacks of all ranks of the node if requested, and end it."""
         # If another thread of this rank is already ending the job, that thread reports it.
-        since_lone_sigterm = self._ending.acquire(blocking=False)
-        if since_lone_sigterm and (self._heartbeat is None or self._heartbeat.claim(CLAIM_WAIT)):
+        is_first = self._ending.acquire(blocking=False)
+        if is_first and (self._heartbeat is None or self._heartbeat.claim(CLAIM_WAIT)):
             if stacks:
                 if self._heartbeat is not None:
                     self._heartbeat.request_stacks()
@@ -163,7 +169,7 @@ class Watchdog:
                 self.failure_record.say(why, self.step)
             wait_until_read()
         else:
-            time.sleep(silence)
+            time.sleep(silence if is_first else ABORT_WAIT)
         (leave or self._transport.abort)(code)
 
     # A rank that leaves early -----------------------------------------------------------------------------------------
@@ -171,14 +177,18 @@ class Watchdog:
     def _on_exit(self) -> None:
         """Wait until all ranks leave; notify ranks that may wait for this one."""
         if self._exit_notifier is not None:
-            self._exit_notifier.leave()
+            try:
+                self._exit_notifier.leave()
+            except RankFailedError:
+                self._end_without_dead_ranks()
             _release_windows(self._transport)
         self._closed.set()
 
     # A rank that waits ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(LOOK_EVERY):
+        while not self._closed.wait(LOOK_EVERY if self._detector is None else POLL_EVERY):
+            self._end_without_dead_ranks()
             seconds, operation, number = waiting.seconds, waiting.operation, waiting.count
             since_lone_sigterm = stop_request.since_lone_sigterm()
             if self._heartbeat is not None:
@@ -200,6 +210,14 @@ class Watchdog:
             elif seconds > self._limit:
                 why = f"{operation} has not ended within {self._limit:g} s (HPCTRAIN_TIMEOUT){self._others()}"
                 self._end(why, "", EXIT_FAILURE, stacks=True)
+
+    def _end_without_dead_ranks(self) -> None:
+        """End the job if another rank has died, where MPI does not do so itself."""
+        if self._detector is not None and (dead := self._detector.dead()):
+            operation = waiting.operation
+            at = f", this one waits in {operation}" if operation else ""
+            # The launcher does not end the other ranks, so each ends itself.
+            self._end(f"{self._detector.describe(dead)}{at}", "", EXIT_FAILURE, silence=REPORT_WAIT)
 
     def _others(self) -> str:
         """Describe the late ranks, or all ranks if all wait: they may be in different collectives."""
@@ -240,10 +258,14 @@ def _release_windows(transport: Transport) -> None:
     release(transport.comm)
 
 
-def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | None]:
-    """Return the exit notifier (None unless MPI allows a second thread to use it) and the heartbeat."""
+def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | None, FailureDetector | None]:
+    """Return the exit notifier (None unless MPI allows a second thread to use it), the heartbeat and the detector.
+
+    The failure detector is None if MPI itself ends a job whose rank has died.
+    """
     from mpi4py import MPI
 
+    from hpctrain.comm.transport.failures import FailureDetector, reports_failures
     from hpctrain.comm.transport.liveness import ExitNotifier, Heartbeat
     from hpctrain.comm.transport.mpi import MpiTransport
     from hpctrain.comm.transport.window import NoSpaceError
@@ -256,5 +278,6 @@ def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | No
         logger.warning("ranks of this node cannot report what other ranks wait for: %s", error)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is detected only at the timeout")
-        return None, statuses
-    return ExitNotifier(transport.comm), statuses
+        return None, statuses, None
+    detector = FailureDetector(transport.comm) if reports_failures() else None
+    return ExitNotifier(transport.comm), statuses, detector

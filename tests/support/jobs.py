@@ -74,15 +74,16 @@ class JobStarter:
         env: Mapping[str, str | None] | None = None,
         cwd: str | Path | None = None,
         prefix: Sequence[str] = (),
+        options: Sequence[str] = (),
     ) -> Finished:
         """Run a program on n ranks, or without a launcher if n is 0; fail the test if it outlasts ``timeout`` seconds.
 
         ``program`` is the path of a script, an option of the interpreter (``"-m"``), or else Python source.
         ``env`` adds variables; None removes one. The outer launcher's variables are never inherited, and each rank
-        computes with one thread. ``prefix`` is a command that runs the launcher.
+        computes with one thread. ``prefix`` is a command that runs the launcher, ``options`` are the launcher's.
         """
         self._count += 1
-        command = [*prefix, *_launcher(n), sys.executable, self._script(program), *map(str, args)]
+        command = [*prefix, *_launcher(n, options), sys.executable, self._script(program), *map(str, args)]
         mark = uuid.uuid4().hex
         self._watchdog.arm(timeout + self._limit)
         try:
@@ -126,14 +127,14 @@ class JobStarter:
         return Finished(returncode, texts[0], texts[1], seconds, ended, survivors)
 
 
-def _launcher(n: int) -> list[str]:
+def _launcher(n: int, options: Sequence[str]) -> list[str]:
     if n == 0:
         return []
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         pytest.skip("no mpiexec beside the interpreter or in PATH")
-    return [mpiexec, "-n", str(n)]
+    return [mpiexec, *options, "-n", str(n)]
 
 
 def _environment(extra: Mapping[str, str | None], mark: str) -> dict[str, str]:

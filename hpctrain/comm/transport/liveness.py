@@ -15,7 +15,9 @@ from typing import Any
 from mpi4py import MPI
 
 from hpctrain.comm.transport import window
+from hpctrain.comm.transport.failures import is_rank_failure
 from hpctrain.comm.transport.waiting import progress
+from hpctrain.errors import RankFailedError
 
 LINE = 128  # bytes per rank: two cache lines, because processors fetch lines in pairs
 _CLAIM, _STACKS, _NAME = 0, 8, 40  # offsets in a record; between them are beat and since
@@ -125,8 +127,17 @@ class ExitNotifier:
     def leave(self) -> None:
         """Return when all ranks leave; if that takes longer than ``grace``, notify the others first.
 
-        Meanwhile, serve ranks that still access memory of this rank.
+        Meanwhile, serve ranks that still access memory of this rank. Raises ``RankFailedError`` if
+        another rank has died before its end.
         """
+        try:
+            self._await_all()
+        except MPI.Exception as error:
+            if not is_rank_failure(error):
+                raise
+            raise RankFailedError("another rank has died before its end") from error
+
+    def _await_all(self) -> None:
         barrier = self._comm.Ibarrier()
         deadline = time.monotonic() + self._grace
         while not barrier.Test():

@@ -25,7 +25,7 @@ class Activity:
     called directly. If several threads wait at once, the operation of the first one is recorded.
     """
 
-    __slots__ = ("operation", "since", "count", "total", "_depth", "_owner", "_clock")
+    __slots__ = ("operation", "since", "count", "total", "translate", "_depth", "_owner", "_clock")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,6 +33,8 @@ class Activity:
         self.since = 0.0
         self.count = 0
         self.total = 0.0  # seconds in all completed operations
+        # Returns the error to raise instead of an error of an operation with this name; None: raise it as it is.
+        self.translate: Callable[[BaseException, str], BaseException | None] = lambda error, operation: None
         self._depth = 0
         self._owner = 0  # thread whose operation is recorded; 0 for none
 
@@ -84,6 +86,10 @@ class Activity:
             self.operation = operation
             try:
                 call()
+            except Exception as error:
+                if (other := self.translate(error, operation)) is not None:
+                    raise other from error
+                raise
             finally:
                 # As in ``_record``, without the cost of a call.
                 now = clock()
@@ -106,7 +112,10 @@ class Activity:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        operation = self.operation if error is not None else ""
         self.end()
+        if error is not None and (other := self.translate(error, operation)) is not None:
+            raise other from error
 
     @property
     def seconds(self) -> float:
