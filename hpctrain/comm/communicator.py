@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from hpctrain.comm.tuning.table import AlgorithmTable, RankLayout, default_table
 if TYPE_CHECKING:
     from hpctrain.comm.device.cuda_aware_probe import ProbeResult
 
+C = TypeVar("C", bound="Communicator")
+
 
 class Communicator:
     """Group of ``size`` ranks that exchange tensors; this rank is number ``rank``.
@@ -35,12 +37,20 @@ class Communicator:
     ``HPCTRAIN_CHECK=order`` the ranks compare each collective before it starts.
     """
 
+    failed = False  # whether another rank has died, see TolerantCommunicator
+    _twin: Communicator | None = None
+    _origin: tuple[int, ...] = (0, 0)  # color and key by which it was split from another one
+    _freed = False
     _dispatch_type = Dispatch  # chooses the collectives that serve a tensor
 
     def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self.rank = transport.rank
-        self.size = transport.size
+        self._tables: Mapping[RankLayout, AlgorithmTable] = {}
+        self._parts: list[Communicator] = []
+        self._former: list[object] = []  # what served it before ``_replace``
+        self._connect(transport)
+
+    def _connect(self, transport: Transport) -> None:
+        self.transport, self.rank, self.size = transport, transport.rank, transport.size
         self._node = transport.split_node()
         topology = discover(transport, self._node)
         self.node, self.nodes, self.uniform = topology.node, topology.nodes, topology.uniform
@@ -50,16 +60,11 @@ class Communicator:
         default = default_table(self._layout, topology.oversubscribed)
         self._host = FlatHostCollectives(transport, self._node, topology, default)
         self._detector = mismatch_detector(transport)
-        # Cache of prepared calls: a repeated call on the same memory needs no second check of its
-        # arguments. The cache stays empty if the ranks compare each operation, or if host
-        # operations must be ordered with those of a GPU.
+        # A repeated call on the same memory needs no second check of its arguments. The cache stays empty
+        # if the ranks compare each operation, or if host operations must be ordered with those of a GPU.
         self._cache = self._host.cache if self._detector is None else PreparedCallCache()
         self._dispatch = self._dispatch_type(self._host)
         self._arguments = ArgumentChecks(transport.rank, transport.size)
-        self._tables: Mapping[RankLayout, AlgorithmTable] = {}
-        self._parts: list[Communicator] = []
-        self._twin: Communicator | None = None
-        self._freed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         return self  # a copied model communicates with the same ranks
@@ -77,10 +82,7 @@ class Communicator:
         return self._host.memory.exists
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a flat tensor, in node-shared memory if this rank shares its node. Collective.
-
-        Each rank gets its own tensor. The memory remains valid as long as the communicator.
-        """
+        """Return a flat tensor, in node-shared memory if ranks share the node, valid as long as this. Collective."""
         self._compare("empty", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype)
 
@@ -105,9 +107,8 @@ class Communicator:
     def slots(self, wanted: Sequence[RingHandle]) -> list[SpscRing | None]:
         """Return ring buffers in node memory, each passing tensors from one rank to another. Collective.
 
-        The list has one entry per requested ring. An entry is None if this rank is neither end of
-        the ring, or if the two ranks share no memory. The memory remains valid as long as the
-        communicator.
+        An entry is None if this rank is neither end of the requested ring, or if the two ranks share
+        no memory. The memory remains valid as long as the communicator.
         """
         self._compare("slots", detail=str(wanted))
         return make_slots(self._host.memory, self.rank, wanted)
@@ -296,10 +297,9 @@ class Communicator:
     # Selection --------------------------------------------------------------------------------------------------------
 
     def use_tables(self, tables: Mapping[RankLayout, AlgorithmTable]) -> None:
-        """Make ``auto`` choose algorithms by the measurements for this layout of ranks. Collective.
+        """Make ``auto`` choose algorithms by the measurements for this layout of ranks, the same on all. Collective.
 
-        All ranks pass the same tables. Communicators split from this one have other layouts and use
-        the tables for those.
+        Communicators split from this one use the tables for their own layouts.
         """
         self._tables = tables
         self._host.use_tables(tables)
@@ -307,11 +307,10 @@ class Communicator:
     def use_device(
         self, device: torch.device, verdict: ProbeResult | None = None, parent: Communicator | None = None
     ) -> None:
-        """Make tensors on a GPU travel by NCCL, by MPI with device pointers, or staged. Collective.
+        """Make tensors on this rank's GPU travel by NCCL, by MPI with device pointers, or staged. Collective.
 
-        ``device`` is this rank's device. ``verdict`` is the canary's finding on MPI with device
-        pointers; it is ignored if it was measured with another MPI library. ``parent`` is the
-        communicator from which this one was split; both then share one order of operations.
+        ``verdict`` is the finding on MPI with device pointers; it is ignored if it was measured with
+        another MPI library. With the ``parent`` of a split, both share one order of operations.
         """
         self._cache = PreparedCallCache()
         above = None if parent is None else parent._dispatch
@@ -324,7 +323,11 @@ class Communicator:
 
         It is freed with this communicator at the latest.
         """
-        part = type(self)(self.transport.split(color, self.rank if key is None else key))
+        return self._split(type(self), color, self.rank if key is None else key)
+
+    def _split(self, kind: type[C], *origin: int) -> C:
+        part = kind(self.transport.split(*origin))
+        part._origin = origin
         self._parts = [*(each for each in self._parts if not each._freed), part]
         part.use_tables(self._tables)
         if self._dispatch.device_setup is not None and part.size > 1:
@@ -332,15 +335,21 @@ class Communicator:
         return part
 
     def twin(self) -> Communicator:
-        """Return a communicator of the same ranks with separate messages, created once.
-
-        The first call is collective.
-        """
+        """Return a communicator of the same ranks with separate messages, created once. Collective at first."""
         if self.size == 1:
             return self
         if self._twin is None or self._twin._freed:
             self._twin = self.split(0)
         return self._twin
+
+    def _replace(self, transport: Transport) -> None:
+        """Continue with the ranks of another transport, as do all parts of this communicator. Collective over them."""
+        self._former += [self.transport, self._node, self._host]
+        self._connect(transport)
+        self.use_tables(self._tables)
+        self._parts = [part for part in self._parts if not part._freed]
+        for part in self._parts:
+            part._replace(transport.split(*part._origin))
 
     def mesh(self, pipe: int = 1, data: int = -1, tensor: int = 1, order: Sequence[str] = AXES) -> Mesh:
         """Return this rank's communicators along the axes of a mesh. Collective.
@@ -364,8 +373,7 @@ class Communicator:
     def free(self) -> None:
         """Free memory and transports, also those of split communicators. Repeated calls have no effect. Collective.
 
-        Tensors in its memory must not be used afterwards. MPI libraries limit the number of
-        communicators: 2048 with MPICH.
+        Tensors in its memory must not be used afterwards. MPICH has at most 2048 communicators.
         """
         if self._freed:
             return

@@ -53,6 +53,7 @@ class DataParallel(SyncStrategy):
     """
 
     adopts_frozen = True
+    replicated = True
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ParallelSettings = ParallelSettings()) -> None:
         super().__init__(model, comm)
@@ -100,6 +101,15 @@ class DataParallel(SyncStrategy):
             yield
         if reduces and self._buckets:
             self._finish()
+
+    def rejoin(self) -> None:
+        self._works.clear()
+        self._running = False
+        self.gradients.drop()
+        if self.comm.size > 1:
+            self._set_parameters(trainable(self.model))
+        else:
+            self.detach()
 
     def detach(self) -> None:
         """Remove all hooks from the module; its gradients stay in the communicator's memory."""

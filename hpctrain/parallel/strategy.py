@@ -98,6 +98,7 @@ class Strategy(ABC):
     copies: Communicator | None = None  # ranks that must hold the same parameters as this one after an update
     held: Mapping[int, nn.Parameter] | None = None  # parameters trained at attachment, by id; None: unknown
     early_updates: HostOptimizer | None = None  # that updates within a backward pass, before the optimizer's step
+    replicated = False  # whether every data rank holds the whole state, so that the others can continue without it
     _syncing = True  # whether backward passes are reduced
     _sample_weight = 1.0  # local samples x data ranks / global samples
 
@@ -233,6 +234,10 @@ class Strategy(ABC):
 
     def drain(self) -> None:
         """Complete background work, so that parameters and states may be read. Collective."""
+
+    def rejoin(self) -> None:
+        """Go on with the ranks that the communicator now has, after others have died. Collective over them."""
+        raise UsageError(f"{type(self).__name__} cannot continue with fewer ranks", everywhere=True)
 
     @abstractmethod
     def detach(self) -> None:

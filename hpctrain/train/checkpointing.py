@@ -75,15 +75,26 @@ class RunCheckpoints:
         self.wait()
         return self._write(waits=True)
 
+    def save_step(self) -> int:
+        """Write the checkpoint of the current step; return ``committed``. Raises ``CheckpointError``."""
+        self.save()
+        return self.committed
+
     @on_shards
-    def save_due(self) -> None:
-        """Write a periodic checkpoint; in the background, return as soon as the state is copied."""
+    def save_due(self) -> int:
+        """Write a periodic checkpoint; in the background, only copy the state for it. Return ``committed``."""
         self.wait()
         self._retry_later = False
         try:
             self._write(waits=not self._options.background)
         except CheckpointError as error:
             self._record_failure(error, self._state.step)
+        return self.committed
+
+    def rejoin(self) -> None:
+        """Abandon a checkpoint in progress, and make the next ones with the ranks that are left. Collective."""
+        self.close()
+        self.open()
 
     @on_shards
     def advance(self) -> None:
@@ -98,14 +109,15 @@ class RunCheckpoints:
             self._try(self._complete)
 
     @on_shards
-    def finish(self, *, moved: bool = False) -> None:
+    def finish(self, *, moved: bool = False) -> int:
         """Save the current step at the end of the run; an error here always raises, because work would be lost.
 
-        ``moved`` means that the data position has changed although the step has not.
+        ``moved`` means that the data position has changed although the step has not. Returns ``committed``.
         """
         self.wait()
         if self._state.step > self.committed or moved:
             self.save()
+        return self.committed
 
     def close(self) -> None:
         """Abandon a pending checkpoint; not collective."""

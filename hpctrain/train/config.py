@@ -21,6 +21,8 @@ from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import check_most, names_function, read_toml, suggestion, unknown
+from hpctrain.train.failure_policy import OnFailure
+from hpctrain.train.failure_policy import check_settings as check_failure
 from hpctrain.train.health import HealthSettings, check_health
 from hpctrain.util.text import short_repr
 
@@ -59,6 +61,10 @@ class RunSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Allow ranks to share a GPU.
     oversubscribe: bool = False
+    # Reaction to the death of a rank. restart: the job ends, and a job script starts it again from the
+    # last checkpoint. shrink: the other ranks continue with the same batches (Open MPI, mpiexec --with-ft
+    # ulfm; parallel.data = "ddp").
+    on_failure: OnFailure = "restart"
 
     def __post_init__(self) -> None:
         check_fields(self, "run")
@@ -251,6 +257,7 @@ class Settings:
         check_fields(self, "")
         self._check_microbatch()
         check_health(self.health, self.parallel, self.offload)
+        check_failure(self.run.on_failure, self.parallel, self.offload, self.run.device)
         window = self.model.window or 1
         if self.train.batch * window > _MOST_TOKENS:
             raise SettingsError(

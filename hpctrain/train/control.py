@@ -228,6 +228,12 @@ class StopSaveFlags:
         if found is not None:
             logger.info("the job ends at %s, according to %s", _clock(found), found.source)
 
+    def take_over(self) -> None:
+        """Check the clock and the folder from now on, because the rank that has done so has died."""
+        if not self._first:
+            self._first = True
+            self.open([])
+
     def poll(self) -> tuple[bool, bool]:
         """Return whether this rank knows of a reason to save and exit, and of one to save."""
         if self._first and time.monotonic() - self._polled_at >= _PAUSE:

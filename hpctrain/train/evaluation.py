@@ -46,7 +46,7 @@ class Evaluation:
         microbatch: int = 0,
     ) -> None:
         self._comm, self._strategies, self._outer = comm, strategies, streams or RandomStreams()
-        self._feeds: dict[int, Feed] = {}
+        self._feeds: dict[tuple[int, int, int], Feed] = {}
         self._microbatch = microbatch  # of reproducible strategies; 0: the default for a loader
         self._has_warned = False
 
@@ -113,10 +113,11 @@ class Evaluation:
         return self._microbatch or default_microbatch(batch_size_of(loader) or 1)
 
     def _feed(self, loader: Any, data: Communicator, microbatch: int) -> Feed:
-        known = self._feeds.get(id(loader))
+        key = id(loader), data.rank, data.size  # the number of ranks may fall
+        known = self._feeds.get(key)
         if known is None or known.loader is not loader:
             streams = RandomStreams(0, (0 if microbatch else data.rank, 0))
-            known = self._feeds[id(loader)] = feed_for(
+            known = self._feeds[key] = feed_for(
                 loader, streams, self._comm, data, None, logs=False, microbatch=microbatch
             )
         return known

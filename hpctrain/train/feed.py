@@ -11,12 +11,13 @@ that state instead.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from hpctrain.checkpoint import content
+from hpctrain.comm.communicator import Communicator
 from hpctrain.data.loader import Loader
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import BatchShare, set_epoch, skip_over
@@ -47,6 +48,8 @@ class Feed:
         self._source: Iterator[Any] | None = None
         self._at_begin: Rng | None = None  # the generator states at the beginning of this pass
         self._legacy: tuple[Rng, Rng] | None = None  # from an older file, which does not record where passes begin
+        # Makes a collective call; a run that survives the death of ranks repeats it then.
+        self.collective: Callable[[Callable[[], Any]], Any] = lambda call: call()
 
     # Pass -------------------------------------------------------------------------------------------------------------
 
@@ -79,6 +82,17 @@ class Feed:
         self.epoch, self.batches = self.epoch + 1, 0
         self._source = self._at_begin = None
 
+    def restart(self) -> None:
+        """Start the loader again at the present position of the pass."""
+        self.drop_iterator()
+        self._rewind()
+        self.begin_pass()
+
+    def _rewind(self) -> None:
+        """Set the generators as at the beginning of the pass, unless they are set so already."""
+        if self._at_begin is not None:
+            content.restore_rng(self._at_begin)
+
     def close(self) -> None:
         """End the use of the loader."""
         self.drop_iterator()
@@ -86,6 +100,14 @@ class Feed:
     def drop_iterator(self) -> None:
         """Release the loader's iterator: its workers end now; the garbage collector would wait 5 seconds for each."""
         self._source = None
+
+    @property
+    def follows_ranks(self) -> bool:
+        """Whether the batches can be divided over another number of ranks."""
+        return False
+
+    def rejoin(self, data: Communicator) -> None:
+        """Divide the batches over the data ranks that are left; the loader must then be started again."""
 
     @property
     def is_one_shot(self) -> bool:
@@ -170,6 +192,14 @@ class StatefulFeed(Feed):
         self._fetched = 0  # fetched batches; total counts the consumed ones
         self._all_consumed = True  # whether the loop has consumed all of them
 
+    @property
+    def follows_ranks(self) -> bool:
+        return isinstance(self.loader, Loader)
+
+    def rejoin(self, data: Communicator) -> None:
+        self.drop_iterator()
+        self.loader.rank, self.loader.size = data.rank, data.size
+
     def fetch(self) -> Item | None:
         """Return the next batch; keep the state before it, to be saved until the loop consumes the batch."""
         generators = content.capture_rng() if self.looks_ahead else None
@@ -208,6 +238,9 @@ class StatefulFeed(Feed):
     def load_state_dict(self, state: Any) -> None:
         self._before = None
         self.loader.load_state_dict(state)
+
+    def _rewind(self) -> None:
+        self.load_state_dict(self.state_dict())
 
     def begin_pass(self) -> None:
         """Start the loader at its current position."""

@@ -16,6 +16,7 @@ from hpctrain.cluster.launcher import Launch
 from hpctrain.cluster.nodes import REQUESTED, requested_range
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tolerant import TolerantCommunicator
 from hpctrain.errors import UsageError
 from hpctrain.faults.spec import VARIABLE
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings, asynchronous_settings
@@ -28,6 +29,7 @@ from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.async_control import check_call
 from hpctrain.train.exit import LeavingTogether
+from hpctrain.train.failure_policy import survives
 from hpctrain.train.process import ALLOCATOR, defer_compiler
 from hpctrain.train.watchdog import Watchdog
 
@@ -111,13 +113,21 @@ class Job:
         inner = compile_in_place(model)
         shown = agreed(self.comm, lambda: self._inputs_of(example, inner, chosen[0]))
         ALLOCATOR.start()
-        strategy = attach(inner, self.comm, chosen[0], self.device, shown, chosen[1], chosen[2])
+        strategy = attach(
+            inner, self._comm_for(chosen[0], chosen[1]), chosen[0], self.device, shown, chosen[1], chosen[2]
+        )
         protect(strategy)
         defer_compiler()  # which is to skip the hooks, in processes without hpctrain.init, too
         forget_graphs()
         self.comm.twin()  # created here by all ranks: a later call by one rank alone is then detected
         self.strategies[id(inner)] = strategy
         return model
+
+    def _comm_for(self, parallel: ParallelSettings, offload: OffloadSettings) -> Communicator:
+        """Return the communicator of a strategy: its own if the job may continue without dead ranks. Collective."""
+        if self.guard.detector is None or not survives(parallel, offload):
+            return self.comm
+        return TolerantCommunicator.beside(self.comm)
 
     def _inputs_of(self, example: Any, model: nn.Module, settings: ParallelSettings) -> Any:
         if example is None:

@@ -47,14 +47,26 @@ class LoaderFeed(Feed):
         microbatch: int = 0,
     ) -> None:
         super().__init__(loader, streams)
-        self.splits, self._comm, self._parts = splits, comm, data.size
-        rank, parts, position = (data.rank, data.size, 0) if splits else (0, 1, data.rank)
-        self._twin = split_loader(loader, rank, parts, streams, position, microbatch)
-        self._shares: deque[BatchShare] = shares_of(self._twin)
+        self.splits, self._comm, self._microbatch = splits, comm, microbatch
+        self._divide(data)
         self._generators = generators_of(loader)
         self._generators_at_begin: list[Tensor] = []
         self._reads_samples = isinstance(loader.dataset, IterableDataset)
         self._started = False
+
+    def _divide(self, data: Communicator) -> None:
+        self._parts = data.size
+        rank, parts, position = (data.rank, data.size, 0) if self.splits else (0, 1, data.rank)
+        self._twin = split_loader(self.loader, rank, parts, self.streams, position, self._microbatch)
+        self._shares: deque[BatchShare] = shares_of(self._twin)
+
+    @property
+    def follows_ranks(self) -> bool:
+        return self.splits
+
+    def rejoin(self, data: Communicator) -> None:
+        self.drop_iterator()
+        self._divide(data)
 
     @property
     def length(self) -> int | None:
@@ -103,6 +115,12 @@ class LoaderFeed(Feed):
         self._shares.clear()
         self._started = False
 
+    def _rewind(self) -> None:
+        super()._rewind()
+        if self._at_begin is not None:
+            for generator, state in zip(self._generators, self._generators_at_begin):
+                generator.set_state(state)
+
     def _samples(self) -> int:
         """Return the number of samples per pass over all ranks, 0 if unknown."""
         try:
@@ -145,7 +163,7 @@ class LoaderFeed(Feed):
         if not self.splits or self._comm.size == 1:
             return
         own = OuterState(), [one.get_state() for one in self._generators]
-        outer, states = self._comm.broadcast_object(own)
+        outer, states = self.collective(lambda: self._comm.broadcast_object(own))
         if self._comm.rank:
             outer.restore()
             for generator, state in zip(self._generators, states):

@@ -204,6 +204,17 @@ class FolderLock:
         if self.held:
             self.claim.check()
 
+    @property
+    def holder(self) -> dict[str, Any] | None:
+        """Return the content of the lock file if this process holds the lock."""
+        return dict(self._own) if self.held else None
+
+    def inherit(self, holder: dict[str, Any]) -> None:
+        """Acquire the lock from a process of the same job that has died. Raises ``LockError`` if another job has it."""
+        if self._read() == holder:
+            self._remove(holder, timed_out=True)
+        self.acquire()
+
     def release(self) -> None:
         """Release the lock; a lock that another job has taken over stays."""
         if self.held and self._read() == self._own:

@@ -8,20 +8,24 @@ and stops occur at the end of a step (``steps``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpctrain import trace
 from hpctrain.data.split_loader import BatchShare
-from hpctrain.errors import UsageError
+from hpctrain.errors import RankFailedError, UsageError
 from hpctrain.log import logger
 from hpctrain.train.async_control import AsyncExchange
 from hpctrain.train.exchange import StepExchange, StepRequests, StepState, await_others
 from hpctrain.train.feed import Feed, Item
+from hpctrain.train.recovery import Recovery, StepRepeatsError
 from hpctrain.train.state import TrainState
 from hpctrain.train.steps import Iteration, Steps
 from hpctrain.train.stragglers import LOADER
+
+Exchanged = tuple[dict[str, float], StepRequests]
 
 _IDLE_PASSES = 2  # consecutive passes without an update after which the loop is assumed not to train
 
@@ -48,6 +52,11 @@ class Loop:
         self._fetched_ahead = False  # whether run.last has fetched the next batch
         self._exhausted = self._ended_ahead = False  # whether the pass has ended
         self._left_epochs = False
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """Recovery from the death of other ranks; None if the job ends then."""
+        return self.steps.recovery
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -182,12 +191,18 @@ class Loop:
         if self._next_item is None and not began and not self.steps.asynchronous:
             raise UsageError("the loader has no batches; give one that is not empty", everywhere=True)
         while self._next_item is not None:
-            item, self._next_item = self._next_item, None
-            self._begin(item)
+            item, self._next_item = self._begin(self._next_item), None
+            if item is None:
+                break
             yield self.state.step + 1, item.batch
-            self._end(left=False)
+            try:
+                self._end(left=False)
+            except StepRepeatsError:
+                self._forget_iteration()
+                self._next_item = item  # until the loader has been started again
+                continue
             if self._next_item is None and not (self.feed.looks_ahead or self.steps.over or self.steps.went_back):
-                self._next_item = self._fetch()
+                self._next_item = item if self._is_stale else self._fetch()
             if self._next_item is None and not self.steps.over:
                 self.steps.confirm()
             if self.steps.went_back:
@@ -215,8 +230,7 @@ class Loop:
     def _start_again(self) -> None:
         """Start the loader at the position to which the run has gone back."""
         self.steps.went_back, self._stop_reason, self._fetched_ahead = False, None, False
-        self.feed.drop_iterator()
-        self.feed.begin_pass()
+        self.feed.restart()
         self._next_item = self._fetch()
 
     def _fetch(self) -> Item | None:
@@ -225,13 +239,42 @@ class Loop:
 
     # Iterations -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, item: Item) -> None:
+    def _begin(self, fetched: Item) -> Item | None:
+        """Begin an iteration; return its batch. After the death of ranks, it is another one, or None at the end."""
         if self.steps.stragglers is not None:
             self.steps.stragglers.time.start_once()
+        self.steps.flush()
+        item = fetched if self.recovery is None else self._divided_again(fetched)
+        if item is None:
+            return None
         self._iteration = self.steps.begin_iteration(item)
         for strategy in self.steps.strategies.values():
             strategy.set_sample_weight(self.weight)
+        if self.recovery is not None:
+            if not self.steps.pending:
+                self.recovery.begin_step()
+            self.recovery.begin_body()
         self.streams.enter_step(self.feed.total)
+        return item
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the loader must be started again before the next step, because other ranks have died."""
+        return self.recovery is not None and self.recovery.stale
+
+    def _divided_again(self, item: Item | None) -> Item | None:
+        """Return the same batch, or this rank's new share of it if other ranks have died."""
+        assert self.recovery is not None
+        while self.recovery.stale and item is not None:
+            self.recovery.stale = False
+            self._start_again()
+            item = self._next_item
+        return item
+
+    def _forget_iteration(self) -> None:
+        """Forget an iteration whose step will be repeated."""
+        self._iteration = None
+        self.steps.forget_step()
 
     def complete(self) -> None:
         """Complete an iteration that the program has left by ``break``."""
@@ -265,7 +308,7 @@ class Loop:
             saves=self.steps.save_requested,
         )
         own = self.steps.requests(final=self._stop_reason is not None)
-        averages, requests = self._exchange(own, step_state)
+        averages, requests = self._after_body(partial(self._exchange, own, step_state), left=left)
         self._iteration = None
         self.feed.consumed()
         if requests.final:
@@ -275,6 +318,17 @@ class Loop:
         self.steps.end_iteration(iteration, averages, requests, held=held, left=left, position=position)
         if iteration.updated and requests.stop and not self.steps.finished:
             self.steps.leave()
+
+    def _after_body(self, exchange: Callable[[], Exchanged], *, left: bool) -> Exchanged:
+        """Return what the exchange returns, unless a rank has died in this step, which must then be repeated."""
+        if self.recovery is None:
+            return exchange()
+        try:
+            return self.recovery.end_body(exchange)
+        except StepRepeatsError:
+            if left:
+                raise RankFailedError("a rank has died in a step whose loop was left by break") from None
+            raise
 
     def _exchange(self, own: StepRequests, step_state: StepState) -> tuple[dict[str, float], StepRequests]:
         """Exchange data with the other ranks at the end of an iteration; with it go the times of this rank."""
@@ -310,14 +364,18 @@ class Loop:
             self._take_tail(StepRequests(), left=self._left_epochs)
         self.steps.flush(last=True)
         if self.steps.stragglers is not None:
-            self.steps.stragglers.finish()
+            self.steps.collective(self.steps.stragglers.finish)
 
     def _take_tail(self, own: StepRequests, *, left: bool = False) -> StepRequests:
         """Add the values logged after the loop to the row of the last step; return all requests. Collective."""
         averages, requests = self.steps.log.averaged, StepRequests()
         if not self.steps.asynchronous:
             step_state = StepState(updated=False, left=left, saves=self.steps.save_requested)
-            averages, requests = self.exchange(averages, own, self.state.step, step_state)
+            exchange = lambda: self.exchange(averages, own, self.state.step, step_state)
+            try:
+                averages, requests = self.steps.collective(exchange)
+            except StepRepeatsError:
+                raise RankFailedError("a rank has died with gradients that no update has used") from None
         self.steps.add_to_row(averages)
         return requests
 

@@ -136,7 +136,7 @@ class ReproducibleBackward:
                     gradients.take(index)
         self._check_buffers(buffers)
         comm.all_reduce(values)  # exact: every row is zero on all ranks but one
-        loss = self._loss(values)
+        loss = self._loss(values[first:last] if comm.failed else values)
         add_gradients(earlier)
         return loss
 
@@ -169,6 +169,10 @@ class ReproducibleBackward:
                 everywhere=True,
             )
         return self(share.total, lambda begin, end: compute(microbatch_of(batch, begin, end)))
+
+    def rejoin(self) -> None:
+        """Prepare reductions anew before the next step: the communicator has other ranks."""
+        self._gradients, self._most = [], 0
 
     def _prepare(self, count: int) -> None:
         """Prepare the reduction of up to this many microbatches. Collective."""

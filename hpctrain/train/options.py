@@ -24,6 +24,7 @@ from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 from hpctrain.train.config import check_trace_steps
+from hpctrain.train.failure_policy import OnFailure
 from hpctrain.train.health import OnCorruption, check_straggler
 from hpctrain.train.schedulers import free_name
 from hpctrain.train.updates import Policy
@@ -147,6 +148,7 @@ class RunOptions:
     checks: bool = True  # check the first step for mistakes that train a wrong model without an error
     split: bool | None = None  # split the batches of a DataLoader over the ranks; None: unless it splits by rank itself
     strict: bool = False  # raise an error if the newest checkpoint is damaged
+    on_failure: OnFailure = "restart"  # when a rank has died: end the job, or continue without it (Open MPI with ULFM)
     on_nonfinite: Policy = "abort"  # reaction to NaN or infinite gradients: stop, skip the update, or roll back
     fingerprint_every: int = 0  # steps between comparisons of weights and moments over the ranks (ddp); 0: none
     on_corruption: OnCorruption = "repair"  # reaction to a memory error that they find: repair it, or stop

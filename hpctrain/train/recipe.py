@@ -184,6 +184,7 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
         strict=settings.run.strict,
         walltime=settings.run.walltime,
         margin=settings.run.margin,
+        on_failure=settings.run.on_failure,
         on_nonfinite=settings.train.on_nonfinite,
         start_from=settings.train.start_from,
         start_skip=settings.train.start_skip,

@@ -35,7 +35,7 @@ from hpctrain.train.accumulate import Compute
 from hpctrain.train.async_control import check_call, exchange_for
 from hpctrain.train.backward import backward
 from hpctrain.train.checkpointing import RunCheckpoints
-from hpctrain.train.control import StopSaveFlags, install, interrupt_message, starting
+from hpctrain.train.control import StopSaveFlags, install, starting
 from hpctrain.train.evaluation import Evaluation, Measure
 from hpctrain.train.feed import Feed, FeedPosition, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
@@ -47,6 +47,7 @@ from hpctrain.train.options import RunOptions, adoptable, check_owned, joined
 from hpctrain.train.process import versions
 from hpctrain.train.profile.record import Tracing
 from hpctrain.train.receipt.write import FailureRecord
+from hpctrain.train.recovery import Shrinking
 from hpctrain.train.resume import Opening
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import FEED, LOADER, SAVED_FOR, TrainState
@@ -124,6 +125,7 @@ class Run:
         self._loop = Loop(self.feed, self.state, exchange, self._steps, options.steps)
         self._checked_inputs: set[Any] = set()  # by run.backward, in a pipeline
         self._evaluation = Evaluation(job.comm, self.strategies, self.streams, options.microbatch)
+        self._shrinking = Shrinking(job, options, self.strategies, self.feed, self.microbatches)
 
     def _make_feed(self, loader: Iterable[Any], strategy: Strategy) -> Feed:
         # Outside of their microbatches, all ranks of a reproducible run draw the same numbers.
@@ -235,10 +237,7 @@ class Run:
 
     @on_shards
     def clip(self, max_norm: float, model: str = "") -> Tensor:
-        """Clip the gradients of a model by their global norm (0: only compute it) and return that norm.
-
-        Collective. ``model`` is the model's key if the run has several.
-        """
+        """Clip gradients by their global norm (0: only return it), of the model with this key. Collective."""
         if model not in self.models:
             known = ", ".join(map(repr, self.models))
             raise UsageError(f"run.clip(model={model!r}): the run's models are {known}", everywhere=True)
@@ -274,9 +273,8 @@ class Run:
 
         ``best`` is a number that rates the checkpoint, logged as ``best``. The checkpoint with the
         lowest value is kept, also over resumes (``best="highest"`` in ``job.run``: with the highest
-        value). Inside a step, the file is written when the step has ended. After the loop of an
-        epoch, it is written when the code there has run. Before that, weights and counters are not
-        consistent.
+        value). Inside a step, the file is written when the step has ended; after the loop of an epoch,
+        when the code there has run. Before that, weights and counters are not consistent.
         """
         if best is not None:
             self._steps.log.note({}, {SAVED_FOR: float(best)})
@@ -284,7 +282,8 @@ class Run:
         if not (self._loop.inside or self._loop.in_epochs or self._steps.pending):
             self._check_call("run.save")
             self._loop.close()
-            return self._checkpoints.save()
+            self._checkpoints.committed = self._steps.collective(self._checkpoints.save_step)
+            return self.state.path(self.step)
         self._steps.save_requested = True
         return self.state.path(self.step + self._loop.inside)
 
@@ -339,6 +338,8 @@ class Run:
                 if isinstance(strategy, SplitStrategy):
                     strategy.skip_checks()
         self._updates.attach(self._loop.begin_update, self._loop.note_update)
+        parts = self._updates, self._checkpoints, self._stops, self._run_folder
+        self._shrinking.start(self.state, self._steps, *parts)
         self.job.guard.failure_record = FailureRecord(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
         self._steps.progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
@@ -361,7 +362,7 @@ class Run:
                 for strategy in self.strategies.values():
                     strategy.drain()
                 moved = self._loop.in_epochs and self._feed_position.has_moved
-                self._checkpoints.finish(moved=moved)
+                self._steps.collective(lambda: self._checkpoints.finish(moved=moved))
                 for strategy in self.strategies.values():
                     if isinstance(strategy, AsyncStrategy):
                         strategy.conclude()
@@ -390,11 +391,8 @@ class Run:
                 self._steps.progress.close()
             if error is None or self.job.rank == 0:
                 self.job.guard.failure_record = None  # the receipt has the reason, or another failed rank reports it
-            if isinstance(error, KeyboardInterrupt):
-                self._run_folder.close("failed", self.step, interrupt_message(type(error))[0])
-            elif error is not None:
-                alone = None if getattr(error, "everywhere", False) else self.job.rank
-                self._run_folder.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
+            if error is not None:
+                self._run_folder.close_after(error, self.step, self.job.rank)
             else:
                 status = "stopped" if self.stopped_by else "finished"
                 self._run_folder.close(status, self.step, self.stopped_by or self.state.stopped)

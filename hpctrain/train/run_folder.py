@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpctrain.errors import FileSystemError, HpctrainError, LockError, UsageError
 from hpctrain.log import logger
 from hpctrain.train import metrics as rows
+from hpctrain.train.control import interrupt_message
 from hpctrain.train.lock import FolderLock, process_started
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.receipt.write import NAME, Receipt, first_line
+from hpctrain.train.receipt.write import NAME, Receipt, first_line, number
 from hpctrain.util import atomic
 from hpctrain.util.atomic import Claim
 from hpctrain.util.reading import reason as why
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries, writing
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 CHECK_EVERY = 1.0  # seconds between two checks of lock.json and metrics.jsonl while steps are recorded
 LISTED = 20  # memory errors, and slow ranks, of an attempt that the receipt describes
@@ -55,6 +59,8 @@ class RunFolder:
         self.accounting = TimeAccounting()
         self._checked = 0.0  # last time the lock was found to be this run's, in monotonic seconds
         self._lost = False
+        self._holder: dict[str, Any] | None = None  # what the lock of the rank that holds it contains
+        self._recoveries: list[dict[str, Any]] = []
 
     def lock(self) -> None:
         """Lock the folder. Raises ``LockError`` if another job has it."""
@@ -78,6 +84,35 @@ class RunFolder:
         if config is not None:
             with writing(self.folder / CONFIG):
                 retries.call(atomic.write_text, self.folder / CONFIG, config)
+
+    def share_holder(self, comm: Communicator) -> None:
+        """Tell all ranks which process holds the lock, so that one of them can take it over. Collective."""
+        self._holder = comm.broadcast_object(self._lock.holder)
+
+    def take_over(self, last_step: int, latest: Iterable[dict[str, Any]]) -> bool:
+        """Write the records from now on, if rank 0 has died after ``last_step``; return whether it has.
+
+        ``latest`` are the last rows of all.
+        """
+        if self._metrics is not None or self._holder is None:
+            return False
+        self._lock.inherit(self._holder)
+        before = self._rows()
+        with writing(self.folder / NAME):
+            self._receipt = self._make_receipt(self.folder, {}, rows=before, continues=True)
+        self.accounting.adopt(self._receipt.attempt)
+        with writing(self.folder / rows.NAME):
+            self._metrics = self._make_metrics(self.folder, last_step, before)
+        written = max((row["step"] for row in before), default=0)
+        for row in latest:
+            if written < row["step"] <= last_step:
+                self.record(row)
+        return True
+
+    def recovered(self, facts: Mapping[str, Any]) -> None:
+        """Record that the run continues without ranks that have died."""
+        self._recoveries.append(dict(facts))
+        self._update_receipt(recoveries=self._recoveries[-LISTED:])
 
     def record(self, row: dict[str, Any]) -> None:
         """Record the metrics of a step."""
@@ -154,6 +189,14 @@ class RunFolder:
                 self._note(receipt.path, lambda: receipt.end(status, **facts), lenient=failed)
         finally:
             self._lock.release()
+
+    def close_after(self, error: BaseException, step: int, rank: int) -> None:
+        """Record that the attempt has failed by an error of this rank, or of all ranks."""
+        if isinstance(error, KeyboardInterrupt):
+            self.close("failed", step, interrupt_message(type(error))[0])
+        else:
+            alone = None if getattr(error, "everywhere", False) else rank
+            self.close("failed", step, f"{type(error).__name__}: {error}", alone)
 
     def _owns_folder(self) -> bool:
         try:
@@ -247,6 +290,12 @@ class TimeAccounting:
     def rewind(self, last_step: int) -> None:
         """Roll back to a step; the time already spent is kept."""
         self._step = last_step
+
+    def adopt(self, attempt: Mapping[str, Any]) -> None:
+        """Continue the account of a rank that has died, as far as its receipt has it."""
+        self._startup, self._steps = number(attempt, "startup_seconds"), int(number(attempt, "steps"))
+        self._step_seconds = number(attempt, "step_seconds")
+        self._save_seconds = number(attempt, "save_seconds")
 
     def waited(self, seconds: float) -> None:
         self._save_seconds += seconds

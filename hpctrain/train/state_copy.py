@@ -65,9 +65,17 @@ class StateCopy:
         }
         self.taken = True
 
+    @property
+    def step(self) -> int:
+        """The number of updates in the copied state."""
+        return int(self._rest["step"]) if self.taken else self._state.step
+
     @torch.no_grad()
-    def restore(self) -> None:
-        """Set the run back to the copied state, without gradients; the copy remains. Collective."""
+    def restore(self, *, together: bool = True) -> None:
+        """Set the run back to the copied state, without gradients; the copy remains.
+
+        Collective, unless some ranks only restore it (``together=False``).
+        """
         state, rest = self._state, self._rest
         for key, model in state.models.items():
             for name, tensor in self._of_model(model):
@@ -82,7 +90,8 @@ class StateCopy:
         for name, part in state.parts.items():
             if name in rest["parts"]:
                 saved = copy.deepcopy(rest["parts"][name])
-                agreed(state.comm, partial(restore_state, part, saved, f'the state of "{name}"'))
+                restored = partial(restore_state, part, saved, f'the state of "{name}"')
+                agreed(state.comm if together else None, restored)
         content.restore_rng(rest["generators"])
         if self.weights:
             state.curves.columns = {name: list(column) for name, column in self._columns.items()}

@@ -7,10 +7,11 @@ includes what is logged there.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import EXIT_REQUEUE, NonFiniteError
@@ -32,6 +33,10 @@ from hpctrain.train.updates import UpdateHooks
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
+    from hpctrain.train.recovery import Recovery
+
+T = TypeVar("T")
+KEPT_ROWS = 8  # more than the rows that rank 0 may not have written when it dies
 
 
 @dataclass
@@ -65,6 +70,7 @@ class Steps:
         self.asynchronous = any(strategy.asynchronous for strategy in self.strategies.values())
         self.log = StepLog()
         self.stragglers = None if self.asynchronous or job.size == 1 else self._stragglers()
+        self.recovery: Recovery | None = None  # if the run continues when other ranks have died
         self.progress: Progress | None = None  # once the run has been entered
         self.stopped_by: str | None = None  # why the run stops before its end
         self.leaving: LeavingTogether | None = None
@@ -75,6 +81,7 @@ class Steps:
         self._seconds = self._waited = 0.0  # of these iterations, in all and in communication
         self.expected: ExpectedUpdates | None = None  # if the number of batches that remain is known
         self.held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
+        self.latest: deque[dict[str, Any]] = deque(maxlen=KEPT_ROWS)  # rows that have been written
 
     def _stragglers(self) -> StragglerMonitor | None:
         options, place = self._options, next(iter(self.strategies.values())).place
@@ -84,6 +91,20 @@ class Steps:
         return StragglerMonitor(self._job.comm, factor, steps, self._run_folder.slow_rank, place=place)
 
     # State ------------------------------------------------------------------------------------------------------------
+
+    def collective(self, call: Callable[[], T]) -> T:
+        """Return what a collective call returns; if other ranks die meanwhile, it may be repeated without them."""
+        return call() if self.recovery is None else self.recovery.section(call)
+
+    def rejoin(self) -> None:
+        """Count the ranks that are left, after others have died; forget the step in progress if it is repeated."""
+        self.stragglers = None if self._job.size == 1 else self._stragglers()
+
+    def forget_step(self) -> None:
+        """Forget the step in progress, which will be repeated."""
+        self.pending, self._partial = 0, {}
+        self._seconds = self._waited = 0.0
+        self.log.clear()
 
     def during(self, cause: str) -> AbstractContextManager[None]:
         """Count the time of a block as that of a cause, for the detection of slow ranks."""
@@ -173,6 +194,8 @@ class Steps:
             self._tracing.end_step()
 
     def _end_step(self, requests: StepRequests, *, held: bool, left: bool) -> None:
+        if self.recovery is not None:
+            self.recovery.end_step()
         self.pending, partial, self._partial = 0, self._partial, {}
         seconds, waited, self._seconds, self._waited = self._seconds, self._waited, 0.0, 0.0
         if self._find_corruption(requests, left=left):
@@ -264,23 +287,24 @@ class Steps:
             metrics = self.metrics()
             if row is not None:
                 row |= {name: value for name, value in metrics.items() if name not in row}
-                if not self.asynchronous:  # their ranks have different weights
-                    row.setdefault("fingerprint", self._checkpoints.take_fingerprint())
+                if not self.asynchronous and "fingerprint" not in row:  # asynchronous ranks have different weights
+                    row["fingerprint"] = self.collective(self._checkpoints.take_fingerprint)
         if row is not None:
             self._record(row)
         if self.pending or row is None and not save_now:
             return  # a requested checkpoint is written when the step has ended
         self.save_requested = False
         if save_now:
-            self._checkpoints.save()
+            self._checkpoints.committed = self.collective(self._checkpoints.save_step)
             self._stops.saved()
         elif due:
-            self._checkpoints.save_due()
+            self._checkpoints.committed = self.collective(self._checkpoints.save_due)
         elif not busy:
             self._checkpoints.advance()
 
     def _record(self, row: dict[str, Any]) -> None:
         self._state.note(row)
+        self.latest.append(row)
         self._run_folder.record(row)
         if self.progress is not None:
             self.progress.update(row["step"], self._state.tokens, shown(row))
@@ -309,5 +333,5 @@ class Steps:
     def agree_on_stop(self, reason: str | None) -> None:
         """Share with all ranks the reason why the run ends for good; ``reason`` is that of this rank."""
         self.synchronize(f"the end by run.stop after step {self._state.step + 1}")
-        reasons = self._job.comm.all_gather_object(reason)
+        reasons = self.collective(lambda: self._job.comm.all_gather_object(reason))
         self._state.stopped = next(each for each in reasons if each is not None)

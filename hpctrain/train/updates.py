@@ -14,7 +14,7 @@ from hpctrain import trace
 from hpctrain.checkpoint.states import Stateful
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import SingleTransport
-from hpctrain.errors import NonFiniteError, SettingsError, UsageError
+from hpctrain.errors import NonFiniteError, RankFailedError, SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.clip import element_values
 from hpctrain.parallel.ddp import DataParallel
@@ -32,6 +32,7 @@ from hpctrain.train.state_copy import StateCopy
 
 if TYPE_CHECKING:
     from hpctrain.train.options import RunOptions
+    from hpctrain.train.recovery import Recovery
 
 T = TypeVar("T")
 Policy = Literal["abort", "skip", "rollback"]
@@ -202,6 +203,7 @@ class UpdateHooks:
         self.replicas = ReplicaChecks(comm, models, strategies)
         self.checks: FirstStepChecks | None = None  # for the first update, until it is done
         self.corruption: CorruptionMonitor | None = None
+        self.recovery: Recovery | None = None  # if the run continues when other ranks have died
         self._handles: list[RemovableHandle] = []
         self._unwatch: Callable[[], None] = lambda: None
         self._began = 0.0
@@ -261,11 +263,28 @@ class UpdateHooks:
             for strategy in self.strategies.values():
                 strategy.gradients.drop()  # an optimizer does not change parameters without a gradient
             return
+        try:
+            self._inspect(healths, step)
+        except RankFailedError as error:
+            self._contain(error)
+        self._began = time.monotonic()
+
+    def _inspect(self, healths: Sequence[Health], step: int) -> None:
+        """Check the gradients, and in the first step more, before an update. Collective."""
+        if self.recovery is not None and self.recovery.failed:
+            raise RankFailedError("another rank has died")
         if self.checks is not None:
             self.checks.before_update()
         for health in healths:
             health.before_update(step)
-        self._began = time.monotonic()
+
+    def _contain(self, error: Exception) -> None:
+        """Make no update in a step that will be repeated because a rank has died; raise other errors."""
+        if self.recovery is None:
+            raise error
+        self.recovery.contain(error)
+        for strategy in self.strategies.values():
+            strategy.gradients.drop()
 
     @on_shards
     def _after(self, note: Callable[[], None]) -> None:
@@ -274,10 +293,15 @@ class UpdateHooks:
         note()
         trace.add("optimizer", self._began, time.monotonic())
         repeats = self.corruption is not None and self.corruption.found
+        repeats |= self.recovery is not None and self.recovery.failed
         if self.checks is not None and not repeats:
-            self.checks = None
-            self.replicas.compare("after the first update", first=True)
-            self.replicas.warn_of_buffers()
+            try:
+                self.replicas.compare("after the first update", first=True)
+                self.replicas.warn_of_buffers()
+            except RankFailedError as error:
+                self._contain(error)
+            else:
+                self.checks = None
 
 
 def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> list[str]:

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.transport.base import Transport
-from hpctrain.comm.transport.waiting import timeout_seconds, waiting
+from hpctrain.comm.transport.waiting import interruption, timeout_seconds, waiting
 from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, DeadlineError, HpctrainError, LockError, RankFailedError
 from hpctrain.log import logger
 from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
-from hpctrain.train.exit import leave_with, user_traceback, wait_until_read
+from hpctrain.train.exit import leave_with, leave_without_finalizing, note_exit_codes, user_traceback, wait_until_read
 from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.util.text import printable_lines
 
@@ -73,7 +73,7 @@ class Watchdog:
         self._transport = transport
         self._exit_notifier: ExitNotifier | None = None
         self._heartbeat: Heartbeat | None = None
-        self._detector: FailureDetector | None = None  # if MPI does not end a job whose rank has died
+        self.detector: FailureDetector | None = None  # if MPI does not end a job whose rank has died
         self._closed = threading.Event()
         self._ending = threading.Lock()
         self._stacks_printed = threading.Lock()
@@ -81,7 +81,8 @@ class Watchdog:
         self.failure_record: FailureRecord | None = None  # failure record of the current run
         self._hooks = (sys.excepthook, threading.excepthook)
         if transport.size > 1:
-            self._exit_notifier, self._heartbeat, self._detector = _monitors(transport)
+            self._exit_notifier, self._heartbeat = _monitors(transport)
+            self.detector = _detector(transport) if self._exit_notifier is not None else None
             sys.excepthook = self._on_exception
             threading.excepthook = self._on_thread_exception
             atexit.register(self._on_exit)
@@ -91,6 +92,12 @@ class Watchdog:
             sys.excepthook = self._on_lone_exception
         if not faulthandler.is_enabled():
             faulthandler.enable(all_threads=True)
+
+    def rejoin(self, transport: Transport) -> None:
+        """Monitor the ranks that are left, after others have died. Collective over them."""
+        note_exit_codes()
+        self._transport = transport
+        self._exit_notifier, self._heartbeat = _monitors(transport) if transport.size > 1 else (None, None)
 
     def close(self) -> None:
         """Stop monitoring and restore the exception hooks."""
@@ -167,6 +174,8 @@ class Watchdog:
             print(text, file=_stderr(), flush=True)
             if self.failure_record is not None:
                 self.failure_record.say(why, self.step)
+            if self._continues and self._exit_notifier is not None:
+                self._exit_notifier.end_others()  # they would continue without this rank
             wait_until_read()
         else:
             time.sleep(silence if is_first else ABORT_WAIT)
@@ -179,16 +188,19 @@ class Watchdog:
         if self._exit_notifier is not None:
             try:
                 self._exit_notifier.leave()
+                _release_windows(self._transport)
             except RankFailedError:
-                self._end_without_dead_ranks()
-            _release_windows(self._transport)
+                if not self._continues:
+                    self._end_without_dead_ranks()
         self._closed.set()
+        if self.detector is not None and (self.detector.has_lost or self.detector.dead()):
+            leave_without_finalizing()
 
     # A rank that waits ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(LOOK_EVERY if self._detector is None else POLL_EVERY):
-            self._end_without_dead_ranks()
+        while not self._closed.wait(LOOK_EVERY if self.detector is None else POLL_EVERY):
+            self._look_for_dead_ranks()
             seconds, operation, number = waiting.seconds, waiting.operation, waiting.count
             since_lone_sigterm = stop_request.since_lone_sigterm()
             if self._heartbeat is not None:
@@ -211,13 +223,29 @@ class Watchdog:
                 why = f"{operation} has not ended within {self._limit:g} s (HPCTRAIN_TIMEOUT){self._others()}"
                 self._end(why, "", EXIT_FAILURE, stacks=True)
 
+    @property
+    def _continues(self) -> bool:
+        """Whether the job continues without dead ranks."""
+        return self.detector is not None and self.detector.continues
+
+    def _look_for_dead_ranks(self) -> None:
+        """Look for dead ranks, where MPI does not end a job that has some: continue without them, or end the job."""
+        if not self._continues:
+            self._end_without_dead_ranks()
+            return
+        assert self.detector is not None
+        self.detector.interrupt()
+        notifier = self._exit_notifier
+        if interruption.reason and notifier is not None and (rank := notifier.rank_that_ends()) is not None:
+            self._end(f"rank {rank} has ended it", "", EXIT_FAILURE, silence=REPORT_WAIT)
+
     def _end_without_dead_ranks(self) -> None:
         """End the job if another rank has died, where MPI does not do so itself."""
-        if self._detector is not None and (dead := self._detector.dead()):
+        if self.detector is not None and (dead := self.detector.dead()):
             operation = waiting.operation
             at = f", this one waits in {operation}" if operation else ""
             # The launcher does not end the other ranks, so each ends itself.
-            self._end(f"{self._detector.describe(dead)}{at}", "", EXIT_FAILURE, silence=REPORT_WAIT)
+            self._end(f"{self.detector.describe(dead)}{at}", "", EXIT_FAILURE, silence=REPORT_WAIT)
 
     def _others(self) -> str:
         """Describe the late ranks, or all ranks if all wait: they may be in different collectives."""
@@ -258,14 +286,10 @@ def _release_windows(transport: Transport) -> None:
     release(transport.comm)
 
 
-def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | None, FailureDetector | None]:
-    """Return the exit notifier (None unless MPI allows a second thread to use it), the heartbeat and the detector.
-
-    The failure detector is None if MPI itself ends a job whose rank has died.
-    """
+def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | None]:
+    """Return the exit notifier, None unless MPI allows a second thread to use it, and the heartbeat. Collective."""
     from mpi4py import MPI
 
-    from hpctrain.comm.transport.failures import FailureDetector, reports_failures
     from hpctrain.comm.transport.liveness import ExitNotifier, Heartbeat
     from hpctrain.comm.transport.mpi import MpiTransport
     from hpctrain.comm.transport.window import NoSpaceError
@@ -278,6 +302,14 @@ def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | No
         logger.warning("ranks of this node cannot report what other ranks wait for: %s", error)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is detected only at the timeout")
-        return None, statuses, None
-    detector = FailureDetector(transport.comm) if reports_failures() else None
-    return ExitNotifier(transport.comm), statuses, detector
+        return None, statuses
+    return ExitNotifier(transport.comm), statuses
+
+
+def _detector(transport: Transport) -> FailureDetector | None:
+    """Return a detector of dead ranks; None if MPI itself ends a job whose rank has died. Collective."""
+    from hpctrain.comm.transport.failures import FailureDetector, reports_failures
+    from hpctrain.comm.transport.mpi import MpiTransport
+
+    assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
+    return FailureDetector(transport.comm) if reports_failures() else None

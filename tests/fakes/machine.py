@@ -11,7 +11,7 @@ from hpctrain.train.job import Job
 
 def quiet_watchdog() -> Any:
     """Return the watchdog of a job in a test: the test runner limits the time, and handlers stay as they are."""
-    return SimpleNamespace(step=None, failure_record=None, close=lambda: None)
+    return SimpleNamespace(step=None, failure_record=None, detector=None, close=lambda: None)
 
 
 class FakeMachine(Machine):

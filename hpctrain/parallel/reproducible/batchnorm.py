@@ -179,6 +179,8 @@ class MicrobatchStatistics:
             return
         sent = [_packed(index, updates) for index, updates in own.items() if count is None or index < count]
         ranks = [sent] if comm is None or comm.size == 1 else comm.all_gather_object(sent)
+        if comm is not None and comm.failed:
+            return  # the step will be repeated
         packed = {each[0]: each for found in ranks for each in found}
         total = sum(map(len, ranks))
         assert sorted(packed) == list(range(total if count is None else count)) and len(packed) == total, sorted(packed)

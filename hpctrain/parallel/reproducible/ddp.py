@@ -35,6 +35,8 @@ from hpctrain.parallel.strategy import SyncStrategy
 class ReproducibleDataParallel(SyncStrategy, ReproducibleStrategy):
     """Data parallelism of a module in place: same parameters on all ranks. The constructor is collective."""
 
+    replicated = True
+
     def __init__(self, model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
         super().__init__(model, comm)
         self.settings, self.copies = settings, comm
@@ -77,6 +79,9 @@ class ReproducibleDataParallel(SyncStrategy, ReproducibleStrategy):
         norm = exact_norm(share_of(gradients, self.comm.rank, self.comm.size), self.comm, device)
         clip_exactly(gradients, norm, max_norm)
         return norm
+
+    def rejoin(self) -> None:
+        self.gradients.drop()  # all else is made anew for each step
 
     def detach(self) -> None:
         for handle in self._handles:

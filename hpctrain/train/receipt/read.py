@@ -32,6 +32,7 @@ from hpctrain.train.receipt.write import (
     text,
 )
 from hpctrain.util.reading import read_json
+from hpctrain.util.text import shorten
 
 # Job ids in the schedulers' formats: no other text is passed to their commands.
 _JOBS = {
@@ -163,6 +164,7 @@ class Attempt:
     memory_errors: int  # found and repaired (health.fingerprint_every)
     last_memory_errors: tuple[dict[str, Any], ...]  # step, rank, host, tensor and repair of the last of them
     slow_ranks: tuple[dict[str, Any], ...]  # rank, host, cause, first step, steps and seconds lost of the last of them
+    recoveries: tuple[dict[str, Any], ...]  # dead ranks without which the run continued, their hosts, step, seconds
     tokens: int | None
     samples: int | None
     elapsed: float
@@ -212,6 +214,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         memory_errors=int(number(facts, "memory_errors")),
         last_memory_errors=tuple(_listed_errors(facts.get("last_memory_errors"))),
         slow_ranks=tuple(_slow_ranks(facts.get("slow_ranks"))),
+        recoveries=tuple(_recoveries(facts.get("recoveries"))),
         tokens=tokens,
         samples=None if batch is None else steps * int(batch),
         elapsed=_elapsed(facts, useful),
@@ -237,6 +240,17 @@ def _slow_ranks(given: Any) -> Iterator[dict[str, Any]]:
             found = {name: _whole(each, name) for name in ("rank", "first_step", "slow_steps")}
             named = {name: text(each, name) for name in ("host", "cause")}
             yield {**found, **named, "seconds_lost": maybe(each, "seconds_lost")}
+
+
+def _recoveries(given: Any) -> Iterator[dict[str, Any]]:
+    """Yield the valid entries of a list of recoveries from the death of ranks."""
+    for each in given if isinstance(given, list) else ():
+        if isinstance(each, dict):
+            found = {name: _whole(each, name) for name in ("step", "repeated_steps", "ranks_left")}
+            lists: list[Any] = [each.get("ranks"), each.get("hosts")]
+            ranks, hosts = (one if isinstance(one, list) else [] for one in lists)
+            named = [f"{rank} on {shorten(str(host), 100)}" for rank, host in zip(ranks, hosts) if type(rank) is int]
+            yield {**found, "ranks": named, "seconds": maybe(each, "seconds")}
 
 
 def _counted(facts: Facts, rows: Sequence[Row]) -> tuple[float, int]:

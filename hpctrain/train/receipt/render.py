@@ -86,6 +86,7 @@ def text(receipts: Sequence[RunReceipt]) -> list[str]:
         rows = [_HEAD, *(_row(attempt) for attempt in receipt.attempts)]
         listed = [line for attempt in receipt.attempts for line in _memory_errors(attempt)][-MOST_LISTED:]
         listed += [line for attempt in receipt.attempts for line in _slow_ranks(attempt)][-MOST_LISTED:]
+        listed += [line for attempt in receipt.attempts for line in _recoveries(attempt)][-MOST_LISTED:]
     else:
         listed = []
         head = f"{len(receipts)} runs, {counted(together.attempts, 'attempt', ',')}"
@@ -110,6 +111,14 @@ def _slow_ranks(attempt: Attempt) -> Iterator[str]:
         )
         shown = lost if isinstance(lost, str) else duration(lost)
         yield f"slow: rank {rank} on {host} in {steps} steps from step {first} on, cause {cause}, {shown} lost"
+
+
+def _recoveries(attempt: Attempt) -> Iterator[str]:
+    """Yield a line for each time that the run continued without ranks that had died."""
+    for one in attempt.recoveries:
+        step, left = ("unknown" if one[name] is None else one[name] for name in ("step", "ranks_left"))
+        lost = "" if one["seconds"] is None else f", {duration(one['seconds'])} lost"
+        yield f"died: rank {', '.join(one['ranks']) or 'unknown'} in step {step}, continued with {left} ranks{lost}"
 
 
 def sentence(together: Totals) -> str:

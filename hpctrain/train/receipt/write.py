@@ -89,7 +89,8 @@ class Receipt:
     """Attempts of a run; each write replaces the whole file by a rename, so readers never see a partial file.
 
     ``rows`` is the content of ``metrics.jsonl`` when the attempt begins. ``first_step`` in
-    ``facts`` is the first step of the attempt.
+    ``facts`` is the first step of the attempt. With ``continues``, the attempt is that of a rank that
+    has died, and continues.
     """
 
     def __init__(
@@ -99,18 +100,30 @@ class Receipt:
         *,
         rows: Sequence[Mapping[str, Any]] = (),
         started: float | None = None,
+        continues: bool = False,
     ) -> None:
         self.path = folder / NAME
         before = earlier_attempts(folder)
+        if continues and before:
+            self._attempt: dict[str, Any] = before[-1]
+            catch_up(self._attempt, rows_of(before, rows)[-1])
+            self.content: dict[str, Any] = {"status": "running", "attempts": before}
+            self.update(host=socket.gethostname(), pid=os.getpid())
+            return
         close_unfinished(before, rows, read_failure(folder))
         drop(before, rows, facts.get("first_step", 1) - 1)
         begun = time.time() if started is None else started
         when = {"started": clock(begun), "unix_time": round(begun, 3)}
         process = {"host": socket.gethostname(), "user": _user(), "pid": os.getpid(), "folder": os.getcwd()}
-        self._attempt: dict[str, Any] = {**facts, **process, **when, "status": "running"}
-        self.content: dict[str, Any] = {"status": "running", "attempts": [*before, self._attempt]}
+        self._attempt = {**facts, **process, **when, "status": "running"}
+        self.content = {"status": "running", "attempts": [*before, self._attempt]}
         self._write()
         forget_failure(folder)
+
+    @property
+    def attempt(self) -> Mapping[str, Any]:
+        """Return the facts of the current attempt."""
+        return self._attempt
 
     def update(self, **facts: Any) -> None:
         self._attempt.update(facts)

@@ -26,7 +26,7 @@ DATA = ("zero1", "zero2", "fsdp")
 @pytest.fixture
 def job(comm: Any) -> Iterator[Job]:
     """Return a job of these ranks with split models."""
-    own, guard = comm.split(0), SimpleNamespace(step=None, close=lambda: None)
+    own, guard = comm.split(0), SimpleNamespace(step=None, detector=None, close=lambda: None)
     made = Job(own, torch.device("cpu"), detect(), guard, ParallelSettings(data="fsdp"))  # type: ignore[arg-type]
     yield made
     made.close()

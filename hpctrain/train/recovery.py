@@ -1,0 +1,313 @@
+"""Recovery of a run from the death of ranks: the others continue in the same processes (``run.on_failure = "shrink"``).
+
+All ranks make the same collective calls of a run in the same order. Each such call is a section with a
+number. A section that ends with the death of another rank is repeated with the ranks that are left. One
+rank may have completed a section that another has not. The first then hands over its result, so no rank
+goes back by more than the step in progress. The body of the program's loop and the exchange at its end
+are one section. To repeat it, every rank restores the copy of the state that it took before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
+from hpctrain.comm.transport.waiting import interruption, waiting
+from hpctrain.errors import RankFailedError
+from hpctrain.log import configure, logger
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.failure_policy import check_launch, check_options
+from hpctrain.train.feed import Feed
+from hpctrain.train.metrics import Progress
+from hpctrain.train.receipt.write import FailureRecord
+from hpctrain.train.state_copy import StateCopy
+from hpctrain.util.text import counted, format_seconds
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpctrain.train.checkpointing import RunCheckpoints
+    from hpctrain.train.control import StopSaveFlags
+    from hpctrain.train.job import Job
+    from hpctrain.train.microbatches import ReproducibleBackward
+    from hpctrain.train.options import RunOptions
+    from hpctrain.train.run_folder import RunFolder
+    from hpctrain.train.state import TrainState
+    from hpctrain.train.steps import Steps
+    from hpctrain.train.updates import UpdateHooks
+
+T = TypeVar("T")
+POSITION = ("rank", "size", "local_rank", "local_size", "node", "nodes")  # attributes of a job and its communicator
+KEPT = 16  # results of completed sections that a rank keeps, for ranks that are behind
+
+
+class StepRepeatsError(Exception):
+    """The state before the current step has been restored: the run yields the step again."""
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """Progress of a rank: its section, and if it is within a step, the section in which the step began."""
+
+    section: int
+    step_began: int | None
+
+
+def agreed_section(everyone: Sequence[Progressed]) -> int:
+    """Return the last section that all ranks must have completed: the rank that is ahead of all has completed it."""
+    ahead = max(everyone, key=lambda position: position.section)
+    return ahead.section - 1 if ahead.step_began is None else ahead.step_began
+
+
+class Recovery:
+    """Sections of a run, which are repeated with fewer ranks when others have died.
+
+    ``copy`` is of the state before each step. ``record`` gets the facts of each recovery on every rank.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        copy: StateCopy,
+        comms: Sequence[TolerantCommunicator],
+        record: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        assert job.guard.detector is not None
+        self._job, self._copy, self._comms, self._record = job, copy, comms, record
+        self._detector = job.guard.detector
+        self._detector.continues = True
+        self.rejoin: list[Callable[[], object]] = []  # called after a recovery, in this order. Collective
+        self.stale = False  # whether the loader must be started again, because its batches are for other ranks
+        self._section = 0
+        self._results: dict[int, Any] = {}  # of completed sections
+        self._handed: dict[int, Any] = {}  # results of sections that another rank has completed
+        self._step_began: int | None = None  # section in which the current step began, within a step
+        self._began = 0.0  # when the recovery began whose step has not ended yet
+
+    # Sections ---------------------------------------------------------------------------------------------------------
+
+    def section(self, call: Callable[[], T]) -> T:
+        """Return what a collective call returns; repeat it with fewer ranks if others have died meanwhile.
+
+        Raises ``StepRepeatsError`` instead if gradients of the current step are lost with them.
+        """
+        self._section += 1
+        return self._complete(call)
+
+    def begin_step(self) -> None:
+        """Copy the state before a step. The first call is collective."""
+        self._copy.take()
+        self._step_began = self._section
+
+    def begin_body(self) -> None:
+        """Let the body of the loop run: from here on, failures are not raised in collectives of strategies."""
+        for comm in self._comms:
+            comm.tolerates = True
+
+    def end_body(self, call: Callable[[], T]) -> T:
+        """Return what the exchange at the end of the body returns. Raises ``StepRepeatsError`` if it has failed."""
+        for comm in self._comms:
+            comm.tolerates = False
+        self._section += 1
+        return self._complete(call)
+
+    def end_step(self) -> None:
+        """Note that a step is complete: it will not be repeated."""
+        self._step_began = None
+        if self._began:
+            if self._job.rank == 0:
+                text = "step %d is the first after the failure, %s after it was detected"
+                logger.info(text, self._copy.step + 1, format_seconds(time.monotonic() - self._began))
+            self._began = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether another rank has died since the last recovery, as far as this rank knows."""
+        return bool(interruption.reason) or any(comm.failed for comm in self._comms)
+
+    def contain(self, error: Exception) -> None:
+        """Mark the current step as failed; raise the error if it does not mean the death of a rank in the body."""
+        if not (isinstance(error, RankFailedError) and any(comm.tolerates for comm in self._comms)):
+            raise error
+        for comm in self._comms:
+            comm.failed = True
+
+    def _complete(self, call: Callable[[], T]) -> T:
+        while self._section not in self._handed:
+            try:
+                if self.failed:
+                    raise RankFailedError(interruption.reason or "another rank has died")
+                result = call()
+                break
+            except Exception as error:
+                if not _is_failure(error):
+                    raise
+                self._recover()
+        else:
+            result = self._handed.pop(self._section)
+        self._results[self._section] = result
+        self._results.pop(self._section - KEPT, None)
+        return result
+
+    # Recovery ---------------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Go on with the ranks that live; restore the state before the step if it must be repeated. Collective."""
+        began = time.monotonic()
+        self._began = self._began or began
+        lost: list[int] = []
+        with waiting("recovery"):
+            while True:
+                try:
+                    comm, more = self._detector.survivors()
+                    lost += more
+                    repeats = self._continue(comm)
+                    break
+                except Exception as error:
+                    if not _is_failure(error):  # one more rank has died
+                        raise
+        self.stale = True
+        self._tell(lost, time.monotonic() - began, repeats=repeats)
+        if repeats:
+            raise StepRepeatsError
+
+    def _continue(self, comm: MPI.Intracomm) -> bool:
+        """Make all parts of the run work with the ranks of a communicator; return whether the step is repeated."""
+        job = self._job
+        continue_with(job.comm, comm)
+        for name in POSITION:
+            setattr(job, name, getattr(job.comm, name))
+        job.guard.rejoin(job.comm.transport)
+        configure(job.rank)
+        for each in self._comms:
+            each.failed = each.tolerates = False
+        own = Progressed(self._section, self._step_began)
+        everyone: list[Progressed] = self._job.comm.all_gather_object(own)
+        agreed = agreed_section(everyone)
+        repeats = own.step_began == agreed
+        self._hand_over(everyone, agreed, repeats=repeats)
+        if repeats:
+            self._copy.restore(together=False)
+            self._section = agreed
+        for call in self.rejoin:
+            call()
+        return repeats
+
+    def _hand_over(self, everyone: Sequence[Progressed], agreed: int, *, repeats: bool) -> None:
+        """Give the ranks that are behind the results of the sections that they have not completed. Collective."""
+        behind = [each.section for each in everyone if each.section <= agreed and each.step_began != agreed]
+        if not behind:
+            return
+        ahead = max(each.section for each in everyone)
+        root = next(rank for rank, each in enumerate(everyone) if each.section == ahead)
+        missing = range(min(behind), agreed + 1)
+        results = {number: self._results[number] for number in missing if number in self._results}
+        results = self._job.comm.broadcast_object(results, root)
+        if not repeats and self._section <= agreed:
+            lacking = [number for number in range(self._section, agreed + 1) if number not in results]
+            if lacking:
+                raise RankFailedError(f"rank {self._job.rank} is too far behind the others to continue")
+            self._handed = {number: results[number] for number in range(self._section, agreed + 1)}
+
+    def _tell(self, lost: Sequence[int], seconds: float, *, repeats: bool) -> None:
+        step = self._copy.step + 1
+        hosts = [self._detector.hosts[rank] for rank in lost]
+        facts = {"ranks": list(lost), "hosts": hosts, "step": step, "seconds": round(seconds, 3)}
+        self._record({**facts, "repeated_steps": int(repeats), "ranks_left": self._job.size})
+        if self._job.rank == 0:
+            logger.warning(
+                "%s in step %d: %s after %s%s",
+                self._detector.describe(lost) if lost else "a rank has died",
+                step,
+                f"{counted(self._job.size, 'rank')} continue" if self._job.size > 1 else "1 rank continues",
+                format_seconds(seconds),
+                ", which repeat the step" if repeats and self._job.size > 1 else "",
+            )
+
+
+def _is_failure(error: Exception) -> bool:
+    """Return whether an error means that another rank has died."""
+    return isinstance(error, RankFailedError) or waiting.translate(error, "") is not None
+
+
+# Parts of a run that are renewed --------------------------------------------------------------------------------------
+
+
+class Shrinking:
+    """Parts of a run that depend on the number of ranks. The constructor checks that it can continue with fewer.
+
+    Raises ``LaunchError`` or ``UsageError`` on all ranks if it cannot.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        options: RunOptions,
+        strategies: Mapping[str, Strategy],
+        feed: Feed,
+        microbatches: ReproducibleBackward | None,
+    ) -> None:
+        self._job, self._options, self._strategies, self._feed = job, options, strategies, feed
+        self._microbatches = microbatches
+        self.wanted = options.on_failure == "shrink" and job.size > 1
+        if self.wanted:
+            self._check()
+
+    def _check(self) -> None:
+        from mpi4py import MPI
+
+        check_launch(reports=self._job.guard.detector is not None, library=MPI.Get_library_version())
+        check_options(
+            self._options,
+            splits=self._feed.follows_ranks,
+            loader=self._feed.loader,
+            replicated=all(strategy.replicated for strategy in self._strategies.values()),
+            on_gpu=self._job.device.type != "cpu",
+        )
+
+    def start(
+        self,
+        state: TrainState,
+        steps: Steps,
+        updates: UpdateHooks,
+        checkpoints: RunCheckpoints,
+        stops: StopSaveFlags,
+        run_folder: RunFolder,
+    ) -> None:
+        """From now on, continue without ranks that die, if that is wanted. Collective."""
+        if not self.wanted:
+            return
+        job, strategies = self._job, list(self._strategies.values())
+        comms = [one.comm for one in strategies if isinstance(one.comm, TolerantCommunicator)]
+        recovery = Recovery(job, StateCopy(state, weights=True), comms, run_folder.recovered)
+        run_folder.share_holder(job.comm)
+
+        recovery.rejoin += [one.rejoin for one in strategies]
+        recovery.rejoin += [self._divide, steps.rejoin]
+        recovery.rejoin += [partial(self._keep_records, state, steps, stops, run_folder), checkpoints.rejoin]
+        steps.recovery = updates.recovery = recovery
+        self._feed.collective = recovery.section
+
+    def _keep_records(self, state: TrainState, steps: Steps, stops: StopSaveFlags, run_folder: RunFolder) -> None:
+        """Let the first of the ranks that are left keep the records, if it does not yet. Collective."""
+        job = self._job
+        job.guard.failure_record = FailureRecord(run_folder.folder, job.rank)
+        if job.rank == 0 and run_folder.take_over(state.step, steps.latest):
+            stops.take_over()
+            if steps.progress is not None:
+                steps.progress.close()
+                steps.progress = Progress(state.step, self._options.steps, state.tokens, shown=True)
+        run_folder.share_holder(job.comm)
+
+    def _divide(self) -> None:
+        """Divide the batches over the ranks that are left."""
+        data = next(iter(self._strategies.values())).data
+        self._feed.rejoin(data)
+        if self._microbatches is not None:
+            self._microbatches.rejoin()
+        else:
+            self._feed.streams.coordinates = (data.rank, *self._feed.streams.coordinates[1:])

@@ -1,0 +1,277 @@
+"""A run continues without ranks that have died (``on_failure = "shrink"``), under MPI with fault tolerance."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tolerance import TOLERANT, needs_tolerance
+
+from hpctrain.errors import LaunchError, SettingsError, UsageError
+from hpctrain.parallel.config import ParallelSettings
+from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.train.failure_policy import check_launch, check_options, check_settings
+from hpctrain.train.options import RunOptions
+from hpctrain.train.recovery import Progressed, agreed_section
+
+STEPS = 24
+PROGRAM = """
+import os, signal, sys
+import torch
+from torch.nn.functional import cross_entropy
+import hpctrain
+
+kind, folder = sys.argv[1:3]
+deaths = [death.split(":") for death in sys.argv[3:]]  # rank:step:place
+job = hpctrain.init(parallel={"data": "ddp", "reproducible": kind == "reproducible"})
+number = job.rank
+
+
+def die(step, place):
+    if [str(number), str(step), place] in deaths:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.manual_seed(0)
+layers = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4)]
+if kind == "dropout":
+    layers[1] = torch.nn.Dropout(0.3)
+model = job.wrap(torch.nn.Sequential(*layers))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+draw = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(96, 16, generator=draw), torch.randint(0, 4, (96,), generator=draw))
+loader = torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
+with job.run(model, optimizer, loader, checkpoints=folder, every=5, on_failure="shrink") as run:
+    for epoch in run.epochs(3):
+        for step, (inputs, targets) in run:
+            die(step, "begin")
+            if kind == "reproducible":
+                loss = run.backward((inputs, targets), lambda part: cross_entropy(model(part[0]), part[1]))
+            else:
+                loss = cross_entropy(model(inputs), targets)
+                die(step, "backward")
+                loss.backward()
+            die(step, "optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+            die(step, "end")
+        scheduler.step()
+        die(step, "epoch")
+print("rank", number, "is now", job.rank, "of", job.size, flush=True)
+"""
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run(launch: Any, folder: Path, kind: str, *deaths: str, ranks: int = 3) -> tuple[Any, list[dict[str, Any]]]:
+    result = launch(ranks, PROGRAM, kind, folder, *deaths, options=TOLERANT, timeout=100)
+    assert result.returncode == 0 and not result.survivors, result
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), result
+    assert result.stdout.count("is now") == ranks - len(deaths), result
+    return result, rows
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[dict[str, Any]]]:
+    return {}
+
+
+def expected(known: dict[str, list[dict[str, Any]]], launch: Any, folder: Path, kind: str) -> list[dict[str, Any]]:
+    if kind not in known:
+        known[kind] = run(launch, folder / "undisturbed", kind)[1]
+    return known[kind]
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        ("1:4:begin",),
+        ("0:5:optimizer",),  # rank 0, which keeps the records, in a step with a checkpoint
+        ("2:8:end",),  # the last step of an epoch
+        ("0:1:backward", "1:6:end"),  # one after the other, down to one rank
+        ("1:10:backward", "2:10:backward"),  # together
+        ("0:16:epoch",),
+    ],
+)
+def test_the_other_ranks_continue_with_the_same_batches(
+    launch: Any, tmp_path: Path, undisturbed: dict[str, list[dict[str, Any]]], deaths: tuple[str, ...]
+) -> None:
+    wanted = expected(undisturbed, launch, tmp_path, "plain")
+    _, rows = run(launch, tmp_path / "run", "plain", *deaths)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in wanted], rel=1e-4)
+    receipt = json.loads((tmp_path / "run" / "run.json").read_text())
+    (attempt,) = receipt["attempts"]
+    assert receipt["status"] == "finished" and attempt["steps"] == STEPS
+    ranks = sorted(rank for recovery in attempt["recoveries"] for rank in recovery["ranks"])
+    assert ranks == sorted(int(death[0]) for death in deaths)
+    assert all(0 < recovery["seconds"] < 30 for recovery in attempt["recoveries"])
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {
+        "step_00000020.h5",
+        "step_00000024.h5",
+    }
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("deaths", [("0:7:optimizer",), ("1:3:begin", "2:15:end")])
+def test_reproducible_weights_have_the_bits_of_an_undisturbed_run(
+    launch: Any, tmp_path: Path, undisturbed: dict[str, list[dict[str, Any]]], deaths: tuple[str, ...]
+) -> None:
+    wanted = expected(undisturbed, launch, tmp_path, "reproducible")
+    _, rows = run(launch, tmp_path / "run", "reproducible", *deaths)
+    assert [row["loss"] for row in rows] == [row["loss"] for row in wanted]
+    assert rows[-1]["fingerprint"] == wanted[-1]["fingerprint"]
+
+
+@needs_tolerance
+@pytest.mark.limit(120)
+def test_the_log_and_the_receipt_name_what_died(launch: Any, tmp_path: Path) -> None:
+    result, _ = run(launch, tmp_path / "run", "dropout", "2:5:begin")
+    assert re.search(
+        r"warning: rank 2 on \S+ has died in step 5: 2 ranks continue after .* repeat the step", result.stderr
+    )
+    shown = launch(0, "-m", "hpctrain", "receipt", tmp_path / "run")
+    assert re.search(r"died: rank 2 on \S+ in step 5, continued with 2 ranks, [0-9.]+ s lost", shown.stdout), shown
+
+
+STOPS = """
+import os, signal, sys
+import torch
+import hpctrain
+
+job = hpctrain.init()
+number = job.rank
+model = job.wrap(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=8)
+with job.run(model, optimizer, loader, checkpoints="run", on_failure="shrink") as run:
+    for step, batch in run:
+        if step == 3 and number == 1:
+            if sys.argv[1] == "error":
+                raise ValueError("bad sample")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1] == "comm":
+            job.comm.all_gather_object(step)
+        if sys.argv[1] == "evaluate":
+            run.evaluate(loader, lambda part: model(part).mean())
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+sys.exit(5 if sys.argv[1] == "code" else 0)
+"""
+
+
+@needs_tolerance
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("why", ["error", "comm", "evaluate"])
+def test_errors_and_own_collectives_end_the_job(launch: Any, why: str) -> None:
+    result = launch(3, STOPS, why, options=TOLERANT)
+    assert result.returncode == 1 and not result.survivors, result
+    reason = "ValueError: bad sample" if why == "error" else r"rank 1 on \S+ has died"
+    assert len(re.findall(rf"ends the job: {reason}", result.stderr)) == 1, result
+
+
+@needs_tolerance
+@pytest.mark.limit(120)
+def test_the_exit_code_is_that_of_the_ranks_that_are_left(launch: Any) -> None:
+    result = launch(3, STOPS, "code", options=TOLERANT)
+    assert result.returncode == 5 and "2 ranks continue" in result.stderr and not result.survivors, result
+
+
+@needs_tolerance
+@pytest.mark.limit(120)
+def test_without_fault_tolerance_it_is_refused(launch: Any) -> None:
+    result = launch(2, STOPS, "none")
+    assert (
+        result.returncode == 2 and "started without fault tolerance; start by mpiexec --with-ft ulfm" in result.stderr
+    )
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_agree_on_the_last_section_that_must_be_complete() -> None:
+    in_step, outside = (lambda section, began: Progressed(section, began)), (lambda section: Progressed(section, None))
+    # All in the same step: it is repeated from the section before it.
+    assert agreed_section([in_step(8, 7), in_step(8, 7)]) == 7
+    # In the step, in its second iteration: both repeat it.
+    assert agreed_section([in_step(9, 7), in_step(8, 7)]) == 7
+    # One has ended the step and is in a save, or in the next step: the other gets the results up to there.
+    assert agreed_section([in_step(8, 7), outside(9)]) == 8
+    assert agreed_section([in_step(8, 7), in_step(11, 10)]) == 10
+    assert agreed_section([outside(9), outside(9)]) == 8
+
+
+@pytest.mark.parametrize(
+    "parallel, offload, named",
+    [
+        (ParallelSettings(data="fsdp"), OffloadSettings(), 'parallel.data = "fsdp"'),
+        (ParallelSettings(pipe=2), OffloadSettings(), "parallel.pipe = 2"),
+        (ParallelSettings(), OffloadSettings(optimizer=True), "offload"),
+    ],
+)
+def test_settings_whose_state_dies_with_a_rank_are_refused(
+    parallel: ParallelSettings, offload: OffloadSettings, named: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(f'run.on_failure = "shrink" with {named}: ')) as caught:
+        check_settings("shrink", parallel, offload, "auto")
+    assert caught.value.exit_code == 2
+    check_settings("restart", parallel, offload, "cuda")
+    check_settings("shrink", ParallelSettings(reproducible=True), OffloadSettings(), "auto")
+
+
+def test_gpus_are_refused() -> None:
+    with pytest.raises(SettingsError, match="GPUs are not supported yet"):
+        check_settings("shrink", ParallelSettings(), OffloadSettings(), "cuda")
+
+
+@pytest.mark.parametrize(
+    "library, environ, told",
+    [
+        (
+            "MPICH Version:      4.3.1\nABI",
+            {},
+            "MPICH Version:      4.3.1 ends a job .* take Open MPI 5 and start by mpiexec",
+        ),
+        ("Open MPI v5.0.8, package", {"SLURM_STEP_ID": "0"}, "srun ends a step .* start by mpiexec .* inside the job"),
+        ("Open MPI v5.0.8, package", {}, "started without fault tolerance; start by mpiexec --with-ft ulfm"),
+    ],
+)
+def test_launchers_that_end_the_job_are_refused(library: str, environ: dict[str, str], told: str) -> None:
+    with pytest.raises(LaunchError, match=told) as caught:
+        check_launch(reports=False, library=library, environ=environ)
+    assert caught.value.everywhere and caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    check_launch(reports=True, library=library, environ=environ)
+
+
+@pytest.mark.parametrize(
+    "changed, told",
+    [
+        ({"splits": False}, "a loader that every rank reads by itself .list."),
+        ({"replicated": False}, "ranks that hold parts of the state"),
+        ({"on_gpu": True}, "on GPUs"),
+        ({"fingerprint_every": 1}, "fingerprint_every = 1"),
+        ({"background": True}, "background = true"),
+        ({"on_nonfinite": "rollback"}, "on_nonfinite"),
+    ],
+)
+def test_runs_that_cannot_continue_are_refused(changed: dict[str, Any], told: str) -> None:
+    given: dict[str, Any] = {"splits": True, "loader": [], "replicated": True, "on_gpu": False}
+    options = RunOptions(on_failure="shrink")
+    check_options(options, **given)
+    known = {name: value for name, value in changed.items() if name in given}
+    others = {name: value for name, value in changed.items() if name not in given}
+    with pytest.raises(UsageError, match=f'on_failure = "shrink" .*{told}') as caught:
+        check_options(replace(options, **others), **(given | known))
+    assert caught.value.everywhere
