@@ -335,6 +335,8 @@ def _pbs_array(request: Request) -> str:
 # Rendering ------------------------------------------------------------------------------------------------------------
 
 
+# A run whose ranks have all been killed leaves its lock; mpiexec with fault tolerance then exits with code 0.
+_ALL_KILLED = Raw('if [ "$code" -eq 0 ] && [ -e "$folder/lock.json" ]; then code=137; fi # all ranks were killed')
 _VALUES = {"slurm": slurm_values, "pbs": pbs_values}
 
 
@@ -391,5 +393,6 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "cases": task_cases(request.sweep) or None,
         "launcher": [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)],
         "preflight": preflight(request, profile),
+        "all_killed": _ALL_KILLED if "ulfm" in " ".join(profile.launch_options).split() else None,
         "program": program(request, profile),
     }

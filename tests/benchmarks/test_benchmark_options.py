@@ -31,6 +31,7 @@ PROGRAMS = {
     "torch-backend": "torch_backend",
     "compile": "compile_step",
     "memory-errors": "memory_errors",
+    "dead-ranks": "dead_ranks",
     **dict.fromkeys(OPERATIONS, "communication"),
 }
 
@@ -146,6 +147,7 @@ def test_help_lists_every_benchmark_and_variable() -> None:
         ("asynchronous ROUNDS=5 TASK=gpt ONLY=ddp,easgd,hogwild", {"rounds": 5, "task": [GPT]}),
         ("asynchronous ONLY=ddp,easgd,hogwild WITHOUT=hogwild", {"names": [Member.DDP, Member.EASGD]}),
         ("kill KILLS=3 FORM=foreground SEED=4", {"kills": 3, "form": "foreground", "seed": 4}),
+        ("dead-ranks KILLS=3 ROUNDS=2 SEED=4 MPI=openmpi", {"kills": 3, "rounds": 2, "seed": 4}),
         (
             "offload ROUNDS=5 WITHOUT=torch,alone",
             {"rounds": 5, "names": [offload.OURS, offload.OURS_16, offload.TORCH_16]},

@@ -287,3 +287,19 @@ def test_sweeps_are_combined_as_a_product() -> None:
 def test_malformed_sweeps_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--sweep"):
         combine([text])
+
+
+@pytest.mark.parametrize("name", ["generic-slurm", "generic-pbs"])
+def test_a_launcher_that_hides_the_death_of_all_ranks_is_not_believed(name: str, tmp_path: Path) -> None:
+    plain = replace(PROFILES[name], launcher="openmpi")
+    assert "lock.json" not in render(LEAST, plain)
+    script = render(LEAST, replace(plain, launch_options=("--with-ft ulfm",)))
+    assert "--with-ft ulfm" in script
+    (line,) = lines(script, 'if [ "$code" -eq 0 ] && [ -e')
+    assert script.index(line) < script.index("# 0: done.")
+    for locked, given, code in ((False, 0, 0), (True, 0, 137), (True, 75, 75)):
+        (tmp_path / "lock.json").unlink(missing_ok=True)
+        if locked:
+            (tmp_path / "lock.json").touch()
+        text = f'folder="{tmp_path}" code={given}\n{line}\nexit "$code"'
+        assert subprocess.run(["bash", "-euc", text]).returncode == code

@@ -1,0 +1,296 @@
+"""Dead ranks under ``on_failure = "shrink"``: jobs of four ranks of which random ranks are killed at random moments.
+
+    make -C benchmarks dead-ranks MPI=openmpi
+
+Each job loses one to three of its four ranks by SIGKILL, one after the other or together, at random
+moments of its training: in passes, updates, exchanges, checkpoints, and within the recovery from another
+kill. It must continue with the remaining ranks to its last step, with the losses of an undisturbed job
+(reproducible ones: with the same bits), or end with the message that names the dead rank. The first
+violation ends the benchmark with exit code 1.
+
+The time of a kill is that from SIGKILL to the record of the next completed step in ``metrics.jsonl``, minus
+a step. The cost without kills is that of a step of a GPT with 10.9 million parameters under ``mpiexec
+--with-ft ulfm`` and ``shrink``, relative to the same step under plain ``mpiexec`` and ``restart``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dead_ranks_target import COST, KINDS
+from harness import plot
+from harness.ranks import end_child, mpiexec, run_child
+from harness.report import Target, at_least, at_most, mpi_slug, table, target_table
+from harness.run import finish, main, make_parser
+from harness.turns import Progress, announce, stop, until_stopped
+
+from hpctrain.errors import UsageError
+
+RANKS, STEPS = 4, 120
+TOLERANT = ["--with-ft", "ulfm"]
+START, END = 90.0, 60.0  # seconds in which a job must reach its first step, and then its end
+GAPS = (0.0, 0.001, 0.02, 0.1, 0.3)  # seconds between kills that are close to each other
+LATEST = 0.9  # of the steps: kills after the last step do not count
+COST_RANKS, COST_STEPS, PAIRS = 2, 24, 5
+MOST_SECONDS, MOST_COST = 1.0, 0.02
+
+
+class Violation(Exception):
+    """Job that hangs, or whose result is wrong."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill: kind of the job, ranks before it, and seconds to the next completed step; None if there was none."""
+
+    kind: str
+    rank: int
+    after: float  # seconds since the first step
+    ranks_left: int
+    seconds: float | None
+    continued: bool
+
+
+def target(kind: str, folder: Path, steps: int, on_failure: str) -> list[str]:
+    program = str(Path(__file__).with_name("dead_ranks_target.py"))
+    return [sys.executable, program, kind, str(folder), str(steps), on_failure]
+
+
+def tolerant(ranks: int) -> list[str]:
+    program, *rest = mpiexec(ranks)
+    return [program, *TOLERANT, *rest]
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    with suppress(FileNotFoundError):
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return []
+
+
+# Kills ----------------------------------------------------------------------------------------------------------------
+
+
+class Killed:
+    """Jobs of one kind whose ranks are killed, in a folder."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind = folder, kind
+        whole = folder / f"{kind.replace(' ', '-')}-undisturbed"
+        done = run_child([*tolerant(RANKS), *target(kind, whole, STEPS, "shrink")], timeout=START + END)
+        self._rows = rows_of(whole)
+        if done.returncode or len(self._rows) != STEPS:
+            raise UsageError(f"the undisturbed job failed:\n{done.stderr}")
+        self._step = statistics.median(row["step_seconds"] for row in self._rows)
+        self._length = self._rows[-1]["unix_time"] - self._rows[0]["unix_time"]
+
+    def play(self, draw: random.Random) -> list[Kill]:
+        """Run a job, kill some of its ranks, and check its result; return the kills."""
+        count = draw.choice((1, 1, 2, 3))
+        moments = sorted(draw.uniform(0, LATEST * self._length) for _ in range(count))
+        if draw.random() < 0.4:
+            moments = [moments[0] + number * draw.choice(GAPS) for number in range(count)]
+        victims = draw.sample(range(RANKS), count)
+        folder = self._folder / "job"
+        for path in (folder, folder.with_name("job.pids")):
+            shutil.rmtree(path, ignore_errors=True)
+        command = [*tolerant(RANKS), *target(self._kind, folder, STEPS, "shrink")]
+        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+            try:
+                pids, began = self._started(process, folder.with_name("job.pids"))
+                times = [self._kill(pids[rank], began + after) for rank, after in zip(victims, sorted(moments))]
+                try:
+                    _, said = process.communicate(timeout=END)
+                except subprocess.TimeoutExpired:
+                    raise Violation(f"{self._kind}: did not end {END:g} s after kills of {victims}") from None
+            finally:
+                end_child(process)
+        return self._checked(folder, process.returncode, said, victims, sorted(moments), times)
+
+    def _started(self, process: subprocess.Popen[str], folder: Path) -> tuple[list[int], float]:
+        """Return the process ids of all ranks, and the time at which the last of them had ended its first step."""
+        deadline = time.monotonic() + START
+        while time.monotonic() < deadline and process.poll() is None:
+            stop.check()
+            with suppress(FileNotFoundError):
+                return [int((folder / str(rank)).read_text()) for rank in range(RANKS)], time.time()
+            time.sleep(0.005)
+        raise Violation(f"{self._kind}: no first step within {START:g} s, exit {process.poll()}")
+
+    def _kill(self, pid: int, when: float) -> float | None:
+        """Kill a rank at a time; return the time, None if the rank had ended."""
+        stop.check()
+        time.sleep(max(when - time.time(), 0))
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return None
+        return time.time()
+
+    def _checked(
+        self,
+        folder: Path,
+        code: int,
+        said: str,
+        victims: Sequence[int],
+        moments: Sequence[float],
+        times: Sequence[float | None],
+    ) -> list[Kill]:
+        rows = rows_of(folder)
+        continued = code == 0 and [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        if not continued and not (code == 1 and "ends the job: rank" in said and "died" in said):
+            raise Violation(f"{self._kind}: exit {code} with {len(rows)} steps after kills of {victims}:\n{said}")
+        if continued:
+            self._compare(rows, victims)
+        kills = []
+        for number, (rank, after, killed) in enumerate(zip(victims, moments, times)):
+            later = [row["unix_time"] for row in rows if killed is not None and row["unix_time"] > killed]
+            last = killed is None or any(other is not None and other > killed for other in times[number + 1 :])
+            close = last and number + 1 < len(times) and moments[number + 1] - after < 2 * MOST_SECONDS
+            seconds = (
+                later[0] - killed - self._step if killed is not None and later and continued and not close else None
+            )
+            kills.append(Kill(self._kind, rank, after, RANKS - number - 1, seconds, continued))
+        return kills
+
+    def _compare(self, rows: Sequence[Mapping[str, Any]], victims: Sequence[int]) -> None:
+        """Raise ``Violation`` unless the losses are those of the undisturbed job."""
+        exact = self._kind == "reproducible"
+        if self._kind == "dropout":  # another number of ranks draws other masks
+            return
+        for row, other in zip(rows, self._rows):
+            if row["loss"] != other["loss"] if exact else not math.isclose(row["loss"], other["loss"], rel_tol=1e-3):
+                raise Violation(
+                    f"{self._kind}: loss {row['loss']} in step {row['step']}, not {other['loss']}; killed: {victims}"
+                )
+        if exact and rows[-1]["fingerprint"] != self._rows[-1]["fingerprint"]:
+            raise Violation(f"{self._kind}: other weights than those of the undisturbed job; killed: {victims}")
+
+
+def play(folder: Path, count: int, seed: int) -> list[Kill]:
+    """Kill ``count`` ranks of jobs of all kinds."""
+    draw, found = random.Random(seed), list[Kill]()
+    progress = Progress("kills", count)
+    with until_stopped:
+        jobs: dict[str, Killed] = {}
+        while len(found) < count:
+            kind = draw.choice(KINDS)
+            jobs[kind] = jobs.get(kind) or Killed(folder, kind)
+            found += jobs[kind].play(draw)
+            progress(min(len(found), count - 1))
+    return found
+
+
+# Cost -----------------------------------------------------------------------------------------------------------------
+
+
+def cost(folder: Path, pairs: int) -> list[tuple[float, float]]:
+    """Return the median seconds of a step with and without ``shrink``, one pair of jobs after the other."""
+    found: list[tuple[float, float]] = []
+    with until_stopped:
+        for number in range(pairs):
+            announce(f"cost: pair {number + 1} of {pairs}")
+            pair = []
+            for launcher, on_failure in ((tolerant(COST_RANKS), "shrink"), (mpiexec(COST_RANKS), "restart")):
+                where = folder / f"cost-{on_failure}"
+                shutil.rmtree(where, ignore_errors=True)
+                done = run_child([*launcher, *target(COST, where, COST_STEPS, on_failure)], timeout=START + 4 * END)
+                steps = [row["step_seconds"] for row in rows_of(where)][4:]
+                if done.returncode or not steps:
+                    raise UsageError(f"the job for the cost failed:\n{done.stderr}")
+                pair.append(statistics.median(steps))
+            found.append((pair[0], pair[1]))
+    return found
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = make_parser("dead-ranks", __doc__, rounds=PAIRS, quick=False)
+    parser.add_argument("--kills", type=int, default=200, help="ranks to kill (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="of the moments (default: random)")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> int:
+    seed = random.randrange(1 << 32) if args.seed is None else args.seed
+    print(f"seed {seed}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="hpctrain-dead-ranks-") as temporary:
+        folder = Path(temporary)
+        try:
+            kills = play(folder, args.kills, seed)
+        except Violation as violation:
+            print(f"violated, seed {seed}: {violation}", file=sys.stderr)
+            return 1
+        pairs = cost(folder, args.rounds)
+    figures = list(targets(kills, pairs))
+    content = {"seed": seed, "kills": [asdict(kill) for kill in kills], "cost": [list(pair) for pair in pairs]}
+    lines = [f"\n{RANKS} ranks, {len(kills)} killed\n", target_table(figures), kills_table(kills)]
+    name = f"dead-ranks-np{RANKS}-{mpi_slug()}"
+    finish(args, "dead-ranks", content, lines, file=name, ranks=RANKS, found=figures, draw=draw)
+    return 0
+
+
+def seconds_of(kills: Sequence[Kill]) -> list[float]:
+    return sorted(kill.seconds for kill in kills if kill.seconds is not None)
+
+
+def targets(kills: Sequence[Kill], pairs: Sequence[tuple[float, float]]) -> Iterator[Target]:
+    seconds = seconds_of(kills)
+    yield from at_least("kills after which the job continued, or named the dead rank", len(kills), len(kills))
+    if seconds:
+        median, p95 = statistics.median(seconds), seconds[min(math.ceil(0.95 * len(seconds)), len(seconds)) - 1]
+        yield from at_most("seconds to the next step, without the step: median", median, MOST_SECONDS)
+        yield from at_most("the same: 95th percentile", p95, math.inf)
+    if pairs:
+        ratio = statistics.median(shrink / restart for shrink, restart in pairs)
+        yield from at_most("cost without failures, of a step", ratio - 1, MOST_COST)
+
+
+def kills_table(kills: Sequence[Kill]) -> str:
+    """Return a table: the number of kills per kind of job, how many continued, and their times."""
+    rows = [["job", "kills", "continued", "median s", "max s"]]
+    for kind in KINDS:
+        own = [kill for kill in kills if kill.kind == kind]
+        times = seconds_of(own)
+        shown = [f"{statistics.median(times):.3f}", f"{times[-1]:.3f}"] if times else ["", ""]
+        rows.append([kind, str(len(own)), str(sum(kill.continued for kill in own)), *shown])
+    return table(rows)
+
+
+def draw(result: dict[str, Any], path: Path) -> list[Path]:
+    """Draw the times over the moments of the kills."""
+
+    def fill(figure: Any) -> None:
+        axis = figure.subplots()
+        for kind in KINDS:
+            own = [kill for kill in result["kills"] if kill["kind"] == kind and kill["seconds"] is not None]
+            axis.plot([kill["after"] for kill in own], [1e3 * kill["seconds"] for kill in own], "o", ms=4, label=kind)
+        axis.set_xlabel("seconds from the first step to SIGKILL")
+        axis.set_ylabel("ms from SIGKILL to the next step")
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False)
+        figure.suptitle(f"Dead ranks of {RANKS}: time until the others have done a step", fontweight="bold")
+
+    return plot.save(path, (8, 4), fill)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parse, run))

@@ -1,0 +1,77 @@
+"""Job for the benchmark of dead ranks: a model of 70,000 parameters, or a GPT for the cost, with ``on_failure``.
+
+    mpiexec -n 4 python benchmarks/dead_ranks_target.py KIND FOLDER STEPS ON_FAILURE
+
+Each rank writes its process id into FOLDER.pids when its first step has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import hpctrain
+from hpctrain.models.build import build
+from hpctrain.models.settings import ModelSettings
+
+KINDS = ("plain", "batch norm", "dropout", "reproducible")
+COST = "cost"  # a GPT with 10.9 million parameters, eight sequences of 128 tokens per rank and step
+CONTEXT, VOCABULARY, SEQUENCES = 128, 256, 8
+SAMPLES, BATCH, WIDTH = 480, 48, 256
+
+
+def model_of(kind: str) -> nn.Module:
+    if kind == COST:
+        return build(ModelSettings(name="gpt-mini", context=CONTEXT), vocab_size=VOCABULARY)
+    between = {"batch norm": nn.BatchNorm1d(WIDTH), "dropout": nn.Dropout(0.2)}.get(kind, nn.Identity())
+    return nn.Sequential(
+        nn.Linear(32, WIDTH), between, nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 4)
+    )
+
+
+def data_of(kind: str, ranks: int) -> DataLoader[tuple[torch.Tensor, ...]]:
+    draw = torch.Generator().manual_seed(1)
+    if kind == COST:
+        tokens = torch.randint(VOCABULARY, (16 * SEQUENCES * ranks, CONTEXT + 1), generator=draw)
+        return DataLoader(TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone()), batch_size=SEQUENCES * ranks)
+    inputs, classes = torch.randn(SAMPLES, 32, generator=draw), torch.randint(0, 4, (SAMPLES,), generator=draw)
+    return DataLoader(TensorDataset(inputs, classes), batch_size=BATCH, shuffle=True)
+
+
+def main(kind: str, folder: Path, steps: int, on_failure: str) -> None:
+    job = hpctrain.init(device="cpu", parallel={"reproducible": kind == "reproducible"})
+    torch.manual_seed(0)
+    model = job.wrap(model_of(kind))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    note = folder.with_name(f"{folder.name}.pids") / str(job.rank)
+    options: dict[str, Any] = {"steps": steps, "every": 10 if kind != COST else steps, "on_failure": on_failure}
+
+    def loss_of(part: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        outputs = model(part[0])
+        return cross_entropy(outputs.flatten(0, -2), part[1].flatten())
+
+    with job.run(model, optimizer, data_of(kind, job.size), checkpoints=str(folder), **options) as run:
+        for step, batch in run:
+            if kind == "reproducible":
+                loss = run.backward(tuple(batch), loss_of)
+            else:
+                loss = loss_of(batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=loss)
+            if step == 1:
+                note.parent.mkdir(exist_ok=True)
+                note.with_suffix(".new").write_text(str(os.getpid()))
+                note.with_suffix(".new").replace(note)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
