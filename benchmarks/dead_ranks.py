@@ -121,7 +121,7 @@ class Killed:
                     raise Violation(f"{self._kind}: did not end {END:g} s after kills of {victims}") from None
             finally:
                 end_child(process)
-        return self._checked(folder, process.returncode, said, victims, sorted(moments), times)
+        return self.checked(folder, process.returncode, said, victims, sorted(moments), times)
 
     def _started(self, process: subprocess.Popen[str], folder: Path) -> tuple[list[int], float]:
         """Return the process ids of all ranks, and the time at which the last of them had ended its first step."""
@@ -143,7 +143,7 @@ class Killed:
             return None
         return time.time()
 
-    def _checked(
+    def checked(
         self,
         folder: Path,
         code: int,

@@ -15,6 +15,7 @@ logger.addHandler(logging.NullHandler())
 warned: set[str] = set()  # texts of warn_once
 _early: list[str] = []  # warnings before configure, which knows the rank
 _rank: int | None = None
+_verbose = False
 
 
 class _RankPrefix(logging.Formatter):
@@ -58,11 +59,16 @@ def configure(rank: int = 0, *, verbose: bool = False) -> None:
     level = logging.INFO if rank == 0 else logging.WARNING
     logger.setLevel(level - 10 if verbose else level)
     logger.propagate = False
-    global _rank
-    _rank = rank
+    global _rank, _verbose
+    _rank, _verbose = rank, verbose
     for text in early_warnings():
         if rank == 0:
             logger.warning("%s", text)
+
+
+def renumber(rank: int) -> None:
+    """Log as another rank from now on; the level of detail stays."""
+    configure(rank, verbose=_verbose)
 
 
 def warn_once(text: str) -> None:

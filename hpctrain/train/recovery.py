@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpctrain.checkpoint.retention import remove_leftovers
 from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
 from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import RankFailedError
-from hpctrain.log import configure, logger
+from hpctrain.log import logger, renumber
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.failure_policy import check_launch, check_options
 from hpctrain.train.feed import Feed
@@ -87,6 +88,8 @@ class Recovery:
         self._handed: dict[int, Any] = {}  # results of sections that another rank has completed
         self._step_began: int | None = None  # section in which the current step began, within a step
         self._began = 0.0  # when the recovery began whose step has not ended yet
+        self._batches = 0  # batches of the current step that have begun
+        self._accumulates = False  # whether a step has had several batches
 
     # Sections ---------------------------------------------------------------------------------------------------------
 
@@ -101,12 +104,14 @@ class Recovery:
     def begin_step(self) -> None:
         """Copy the state before a step. The first call is collective."""
         self._copy.take()
-        self._step_began = self._section
+        self._step_began, self._batches = self._section, 0
 
     def begin_body(self) -> None:
         """Let the body of the loop run: from here on, failures are not raised in collectives of strategies."""
         for comm in self._comms:
             comm.tolerates = True
+        self._batches += 1
+        self._accumulates |= self._batches > 1
 
     def end_body(self, call: Callable[[], T]) -> T:
         """Return what the exchange at the end of the body returns. Raises ``StepRepeatsError`` if it has failed."""
@@ -182,7 +187,7 @@ class Recovery:
         for name in POSITION:
             setattr(job, name, getattr(job.comm, name))
         job.guard.rejoin(job.comm.transport)
-        configure(job.rank)
+        renumber(job.rank)
         for each in self._comms:
             each.failed = each.tolerates = False
         own = Progressed(self._section, self._step_began)
@@ -227,6 +232,12 @@ class Recovery:
                 format_seconds(seconds),
                 ", which repeat the step" if repeats and self._job.size > 1 else "",
             )
+            if repeats and self._accumulates:
+                logger.warning(
+                    "enumerate(run) has counted %s of step %d twice: decide by run.batch and run.last when to update",
+                    counted(self._batches, "batch"),
+                    step,
+                )
 
 
 def _is_failure(error: Exception) -> bool:
@@ -301,6 +312,8 @@ class Shrinking:
             if steps.progress is not None:
                 steps.progress.close()
                 steps.progress = Progress(state.step, self._options.steps, state.tokens, shown=True)
+        if job.rank == 0:
+            remove_leftovers(state.folder)  # of a checkpoint in progress
         run_folder.share_holder(job.comm)
 
     def _divide(self) -> None:

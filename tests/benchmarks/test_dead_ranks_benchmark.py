@@ -30,28 +30,28 @@ def written(folder: Path, losses: list[float], **last: Any) -> Path:
 
 
 def test_the_time_of_a_kill_ends_with_the_next_step(tmp_path: Path) -> None:
-    (kill,) = killed("plain")._checked(written(tmp_path, LOSSES), 0, "", [2], [0.5], [110.4])
+    (kill,) = killed("plain").checked(written(tmp_path, LOSSES), 0, "", [2], [0.5], [110.4])
     assert kill == Kill("plain", 2, 0.5, 3, pytest.approx(0.59), True)
-    (none,) = killed("plain")._checked(written(tmp_path, LOSSES), 0, "", [2], [0.5], [None])
+    (none,) = killed("plain").checked(written(tmp_path, LOSSES), 0, "", [2], [0.5], [None])
     assert none.seconds is None and none.continued
 
 
 def test_losses_that_differ_and_silent_ends_are_violations(tmp_path: Path) -> None:
     other = [*LOSSES[:-1], LOSSES[-1] * 1.01]
     with pytest.raises(Violation, match="loss 120.19 in step 120, not 119.0"):
-        killed("plain")._checked(written(tmp_path, other), 0, "", [0], [0.1], [101.0])
+        killed("plain").checked(written(tmp_path, other), 0, "", [0], [0.1], [101.0])
     close = [*LOSSES[:-1], LOSSES[-1] * (1 + 1e-6)]
-    killed("plain")._checked(written(tmp_path, close), 0, "", [0], [0.1], [101.0])
+    killed("plain").checked(written(tmp_path, close), 0, "", [0], [0.1], [101.0])
     with pytest.raises(Violation, match="reproducible: loss"):
-        killed("reproducible")._checked(written(tmp_path, close), 0, "", [0], [0.1], [101.0])
+        killed("reproducible").checked(written(tmp_path, close), 0, "", [0], [0.1], [101.0])
     with pytest.raises(Violation, match="other weights"):
-        killed("reproducible")._checked(written(tmp_path, LOSSES, fingerprint="b"), 0, "", [0], [0.1], [101.0])
+        killed("reproducible").checked(written(tmp_path, LOSSES, fingerprint="b"), 0, "", [0], [0.1], [101.0])
     with pytest.raises(Violation, match="exit 0 with 119 steps"):
-        killed("plain")._checked(written(tmp_path, LOSSES[:-1]), 0, "", [0], [0.1], [101.0])
+        killed("plain").checked(written(tmp_path, LOSSES[:-1]), 0, "", [0], [0.1], [101.0])
     with pytest.raises(Violation, match="exit 1 with 120 steps"):
-        killed("plain")._checked(written(tmp_path, LOSSES), 1, "Segmentation fault", [0], [0.1], [101.0])
+        killed("plain").checked(written(tmp_path, LOSSES), 1, "Segmentation fault", [0], [0.1], [101.0])
     said = "hpctrain: rank 1 of 4 on n in step 3 ends the job: rank 0 on n has died"
-    (kill,) = killed("plain")._checked(written(tmp_path, LOSSES[:3]), 1, said, [0], [0.1], [101.0])
+    (kill,) = killed("plain").checked(written(tmp_path, LOSSES[:3]), 1, said, [0], [0.1], [101.0])
     assert not kill.continued and kill.seconds is None
 
 
