@@ -45,6 +45,8 @@ class RankThreads:
 class ThreadComm:
     """One rank of ``RankThreads``."""
 
+    failed = False
+
     def __init__(self, world: RankThreads, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, len(world.items)
 

@@ -145,6 +145,99 @@ def test_the_log_and_the_receipt_name_what_died(launch: Any, tmp_path: Path) -> 
     assert re.search(r"died: rank 2 on \S+ in step 5, continued with 2 ranks, [0-9.]+ s lost", shown.stdout), shown
 
 
+ACCUMULATES = """
+import os, signal, sys
+from contextlib import nullcontext
+import torch
+from torch.nn.functional import cross_entropy
+import hpctrain
+
+job = hpctrain.init()
+number = job.rank
+torch.manual_seed(0)
+model = job.wrap(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+draw = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(96, 8, generator=draw), torch.randint(0, 4, (96,), generator=draw))
+loader = torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
+means = []
+with job.run(model, optimizer, loader, checkpoints=sys.argv[1], on_failure="shrink", steps=10, every=3) as run:
+    for step, (inputs, targets) in run:
+        last = run.batch % 2 == 1
+        if sys.argv[2] == f"{number}:{step}:{int(last)}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        with nullcontext() if last else job.no_sync(model):
+            loss = cross_entropy(model(inputs), targets)
+            (loss / 2).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        run.log(loss=loss)
+with torch.no_grad():
+    mean = job.evaluate(loader, lambda part: cross_entropy(model(part[0]), part[1]))
+print("weights", model.weight.flatten().tolist(), mean, flush=True)
+"""
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+def test_a_step_of_several_batches_is_repeated_from_its_first(launch: Any, tmp_path: Path) -> None:
+    """Gradients that a dead rank had accumulated are computed again; so are measurements afterwards."""
+    results = {}
+    for name, death in (("plain", "none"), ("first", "2:5:0"), ("second", "0:6:1")):
+        result = launch(3, ACCUMULATES, tmp_path / name, death, options=TOLERANT)
+        assert result.returncode == 0 and len(rows_of(tmp_path / name)) == 10, result
+        numbers = re.findall(r"-?[0-9.]+(?:e-?[0-9]+)?", result.stdout.split("weights", 1)[1].splitlines()[0])
+        results[name] = [float(number) for number in numbers]
+        assert ("enumerate(run) has counted" in result.stderr) == (death != "none"), result
+    for name in ("first", "second"):
+        assert results[name] == pytest.approx(results["plain"], rel=1e-4, abs=1e-6)
+        losses = ([row["loss"] for row in rows_of(tmp_path / one)] for one in (name, "plain"))
+        assert next(losses) == pytest.approx(next(losses), rel=1e-4)
+
+
+CONFIG = """
+[run]
+folder = "runs/a"
+on_failure = "shrink"
+[data]
+files = ["corpus.h5"]
+[model]
+name = "gpt-tiny"
+layers = 1
+width = 32
+context = 16
+dropout = 0.1
+[parallel]
+reproducible = true
+[train]
+steps = 8
+batch = 6
+evaluate_every = 4
+[checkpoint]
+every = 2
+"""
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+def test_hpctrain_train_survives_a_kill_within_a_save_and_an_evaluation(launch: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{number}\n" for number in range(3000)))
+    (tmp_path / "a.toml").write_text(CONFIG)
+    launch(0, "-m", "hpctrain", "data", "pack", "text.txt", "-o", "corpus.h5", cwd=tmp_path)
+    train = ("-m", "hpctrain", "train", "a.toml")
+    plain = launch(3, *train, "--set", "run.folder=plain", options=TOLERANT, cwd=tmp_path)
+    assert plain.returncode == 0, plain
+    faults = "kill rank=0 step=4 at=save; kill rank=1 step=6 at=forward"
+    result = launch(3, *train, "--fault", faults, options=TOLERANT, cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr.count("continue") == 2, result
+    wanted, found = rows_of(tmp_path / "plain"), rows_of(tmp_path / "runs" / "a")
+    for name in ("step", "loss", "validation_loss", "fingerprint"):
+        assert [row.get(name) for row in found] == [row.get(name) for row in wanted], name
+    files = {path.name for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir()}
+    assert files == {"step_00000006.h5", "step_00000008.h5"}
+
+
 STOPS = """
 import os, signal, sys
 import torch
