@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpctrain.checkpoint.retention import remove_leftovers
 from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
 from hpctrain.comm.transport.waiting import interruption, waiting
-from hpctrain.errors import RankFailedError
+from hpctrain.errors import CommunicationError, RankFailedError
 from hpctrain.log import logger, renumber
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.failure_policy import check_launch, check_options
@@ -64,10 +64,20 @@ def agreed_section(everyone: Sequence[Progressed]) -> int:
     return ahead.section - 1 if ahead.step_began is None else ahead.step_began
 
 
+def join_ranks(job: Job, ranks: MPI.Intracomm) -> None:
+    """Let a job continue with the ranks of an mpi4py communicator, numbered anew. Collective over them."""
+    continue_with(job.comm, ranks)
+    for name in POSITION:
+        setattr(job, name, getattr(job.comm, name))
+    job.guard.rejoin(job.comm.transport)
+    renumber(job.rank)
+
+
 class Recovery:
     """Sections of a run, which are repeated with fewer ranks when others have died.
 
     ``copy`` is of the state before each step. ``record`` gets the facts of each recovery on every rank.
+    ``join`` lets the job continue with the ranks of an mpi4py communicator.
     """
 
     def __init__(
@@ -76,9 +86,10 @@ class Recovery:
         copy: StateCopy,
         comms: Sequence[TolerantCommunicator],
         record: Callable[[Mapping[str, Any]], None],
+        join: Callable[[Job, Any], None] = join_ranks,
     ) -> None:
         assert job.guard.detector is not None
-        self._job, self._copy, self._comms, self._record = job, copy, comms, record
+        self._job, self._copy, self._comms, self._record, self._join = job, copy, comms, record, join
         self._detector = job.guard.detector
         self._detector.continues = True
         self.rejoin: list[Callable[[], object]] = []  # called after a recovery, in this order. Collective
@@ -182,12 +193,7 @@ class Recovery:
 
     def _continue(self, comm: MPI.Intracomm) -> bool:
         """Make all parts of the run work with the ranks of a communicator; return whether the step is repeated."""
-        job = self._job
-        continue_with(job.comm, comm)
-        for name in POSITION:
-            setattr(job, name, getattr(job.comm, name))
-        job.guard.rejoin(job.comm.transport)
-        renumber(job.rank)
+        self._join(self._job, comm)
         for each in self._comms:
             each.failed = each.tolerates = False
         own = Progressed(self._section, self._step_began)
@@ -215,7 +221,7 @@ class Recovery:
         if not repeats and self._section <= agreed:
             lacking = [number for number in range(self._section, agreed + 1) if number not in results]
             if lacking:
-                raise RankFailedError(f"rank {self._job.rank} is too far behind the others to continue")
+                raise CommunicationError(f"rank {self._job.rank} is too far behind the other ranks to continue")
             self._handed = {number: results[number] for number in range(self._section, agreed + 1)}
 
     def _tell(self, lost: Sequence[int], seconds: float, *, repeats: bool) -> None:
