@@ -6,10 +6,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.machine import quiet_watchdog
 from support.corpus import make_project
 from support.training_fixtures import give_back_process
 
@@ -61,7 +61,7 @@ def refused_here(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch, capf
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.delitem(sys.modules, "bytes_model", raising=False)
-    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+    monkeypatch.setattr(watchdog, "Watchdog", lambda transport: quiet_watchdog())
     before = sorted(path.name for path in project.rglob("*"))
 
     def run(*words: str) -> str:
