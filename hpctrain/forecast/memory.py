@@ -27,6 +27,7 @@ from hpctrain.parallel.offload.gradients import STAGING_BUFFERS
 from hpctrain.parallel.offload.memory import CHUNK
 from hpctrain.parallel.pipeline.channels import ACTIVATIONS, EXTRA_SLOTS, GRADIENTS, peak_messages
 from hpctrain.parallel.pipeline.schedules import ActionKind
+from hpctrain.train.failure_policy import keeps_state
 from hpctrain.train.health import keeps_weights
 from hpctrain.train.optimizer import state_per_element
 
@@ -126,7 +127,7 @@ def memory_items(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
         found += model.strategy.owned
         found.append(MemoryItem("optimizer states", _states(run, model.strategy.trained_bytes)))
     found += _offloaded_activations(run, model)
-    if keeps_weights(run.settings.health, run.ranks):
+    if keeps_weights(run.settings.health, run.ranks) or keeps_state(run.settings.run.on_failure, run.ranks):
         trained = _states(run, model.strategy.trained_bytes)
         found.append(MemoryItem("buffers", model.parameter_bytes + model.buffer_bytes + trained))
     return found + (_stage_buffers(run, model) if run.parallel.pipe > 1 else [])

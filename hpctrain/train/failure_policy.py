@@ -37,6 +37,11 @@ def survives(parallel: ParallelSettings, offload: OffloadSettings) -> bool:
     return not why_not(parallel, offload)
 
 
+def keeps_state(on_failure: str, ranks: int) -> bool:
+    """Return whether each rank keeps a copy of weights and optimizer states, from which it repeats a step."""
+    return on_failure == "shrink" and ranks > 1
+
+
 def check_settings(on_failure: str, parallel: ParallelSettings, offload: OffloadSettings, device: str) -> None:
     """Raise ``SettingsError`` if a run with these settings cannot continue with fewer ranks."""
     if on_failure != "shrink":
