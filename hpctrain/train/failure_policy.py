@@ -63,7 +63,7 @@ def check_launch(*, reports: bool, library: str, environ: Mapping[str, str] = os
     """Raise ``LaunchError`` if MPI does not report dead ranks; ``library`` is its name and version."""
     if reports:
         return
-    name = library.split(",")[0].split("\n")[0].strip()
+    name = " ".join(library.split(",")[0].split("\n")[0].replace("Version:", "").split())
     if "Open MPI" not in library:
         reason, advice = f"{name} ends a job whose rank has died", f"take Open MPI 5 and start by {LAUNCHER}"
     elif SRUN in environ:
