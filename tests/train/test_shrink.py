@@ -334,7 +334,7 @@ def test_gpus_are_refused() -> None:
         (
             "MPICH Version:      4.3.1\nABI",
             {},
-            "MPICH Version:      4.3.1 ends a job .* take Open MPI 5 and start by mpiexec",
+            "MPICH 4.3.1 ends a job .* take Open MPI 5 and start by mpiexec",
         ),
         ("Open MPI v5.0.8, package", {"SLURM_STEP_ID": "0"}, "srun ends a step .* start by mpiexec .* inside the job"),
         ("Open MPI v5.0.8, package", {}, "started without fault tolerance; start by mpiexec --with-ft ulfm"),
