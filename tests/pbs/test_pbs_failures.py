@@ -41,7 +41,7 @@ def test_a_job_with_a_dead_node_is_restarted_on_other_nodes(
     assert job.until_over(90) == 0
     assert job.links == [job.id] and dead not in job.nodes
     assert [attempt["status"] for attempt in job.attempts] == ["killed", "finished"]
-    assert job.attempts[1]["first_step"] == 21
+    assert job.attempts[1]["first_step"] in (21, 41)  # after a checkpoint; a busy machine kills the node later
     assert job.steps == list(range(1, STEPS + 1))
     assert job.weights == reference
 
