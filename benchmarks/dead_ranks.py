@@ -254,11 +254,11 @@ def seconds_of(kills: Sequence[Kill]) -> list[float]:
 
 def targets(kills: Sequence[Kill], pairs: Sequence[tuple[float, float]]) -> Iterator[Target]:
     seconds = seconds_of(kills)
-    yield from at_least("kills after which the job continued, or named the dead rank", len(kills), len(kills))
+    yield from at_least("kills after which the job continued", sum(kill.continued for kill in kills), len(kills))
     if seconds:
         median, p95 = statistics.median(seconds), seconds[min(math.ceil(0.95 * len(seconds)), len(seconds)) - 1]
         yield from at_most("seconds to the next step, without the step: median", median, MOST_SECONDS)
-        yield from at_most("the same: 95th percentile", p95, math.inf)
+        yield from at_most("the same: 95th percentile", p95, MOST_SECONDS)
     if pairs:
         ratio = statistics.median(shrink / restart for shrink, restart in pairs)
         yield from at_most("cost without failures, of a step", ratio - 1, MOST_COST)

@@ -236,7 +236,7 @@ class Strategy(ABC):
         """Complete background work, so that parameters and states may be read. Collective."""
 
     def rejoin(self) -> None:
-        """Go on with the ranks that the communicator now has, after others have died. Collective over them."""
+        """Continue with the ranks that the communicator now has, after others have died. Collective over them."""
         raise UsageError(f"{type(self).__name__} cannot continue with fewer ranks", everywhere=True)
 
     @abstractmethod

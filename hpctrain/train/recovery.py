@@ -172,7 +172,7 @@ class Recovery:
     # Recovery ---------------------------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Go on with the ranks that live; restore the state before the step if it must be repeated. Collective."""
+        """Continue with the ranks that live; restore the state before the step if it must be repeated. Collective."""
         began = time.monotonic()
         self._began = self._began or began
         lost: list[int] = []
