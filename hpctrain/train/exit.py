@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
 from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointFaultError, FileSystemError, HpctrainError
@@ -32,7 +32,6 @@ class LeavingTogether(SystemExit):
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        _note_code(code)
 
 
 def user_traceback(error: BaseException) -> str:
@@ -58,7 +57,6 @@ def _is_of_package(frame: traceback.FrameSummary) -> bool:
 
 def leave_with(code: int, before_exit: Callable[[], object]) -> None:
     """Exit with ``code`` when this process ends by an exception; Python's own exit code would be 1."""
-    _note_code(code)
 
     def leave() -> None:
         before_exit()
@@ -163,35 +161,6 @@ def finalize() -> None:
         for call in _BEFORE_FINALIZE:
             call()
         module.Finalize()
-
-
-_exit_code = 0  # of this process, as far as it is known while it exits
-
-
-def _note_code(code: object) -> None:
-    global _exit_code
-    _exit_code = code if isinstance(code, int) else int(code is not None)
-
-
-def note_exit_codes() -> None:
-    """From now on, note the code that the program passes to ``sys.exit``, for ``leave_without_finalizing``."""
-    if getattr(sys.exit, "notes_code", False):
-        return
-    leave = sys.exit
-
-    def noting(status: Any = None, /) -> NoReturn:
-        _note_code(status)
-        leave(status)
-
-    vars(noting)["notes_code"] = True
-    sys.exit = noting
-
-
-def leave_without_finalizing() -> None:
-    """Exit after ranks have died: MPI_Finalize of Open MPI would sometimes wait for them without end."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(_exit_code)
 
 
 def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = True) -> None:

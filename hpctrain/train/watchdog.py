@@ -33,7 +33,7 @@ from hpctrain.comm.transport.waiting import interruption, timeout_seconds, waiti
 from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, DeadlineError, HpctrainError, LockError, RankFailedError
 from hpctrain.log import logger
 from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
-from hpctrain.train.exit import leave_with, leave_without_finalizing, note_exit_codes, user_traceback, wait_until_read
+from hpctrain.train.exit import leave_with, user_traceback, wait_until_read
 from hpctrain.train.receipt.write import FailureRecord
 from hpctrain.util.text import printable_lines
 
@@ -95,15 +95,16 @@ class Watchdog:
 
     def rejoin(self, transport: Transport) -> None:
         """Monitor the ranks that are left, after others have died. Collective over them."""
-        note_exit_codes()
         self._transport = transport
         self._exit_notifier, self._heartbeat = _monitors(transport) if transport.size > 1 else (None, None)
+        self._prepare_finalize()
 
     def close(self) -> None:
         """Stop monitoring and restore the exception hooks."""
         self._closed.set()
         sys.excepthook, threading.excepthook = self._hooks
         atexit.unregister(self._on_exit)
+        self._prepare_finalize()
 
     def end(self, why: str, code: int) -> None:
         """End the job with this exit code, because this rank has failed; one rank prints why."""
@@ -121,14 +122,15 @@ class Watchdog:
             why, code = interrupt_message(kind)
             self._end(why + (UNSAVED if self.step and code == EXIT_INTERRUPTED else ""), "", code)
         if isinstance(error, RankFailedError):
-            self._end_without_dead_ranks()
+            self._end_without_dead_ranks(within=REPORT_WAIT)
         if isinstance(error, LockError):
             self.failure_record = None  # another start has taken over the folder
         text = user_traceback(error) or "".join(traceback.format_exception(kind, error, trace))
         late = issubclass(kind, DeadlineError)
         elsewhere = self._elsewhere(str(error)) if late else ""
         code = error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
-        self._end(f"{kind.__name__}: {error}{elsewhere}", text, code, stacks=late)
+        silence = REPORT_WAIT if isinstance(error, RankFailedError) else ABORT_WAIT
+        self._end(f"{kind.__name__}: {error}{elsewhere}", text, code, stacks=late, silence=silence)
 
     def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the error as Python does and exit with its code, by which a job script decides whether to retry."""
@@ -193,8 +195,11 @@ class Watchdog:
                 if not self._continues:
                     self._end_without_dead_ranks()
         self._closed.set()
+        self._prepare_finalize()
+
+    def _prepare_finalize(self) -> None:
         if self.detector is not None and (self.detector.has_lost or self.detector.dead()):
-            leave_without_finalizing()
+            self.detector.skip_finalize_barrier()
 
     # A rank that waits ------------------------------------------------------------------------------------------------
 
@@ -239,13 +244,21 @@ class Watchdog:
         if interruption.reason and notifier is not None and (rank := notifier.rank_that_ends()) is not None:
             self._end(f"rank {rank} has ended it", "", EXIT_FAILURE, silence=REPORT_WAIT)
 
-    def _end_without_dead_ranks(self) -> None:
-        """End the job if another rank has died, where MPI does not do so itself."""
-        if self.detector is not None and (dead := self.detector.dead()):
-            operation = waiting.operation
-            at = f", this one waits in {operation}" if operation else ""
-            # The launcher does not end the other ranks, so each ends itself.
-            self._end(f"{self.detector.describe(dead)}{at}", "", EXIT_FAILURE, silence=REPORT_WAIT)
+    def _end_without_dead_ranks(self, within: float = 0.0) -> None:
+        """End the job if another rank has died, where MPI does not do so itself; wait ``within`` seconds for that.
+
+        When another rank has detected it, operations of this one end with an error before it detects it itself.
+        """
+        if self.detector is None:
+            return
+        deadline = time.monotonic() + within
+        while not (dead := self.detector.dead()):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(POLL_EVERY)
+        at = f", this one waits in {waiting.operation}" if waiting.operation else ""
+        # The launcher does not end the other ranks, so each ends itself.
+        self._end(f"{self.detector.describe(dead)}{at}", "", EXIT_FAILURE, silence=REPORT_WAIT)
 
     def _others(self) -> str:
         """Describe the late ranks, or all ranks if all wait: they may be in different collectives."""

@@ -260,6 +260,8 @@ with job.run(model, optimizer, loader, checkpoints="run", on_failure="shrink") a
         model(batch).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+if sys.argv[1] == "raise":
+    raise SystemExit(5)
 sys.exit(5 if sys.argv[1] == "code" else 0)
 """
 
@@ -276,8 +278,9 @@ def test_errors_and_own_collectives_end_the_job(launch: Any, why: str) -> None:
 
 @needs_tolerance
 @pytest.mark.limit(120)
-def test_the_exit_code_is_that_of_the_ranks_that_are_left(launch: Any) -> None:
-    result = launch(3, STOPS, "code", options=TOLERANT)
+@pytest.mark.parametrize("how", ["code", "raise"])
+def test_the_exit_code_is_that_of_the_ranks_that_are_left(launch: Any, how: str) -> None:
+    result = launch(3, STOPS, how, options=TOLERANT)
     assert result.returncode == 5 and "2 ranks continue" in result.stderr and not result.survivors, result
 
 

@@ -7,6 +7,7 @@ Other MPI libraries and launchers end the job themselves.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from mpi4py import MPI
 
 from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import RankFailedError
+from hpctrain.log import logger
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by --with-ft ulfm
 _YES = ("1", "true", "yes", "ulfm", "mpi")
@@ -128,6 +130,19 @@ class FailureDetector:
             new, self._lost = sorted(lost - self._lost), lost
             interruption.reason = ""
         return comm, new
+
+    def skip_finalize_barrier(self) -> None:
+        """From now on, do not wait for all ranks of the job in MPI_Finalize.
+
+        The launcher counts dead ranks among them, and sometimes does not notice that they have died. The
+        barrier is that of PMIx; that of MPI itself is between the ranks that live.
+        """
+        try:
+            skips = ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize")
+        except ValueError:
+            logger.warning("this MPI library may wait for dead ranks without end when the job ends")
+        else:
+            skips.value = True
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return which ranks have died, as the subject of a sentence."""
