@@ -184,7 +184,10 @@ class Loop:
     def _one_pass(self) -> Iterator[tuple[int, Any]]:
         if self.steps.asynchronous and self.feed.splits:  # a splitting loader synchronizes the generators of all ranks
             self.steps.synchronize(f"the start of pass {self.feed.epoch} over the loader")
-        self.feed.begin_pass()
+        try:
+            self.feed.begin_pass()
+        except StepRepeatsError:
+            raise RankFailedError("a rank has died with gradients that no update has used") from None
         self._exhausted = False
         began, steps = self.feed.batches, self.state.step
         self._next_item = self._fetch()
@@ -267,8 +270,11 @@ class Loop:
         assert self.recovery is not None
         while self.recovery.stale and item is not None:
             self.recovery.stale = False
-            self._start_again()
-            item = self._next_item
+            try:
+                self._start_again()
+                item = self._next_item
+            except StepRepeatsError:  # one more rank has died while this step was about to be repeated
+                self._forget_iteration()
         return item
 
     def _forget_iteration(self) -> None:

@@ -181,7 +181,14 @@ class Watchdog:
             wait_until_read()
         else:
             time.sleep(silence if is_first else ABORT_WAIT)
+        if leave is None and self._is_last:
+            leave = os._exit  # after MPI_Abort of the last rank, the launcher would exit with code 0
         (leave or self._transport.abort)(code)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether all other ranks have died."""
+        return self.detector is not None and self.detector.has_lost and self._transport.size == 1
 
     # A rank that leaves early -----------------------------------------------------------------------------------------
 

@@ -36,6 +36,14 @@ def die(step, place):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Data(torch.utils.data.TensorDataset):
+    starts = 0
+
+    def set_epoch(self, epoch):  # called whenever the loader is started
+        self.starts += 1
+        die(self.starts, "start")
+
+
 torch.manual_seed(0)
 layers = [torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4)]
 if kind == "dropout":
@@ -44,7 +52,7 @@ model = job.wrap(torch.nn.Sequential(*layers))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 draw = torch.Generator().manual_seed(1)
-data = torch.utils.data.TensorDataset(torch.randn(96, 16, generator=draw), torch.randint(0, 4, (96,), generator=draw))
+data = Data(torch.randn(96, 16, generator=draw), torch.randint(0, 4, (96,), generator=draw))
 loader = torch.utils.data.DataLoader(data, batch_size=12, shuffle=True)
 with job.run(model, optimizer, loader, checkpoints=folder, every=5, on_failure="shrink") as run:
     for epoch in run.epochs(3):
@@ -101,6 +109,7 @@ def expected(known: dict[str, list[dict[str, Any]]], launch: Any, folder: Path, 
         ("0:1:backward", "1:6:end"),  # one after the other, down to one rank
         ("1:10:backward", "2:10:backward"),  # together
         ("0:16:epoch",),
+        ("1:5:backward", "2:2:start"),  # the second when step 5 is about to be repeated
     ],
 )
 def test_the_other_ranks_continue_with_the_same_batches(
@@ -249,10 +258,12 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=8)
 with job.run(model, optimizer, loader, checkpoints="run", on_failure="shrink") as run:
     for step, batch in run:
-        if step == 3 and number == 1:
+        if step == 3 and (number == 1 or number == 2 and sys.argv[1] == "last"):
             if sys.argv[1] == "error":
                 raise ValueError("bad sample")
             os.kill(os.getpid(), signal.SIGKILL)
+        if step == 5 and sys.argv[1] == "last":
+            raise ValueError("bad sample")
         if sys.argv[1] == "comm":
             job.comm.all_gather_object(step)
         if sys.argv[1] == "evaluate":
@@ -268,11 +279,11 @@ sys.exit(5 if sys.argv[1] == "code" else 0)
 
 @needs_tolerance
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("why", ["error", "comm", "evaluate"])
+@pytest.mark.parametrize("why", ["error", "last", "comm", "evaluate"])
 def test_errors_and_own_collectives_end_the_job(launch: Any, why: str) -> None:
     result = launch(3, STOPS, why, options=TOLERANT)
     assert result.returncode == 1 and not result.survivors, result
-    reason = "ValueError: bad sample" if why == "error" else r"rank 1 on \S+ has died"
+    reason = "ValueError: bad sample" if why in ("error", "last") else r"rank 1 on \S+ has died"
     assert len(re.findall(rf"ends the job: {reason}", result.stderr)) == 1, result
 
 
