@@ -16,7 +16,7 @@ from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.jobs import profile as profiles
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.modulefile import venv_of
-from hpctrain.jobs.profile import Profile, srun_type
+from hpctrain.jobs.profile import Profile, srun_type, with_tolerance
 from hpctrain.jobs.render import render, script_path
 from hpctrain.jobs.request import PROGRAM, TEMPLATES, Request, combine, node_range, run_folder
 from hpctrain.jobs.template import SCHEDULERS
@@ -37,6 +37,7 @@ examples:
   hpctrain job slurm --folder runs/a --nodes 2 --time 04:00:00 -- run train.py --rate 0.1    one for torchrun
   hpctrain job slurm big.toml --nodes 64 --time 12:00:00 --preflight    starts only if no node is slow
   hpctrain job slurm big.toml --nodes 2-8 --time 12:00:00               takes up to 8 nodes, those that are free
+  hpctrain job slurm big.toml --nodes 64 --spares 1 --time 12:00:00     continues on a spare node if one dies
   hpctrain job check my.sbatch                                          checks directives against the manuals
   hpctrain job profiles
 
@@ -64,12 +65,16 @@ def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
     _take_runner(args)
     profile, _ = _profile(args)
     request = _request(args, profile)
+    survives = False
     if not request.is_program:
         for task in request.sweep or ((),):  # the job would refuse wrong settings at its start
             settings = load_settings(request.config, (*request.settings, *task))
+            survives |= settings.run.on_failure == "shrink" and request.template != "benchmark"
             if request.most_nodes and args.scheduler == "slurm" and request.template != "benchmark":
                 check_node_counts(settings, request.node_counts, request.ranks_per_node)
     venv = request.venv or venv_of((*profile.modules, *request.modules), os.environ)
+    if survives:
+        profile = with_tolerance(profile, venv)
     if venv and profile.launcher == "srun" and not profile.mpi:
         profile = replace(profile, mpi=srun_type(venv))
     return render(request, profile), request, profile
@@ -131,7 +136,7 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
 
 _ALIKE = (
     *("account", "partition", "qos", "reservation", "constraint", "exclude", "memory", "container"),
-    *("at_once", "margin", "restarts", "retries", "preflight"),
+    *("at_once", "margin", "restarts", "retries", "preflight", "spares"),
 )
 
 
@@ -298,6 +303,9 @@ def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
     group.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks (default: the profile's, else one per GPU)"
     )
+    if scheduler == "slurm":
+        spares = "further nodes, on which the run starts again at once if a node dies (default: none)"
+        group.add_argument("--spares", type=int, default=0, metavar="N", help=spares)
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs (default: the profile's)")
     group.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores per rank (default: the profile's)")
     group.add_argument("--memory", default="", metavar="SIZE", help="memory per node, as in 200G")

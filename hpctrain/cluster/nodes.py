@@ -17,6 +17,7 @@ from hpctrain.util.reading import read_text, reason
 MAX_NODES = 65536  # more than any Slurm supports; a typo such as n[1-99999999] must not fill the memory
 
 REQUESTED = "HPCTRAIN_NODES"  # set by job scripts with a range of nodes: the range, as in 2-8
+SPARES = "HPCTRAIN_SPARES"  # set by job scripts with spare nodes: the number of those that idle
 _REQUEST = re.compile(r"[1-9][0-9]{0,8}-[1-9][0-9]{0,8}", re.ASCII)
 
 _NAME = re.compile(r"(?:[^\s,\[\]]|\[[0-9,-]+\])+")
@@ -28,6 +29,11 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 def requested_range(text: str | None) -> str | None:
     """Return a requested range of nodes such as 2-8; ``None`` for any other text."""
     return text if text is not None and _REQUEST.fullmatch(text) else None
+
+
+def spare_nodes(text: str | None) -> int | None:
+    """Return a number of spare nodes from 1 on; ``None`` for any other text."""
+    return int(text) if text is not None and re.fullmatch(r"[1-9][0-9]{0,8}", text, re.ASCII) else None
 
 
 @dataclass(frozen=True)

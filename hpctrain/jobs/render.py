@@ -9,8 +9,9 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
-from hpctrain.jobs.profile import Profile
+from hpctrain.jobs.profile import Profile, tolerates
 from hpctrain.jobs.request import FOLDER, Request, granted_nodes, task_cases
+from hpctrain.jobs.spares import on_living_nodes, spare_values
 from hpctrain.jobs.template import SCHEDULERS, Raw, Value, clock, fill, join, read_template
 
 Words = list[str]
@@ -62,7 +63,7 @@ def _srun(request: Request, profile: Profile) -> Words:
     gpus = [f"--gpus-per-task={each}"] if profile.gpus == "gpus-per-task" and each else []
     # Options of srun take precedence over SLURM_NTASKS and similar variables.
     placed = [Raw('--nodes="$nodes"'), Raw('--ntasks="$ranks"'), f"--ntasks-per-node={request.ranks_per_node}"]
-    counts = placed if request.most_nodes else []
+    counts = placed if request.most_nodes else on_living_nodes(request, profile)
     return ["srun", *mpi, "--kill-on-bad-exit=1", *counts, f"--cpus-per-task={request.cpus_per_rank}", *gpus]
 
 
@@ -71,13 +72,13 @@ def _openmpi(request: Request, profile: Profile) -> Words:
         found = ["--hostfile", Raw('"$PBS_NODEFILE"'), Raw('"${bind[@]}"'), Raw('"${variables[@]}"')]
         return ["mpirun", "-n", _ranks(request), *found]
     mapping = f"ppr:{request.ranks_per_node}:node:PE={request.cpus_per_rank}"
-    return ["mpirun", "-n", _ranks(request), "--map-by", mapping]
+    return ["mpirun", "-n", _ranks(request), *on_living_nodes(request, profile), "--map-by", mapping]
 
 
 def _hydra(request: Request, profile: Profile) -> Words:
     placed = ["-n", _ranks(request), "-ppn", str(request.ranks_per_node)]
     binding = [Raw('"${bind[@]}"')] if profile.scheduler == "pbs" else ["-bind-to", f"core:{request.cpus_per_rank}"]
-    return ["mpiexec", *placed, *binding]
+    return ["mpiexec", *placed, *on_living_nodes(request, profile), *binding]
 
 
 def _pals(request: Request, profile: Profile) -> Words:
@@ -134,7 +135,8 @@ def slurm_values(request: Request, profile: Profile) -> dict[str, Value]:
     ending = "%A_%a" if request.sweep else "%j"
     fixed = not request.most_nodes
     return {
-        "nodes": request.nodes_text,
+        "nodes": str(request.nodes + request.spares) if request.spares else request.nodes_text,
+        **spare_values(request, profile),
         # A range requests cores and no tasks: Slurm grants at most as many nodes as the smallest number
         # of nodes has tasks (2-3 with one task per node is 2), and a requeued job waits for as many
         # tasks as its last start had. With --mincpus alone, every start gets what is free (Slurm 22.05).
@@ -265,7 +267,7 @@ def _open_mpi(request: Request, profile: Profile) -> list[str]:
 # Values of the PBS templates for a job request (qsub(1B), pbs_resources(7B)) ------------------------------------------
 
 
-_ONLY_SLURM = ("reservation", "constraint", "exclude", "qos")
+_ONLY_SLURM = ("reservation", "constraint", "exclude", "qos", "spares")
 
 
 def pbs_values(request: Request, profile: Profile) -> dict[str, Value]:
@@ -393,6 +395,6 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "cases": task_cases(request.sweep) or None,
         "launcher": [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)],
         "preflight": preflight(request, profile),
-        "all_killed": _ALL_KILLED if "ulfm" in " ".join(profile.launch_options).split() else None,
+        "all_killed": _ALL_KILLED if tolerates(profile) else None,
         "program": program(request, profile),
     }

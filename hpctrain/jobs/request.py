@@ -48,6 +48,7 @@ class Request:
     name: str = _text("job name", "train")
     nodes: int = _number(1, MOST_NODES, least=1)
     most_nodes: int = _number(0, MOST_NODES)  # Slurm: the job takes up to as many nodes if they are free; 0: nodes
+    spares: int = _number(0, MOST_NODES)  # Slurm: further nodes, on which the run starts again if one dies
     ranks_per_node: int = _number(1, 4096, least=1)
     gpus_per_node: int = _number(0, 64)
     cpus_per_rank: int = _number(1, 4096, least=1)
@@ -122,6 +123,7 @@ class Request:
             raise UsageError(
                 f"most_nodes = {self.most_nodes}: allowed are 0 and numbers above nodes = {self.nodes}; increase it"
             )
+        self._check_spares()
         if len(self.sweep) > LARGEST_ARRAY - 1:
             raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
         if self.preflight and self.template == "benchmark":
@@ -131,6 +133,20 @@ class Request:
             raise UsageError(
                 f"time = {self.time}: the run is told to save {self.margin} s before the end, or up to {EARLY} s "
                 f"earlier{measuring}: ask for more time, or give a smaller margin"
+            )
+
+    def _check_spares(self) -> None:
+        if not self.spares:
+            return
+        if self.spares > self.nodes:
+            raise UsageError(f"spares = {self.spares}: at most as many as nodes = {self.nodes} are allowed")
+        if self.most_nodes:
+            raise UsageError(
+                f"spares = {self.spares} with nodes = {self.nodes_text}: a range takes what is free; give one number"
+            )
+        if self.template != "train":
+            raise UsageError(
+                f"spares = {self.spares} with template = {self.template!r}: allowed with train; remove spares"
             )
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpctrain import faults
 from hpctrain.cluster.launcher import Launch
-from hpctrain.cluster.nodes import REQUESTED, requested_range
+from hpctrain.cluster.nodes import REQUESTED, SPARES, requested_range, spare_nodes
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tolerant import TolerantCommunicator
@@ -319,6 +319,7 @@ class Job:
         launch, requested = self.launch, requested_range(os.environ.get(REQUESTED))
         found = {"job_id": launch.job_id, "scheduler": launch.scheduler, "restart_count": launch.restart_count}
         found["requested_nodes"] = requested if launch.job_id else None
+        found["spare_nodes"] = spare_nodes(os.environ.get(SPARES)) if launch.job_id else None
         return {**self.resources, **{name: value for name, value in found.items() if value is not None}}
 
 

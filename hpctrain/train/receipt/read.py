@@ -150,6 +150,7 @@ class Attempt:
     started: float | None  # since the epoch
     nodes: int
     requested_nodes: str | None  # as in 2-8; None if the job requested a fixed number
+    spare_nodes: int  # nodes of the job that idled, for use after the death of another
     ranks: int
     cpus: int | None
     gpus: int | None
@@ -179,8 +180,13 @@ class Attempt:
         return max(self.elapsed - self.startup - self.useful - self.repeated - self.saves, 0.0)
 
     @property
+    def paid_nodes(self) -> int:
+        """Return the number of nodes of the job, including spare ones."""
+        return self.nodes + self.spare_nodes
+
+    @property
     def node_hours(self) -> float:
-        return self.nodes * self.elapsed / 3600
+        return self.paid_nodes * self.elapsed / 3600
 
 
 def saved_step(attempt: Facts) -> int:
@@ -200,6 +206,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         started=began(facts),
         nodes=int(number(facts, "nodes", 1)),
         requested_nodes=requested_range(text(facts, "requested_nodes")),
+        spare_nodes=max(int(number(facts, "spare_nodes")), 0),
         ranks=int(number(facts, "size", 1)),
         cpus=_whole(facts, "cpus"),
         gpus=_whole(facts, "gpus"),

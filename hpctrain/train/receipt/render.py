@@ -13,6 +13,7 @@ from hpctrain.train.receipt.read import Attempt, RunReceipt, load
 from hpctrain.util.plotting import INK, add_grid, check_suffix, new_figure, save_figure
 from hpctrain.util.text import columns, counted, format_number, without_math
 
+SPARE = "spare"
 # Categories of an attempt's time: the name in JSON, and the label in text.
 PARTS = {
     "useful": "useful steps",
@@ -20,6 +21,7 @@ PARTS = {
     "repeated": "repeated steps",
     "saves": "waiting for checkpoints",
     "other": "other",
+    SPARE: "spare nodes",  # not of an attempt's time: the nodes that idled meanwhile
 }
 _WH = 3600.0  # joules
 MOST_LISTED = 10  # memory errors, and slow ranks, in the text
@@ -57,7 +59,7 @@ def totals(receipts: Sequence[RunReceipt]) -> Totals:
     stepped = [attempt for attempt in attempts if attempt.steps]
     return Totals(
         attempts=len(attempts),
-        node_seconds={part: sum(one.nodes * getattr(one, part) for one in attempts) for part in PARTS},
+        node_seconds=_node_seconds(attempts),
         steps=sum(one.steps for one in attempts),
         repeated_steps=sum(one.repeated_steps for one in attempts),
         memory_errors=sum(one.memory_errors for one in attempts),
@@ -67,6 +69,12 @@ def totals(receipts: Sequence[RunReceipt]) -> Totals:
         gpu_hours=_sum(None if one.gpus is None else one.gpus * one.elapsed / 3600 for one in attempts),
         joules=sum(joules) if joules else None,
     )
+
+
+def _node_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Return the seconds of all nodes by category."""
+    used = {part: sum(one.nodes * getattr(one, part) for one in attempts) for part in PARTS if part != SPARE}
+    return {**used, SPARE: sum(one.spare_nodes * one.elapsed for one in attempts)}
 
 
 def _sum(numbers: Iterable[N | None]) -> N | None:
@@ -171,6 +179,7 @@ def _row(one: Attempt) -> tuple[str, ...]:
     times = (one.elapsed, one.startup, one.useful, one.repeated, one.saves)
     steps = f"{one.first_step}-{one.last_step}" if one.last_step >= one.first_step else "none"
     nodes = f"{one.nodes} of {one.requested_nodes}" if one.requested_nodes else str(one.nodes)
+    nodes += f" + {one.spare_nodes} spare" if one.spare_nodes else ""
     facts = (one.job_id or "-", nodes, str(one.ranks), steps)
     return (str(one.index), started, *facts, *(duration(each) if each else "-" for each in times), one.why)
 
@@ -183,7 +192,8 @@ def _run_row(receipt: RunReceipt) -> tuple[str, ...]:
 
 
 def _totals(together: Totals) -> list[str]:
-    lost = [f"{words} {together.share(part):.1%}" for part, words in PARTS.items() if part != "useful"]
+    parts = [part for part in PARTS if part != "useful" and (part != SPARE or together.node_seconds[SPARE])]
+    lost = [f"{PARTS[part]} {together.share(part):.1%}" for part in parts]
     done = [counted(together.steps, "useful step", ",")]
     done += [f"{together.tokens:,} tokens"] if together.tokens else []
     done += [f"{together.samples:,} samples"] if together.samples else []

@@ -69,6 +69,15 @@ def test_an_mpi_that_cannot_be_loaded_is_a_finding(probe: Answer, level: str, wo
     assert (found.level, found.topic) == (level, "MPI") and words in found.found
 
 
+@pytest.mark.parametrize(
+    "library, continues",
+    [(OPENMPI, True), (OPENMPI.replace("5.0.11", "4.1.4"), False), (MPICH, False), (CRAY, False), ("ACME MPI", False)],
+)
+def test_whether_ranks_can_continue_without_dead_ones_is_told(library: str, continues: bool) -> None:
+    (found,) = [found for found in check_mpi(mpi(library)) if found.topic == "dead ranks"]
+    assert found.level == "ok" and ("--with-ft ulfm" in found.found) is continues
+
+
 def test_two_mpi_wheels_in_one_environment_are_an_error() -> None:
     assert told(check_mpi(replace(mpi(), wheels=("MPICH", "Open MPI")))) == [("error", "MPI")]
 

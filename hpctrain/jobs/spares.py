@@ -1,0 +1,108 @@
+"""Spare nodes of a Slurm job (``--spares``): shell code that starts the run again within its allocation.
+
+The job has more nodes than the run needs. When a start has failed, the script looks for the nodes of
+the job that still answer, and starts the run again on as many as it needs, without queueing. Slurm
+keeps such a job when one of its nodes has failed (``--no-kill``), also when that was the node of the
+script: a step on another node watches it, and lets Slurm requeue the job then.
+"""
+
+from __future__ import annotations
+
+from hpctrain.cluster.nodes import SPARES
+from hpctrain.errors import UsageError
+from hpctrain.jobs.profile import Profile
+from hpctrain.jobs.request import Request
+from hpctrain.jobs.template import Raw, Value
+
+LIVING = "HPCTRAIN_LIVING"  # nodes that answered before the script started itself again
+WATCHER = "HPCTRAIN_WATCHER"  # process id of the steps that watch the node of the script
+HOSTS = Raw('"$hosts"')
+_LAUNCHERS = ("srun", "openmpi", "hydra")
+_PROBE = 60  # seconds in which a node must answer
+_EVERY = 10  # seconds between two looks at the state of the node of the script
+_SMALL = "srun --overlap --nodes=1 --ntasks=1 --mpi=none"  # a step that needs no resources of its own
+
+
+def spare_values(request: Request, profile: Profile) -> dict[str, Value]:
+    """Return the values of the placeholders for spare nodes; None if the job has none."""
+    if not request.spares:
+        return {"no_kill": None, "living": None, "watch": None, "again": None}
+    if profile.launcher not in _LAUNCHERS:
+        allowed = ", ".join(_LAUNCHERS)
+        raise UsageError(f"spares = {request.spares}: with the launcher {profile.launcher}; allowed are {allowed}")
+    return {
+        "no_kill": "--no-kill",
+        "living": tuple(map(Raw, _living(request, profile))),
+        "watch": tuple(map(Raw, _watch())),
+        "again": tuple(map(Raw, _again())),
+    }
+
+
+def on_living_nodes(request: Request, profile: Profile) -> list[str]:
+    """Return the options of the launcher that start the ranks on the nodes that answer; none without spare nodes."""
+    if not request.spares:
+        return []
+    if profile.launcher == "srun":
+        counts = [f"--nodes={request.nodes}", f"--ntasks={request.ranks}"]
+        return ["--overlap", *counts, f"--ntasks-per-node={request.ranks_per_node}", Raw(f"--nodelist={HOSTS}")]
+    return ["--host" if profile.launcher == "openmpi" else "-hosts", HOSTS]
+
+
+def _living(request: Request, profile: Profile) -> list[str]:
+    """Return the lines that choose the nodes of this start."""
+    slots = f":{request.ranks_per_node}" if profile.launcher == "openmpi" else ""
+    return [
+        f"needed={request.nodes} # other nodes of the job are spare",
+        f"read -ra living <<<\"${{{LIVING}:-$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | tr '\\n' ' ')}}\"",
+        f"hosts=$(printf ',%s{slots}' \"${{living[@]:0:needed}}\") && hosts=${{hosts:1}}",
+        f"export {SPARES}=$((${{#living[@]}} - needed))",
+        "# Print the nodes of the job on which a step starts.",
+        "answering() {",
+        '    scontrol show hostnames "$SLURM_JOB_NODELIST" |',
+        f"        xargs -P 64 -I NODE timeout {_PROBE} {_SMALL} --nodelist=NODE printenv SLURMD_NODENAME 2>/dev/null |",
+        "        sort -V",
+        "}",
+    ]
+
+
+def _watch() -> list[str]:
+    """Return the lines that start a watch over the node of the script, unless it is running.
+
+    If the watching node dies, another one takes over. The step ignores SIGUSR1, by which Slurm announces
+    the end of the job to all steps.
+    """
+    body = (
+        f'trap "" USR1; while sleep {_EVERY}; do scontrol show node "$0" | grep -q State=DOWN && scontrol requeue "$1";'
+        " done"
+    )
+    return [
+        "# If this node dies, this script dies with it: a step on another node then lets Slurm requeue the job.",
+        "watch() {",
+        "    local node",
+        "    for node in $(printf '%s\\n' \"${living[@]}\" | tac); do",
+        '        if [ "$node" != "$SLURMD_NODENAME" ]; then',
+        f'            {_SMALL} --nodelist="$node" bash -c \'{body}\' "$SLURMD_NODENAME" "$job"',
+        "        fi",
+        "    done >/dev/null 2>&1",
+        "}",
+        "export HPCTRAIN_START=$job.${SLURM_RESTART_COUNT:-0}.$starts # the lock of an earlier start is void",
+        f'if ! kill -0 "${WATCHER}" 2>/dev/null; then',
+        "    watch &",
+        f"    export {WATCHER}=$!",
+        "fi",
+    ]
+
+
+def _again() -> list[str]:
+    """Return the lines that start the script again if enough nodes answer; else the job is requeued."""
+    return [
+        'if [ "$code" -ne 75 ]; then',
+        "    mapfile -t living < <(answering)",
+        '    if [ "${#living[@]}" -ge "$needed" ]; then',
+        '        echo "job $job starts again on ${living[*]:0:needed} (exit code $code)"',
+        f'        export {LIVING}="${{living[*]}}"',
+        '        exec "$BASH" "$0"',
+        "    fi",
+        '    echo "job $job: ${#living[@]} nodes answer, $needed are needed: Slurm requeues the job"',
+        "fi",
+    ]
