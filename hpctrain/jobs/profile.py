@@ -30,11 +30,6 @@ def installed_wheel(venv: str | Path) -> list[str]:
     return [library for wheel, library in _WHEELS.items() if any(name.startswith(f"{wheel}-") for name in names)]
 
 
-def tolerates(profile: Profile) -> bool:
-    """Return whether the launcher does not end a job whose rank has died."""
-    return profile.launcher == "openmpi" and "ulfm" in " ".join(profile.launch_options).split()
-
-
 def with_tolerance(profile: Profile, venv: str) -> Profile:
     """Return a profile whose launcher does not end a job whose rank has died, for ``run.on_failure = "shrink"``.
 
@@ -47,9 +42,9 @@ def with_tolerance(profile: Profile, venv: str) -> Profile:
             f'run.on_failure = "shrink" needs Open MPI 5, and {reason}: give an environment with it (--venv), or a '
             'profile with launcher = "openmpi", or set run.on_failure to "restart"'
         )
-    if tolerates(profile):
-        return profile
-    options = (*(profile.launch_options if profile.launcher == "openmpi" else ()), TOLERANT)
+    options = profile.launch_options if profile.launcher == "openmpi" else ()
+    if TOLERANT not in options:
+        options = (*options, TOLERANT)
     return replace(profile, launcher="openmpi", mpi="", launch_options=options)
 
 

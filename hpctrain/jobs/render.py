@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
-from hpctrain.jobs.profile import Profile, tolerates
+from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import FOLDER, Request, granted_nodes, task_cases
 from hpctrain.jobs.spares import on_living_nodes, spare_values
 from hpctrain.jobs.template import SCHEDULERS, Raw, Value, clock, fill, join, read_template
@@ -135,7 +135,6 @@ def slurm_values(request: Request, profile: Profile) -> dict[str, Value]:
     ending = "%A_%a" if request.sweep else "%j"
     fixed = not request.most_nodes
     return {
-        "nodes": str(request.nodes + request.spares) if request.spares else request.nodes_text,
         **spare_values(request, profile),
         # A range requests cores and no tasks: Slurm grants at most as many nodes as the smallest number
         # of nodes has tasks (2-3 with one task per node is 2), and a requeued job waits for as many
@@ -337,7 +336,7 @@ def _pbs_array(request: Request) -> str:
 # Rendering ------------------------------------------------------------------------------------------------------------
 
 
-# A run whose ranks have all been killed leaves its lock; mpiexec with fault tolerance then exits with code 0.
+# A run whose ranks have been killed leaves its lock. Open MPI's launcher may exit with code 0 then.
 _ALL_KILLED = Raw('if [ "$code" -eq 0 ] && [ -e "$folder/lock.json" ]; then code=137; fi # all ranks were killed')
 _VALUES = {"slurm": slurm_values, "pbs": pbs_values}
 
@@ -395,6 +394,6 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "cases": task_cases(request.sweep) or None,
         "launcher": [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)],
         "preflight": preflight(request, profile),
-        "all_killed": _ALL_KILLED if tolerates(profile) else None,
+        "all_killed": _ALL_KILLED if profile.launcher == "openmpi" else None,
         "program": program(request, profile),
     }

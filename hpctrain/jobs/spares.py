@@ -19,6 +19,7 @@ WATCHER = "HPCTRAIN_WATCHER"  # process id of the steps that watch the node of t
 HOSTS = Raw('"$hosts"')
 _LAUNCHERS = ("srun", "openmpi", "hydra")
 _PROBE = 60  # seconds in which a node must answer
+_NAME = "watch"  # of the step that watches the node of the script
 _EVERY = 10  # seconds between two looks at the state of the node of the script
 _SMALL = "srun --overlap --nodes=1 --ntasks=1 --mpi=none"  # a step that needs no resources of its own
 
@@ -26,11 +27,12 @@ _SMALL = "srun --overlap --nodes=1 --ntasks=1 --mpi=none"  # a step that needs n
 def spare_values(request: Request, profile: Profile) -> dict[str, Value]:
     """Return the values of the placeholders for spare nodes; None if the job has none."""
     if not request.spares:
-        return {"no_kill": None, "living": None, "watch": None, "again": None}
+        return {"nodes": request.nodes_text, "no_kill": None, "living": None, "watch": None, "again": None}
     if profile.launcher not in _LAUNCHERS:
         allowed = ", ".join(_LAUNCHERS)
         raise UsageError(f"spares = {request.spares}: with the launcher {profile.launcher}; allowed are {allowed}")
     return {
+        "nodes": request.nodes + request.spares,
         "no_kill": "--no-kill",
         "living": tuple(map(Raw, _living(request, profile))),
         "watch": tuple(map(Raw, _watch())),
@@ -55,11 +57,11 @@ def _living(request: Request, profile: Profile) -> list[str]:
         f"needed={request.nodes} # other nodes of the job are spare",
         f"read -ra living <<<\"${{{LIVING}:-$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | tr '\\n' ' ')}}\"",
         f"hosts=$(printf ',%s{slots}' \"${{living[@]:0:needed}}\") && hosts=${{hosts:1}}",
-        f"export {SPARES}=$((${{#living[@]}} - needed))",
+        f"export {SPARES}=$((${{#living[@]}} - needed)) SLURM_OVERLAP=1 # steps of a failed start may still be ending",
         "# Print the nodes of the job on which a step starts.",
         "answering() {",
         '    scontrol show hostnames "$SLURM_JOB_NODELIST" |',
-        f"        xargs -P 64 -I NODE timeout {_PROBE} {_SMALL} --nodelist=NODE printenv SLURMD_NODENAME 2>/dev/null |",
+        f"        xargs -P 64 -I {{}} timeout {_PROBE} {_SMALL} --nodelist={{}} printenv SLURMD_NODENAME 2>/dev/null |",
         "        sort -V",
         "}",
     ]
@@ -81,7 +83,8 @@ def _watch() -> list[str]:
         "    local node",
         "    for node in $(printf '%s\\n' \"${living[@]}\" | tac); do",
         '        if [ "$node" != "$SLURMD_NODENAME" ]; then',
-        f'            {_SMALL} --nodelist="$node" bash -c \'{body}\' "$SLURMD_NODENAME" "$job"',
+        "            # shellcheck disable=SC2016 # the other node expands it",
+        f'            {_SMALL} --job-name={_NAME} --nodelist="$node" bash -c \'{body}\' "$SLURMD_NODENAME" "$job"',
         "        fi",
         "    done >/dev/null 2>&1",
         "}",
@@ -97,6 +100,9 @@ def _again() -> list[str]:
     """Return the lines that start the script again if enough nodes answer; else the job is requeued."""
     return [
         'if [ "$code" -ne 75 ]; then',
+        "    # mpiexec and mpirun may leave ranks on the nodes that live.",
+        "    squeue --steps --noheader --jobs=\"$job\" --format='%i %j' 2>/dev/null |",
+        f"        awk '$1 ~ /[.][0-9]+$/ && $2 != \"{_NAME}\" {{print $1}}' | xargs -r scancel",
         "    mapfile -t living < <(answering)",
         '    if [ "${#living[@]}" -ge "$needed" ]; then',
         '        echo "job $job starts again on ${living[*]:0:needed} (exit code $code)"',

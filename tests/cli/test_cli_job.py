@@ -232,10 +232,9 @@ def test_a_run_that_continues_without_dead_ranks_gets_the_launcher_for_it(
     script = capsys.readouterr().out
     (line,) = [line for line in script.splitlines() if line.endswith("\\") and "mpirun" in line]
     assert line.endswith("--with-ft ulfm \\") and "srun" not in line
-    assert "all ranks were killed" in script
     assert main(words) == 0  # the default, restart
     script = capsys.readouterr().out
-    assert "ulfm" not in script and "all ranks were killed" not in script
+    assert "ulfm" not in script
 
 
 def test_a_run_that_continues_without_dead_ranks_needs_open_mpi(

@@ -47,7 +47,6 @@ def test_the_other_ranks_of_a_job_continue_without_a_killed_one(
     }
     assert job.steps == list(range(1, STEPS + 1))
     weights = job.weights
-    assert weights.keys() == reference.keys()
     for name, wanted in reference.items():
         if not name.startswith("model/"):
             continue

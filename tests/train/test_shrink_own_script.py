@@ -1,4 +1,4 @@
-"""A script as people write it, under ``on_failure = "shrink"``: its numbers are those of plain PyTorch in one process."""
+"""A script as people write it, under ``on_failure = "shrink"``: its numbers are those of plain PyTorch."""
 
 from __future__ import annotations
 
