@@ -118,7 +118,11 @@ class Killed:
                 try:
                     _, said = process.communicate(timeout=END)
                 except subprocess.TimeoutExpired:
-                    raise Violation(f"{self._kind}: did not end {END:g} s after kills of {victims}") from None
+                    said = _stacks(process, [pid for rank, pid in enumerate(pids) if rank not in victims])
+                    after = ", ".join(f"{moment:.3f}" for moment in sorted(moments))
+                    raise Violation(
+                        f"{self._kind}: did not end {END:g} s after kills of {victims} at {after} s:\n{said}"
+                    ) from None
             finally:
                 end_child(process)
         return self.checked(folder, process.returncode, said, victims, sorted(moments), times)
@@ -181,6 +185,16 @@ class Killed:
                 )
         if exact and rows[-1]["fingerprint"] != self._rows[-1]["fingerprint"]:
             raise Violation(f"{self._kind}: other weights than those of the undisturbed job; killed: {victims}")
+
+
+def _stacks(process: subprocess.Popen[str], pids: Sequence[int]) -> str:
+    """End ranks by SIGABRT, on which they print the stacks of all threads; return what the job has said."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=10)[1]
+    return "the launcher has not ended either"
 
 
 def play(folder: Path, count: int, seed: int) -> list[Kill]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpctrain.comm.transport.window import NoSpaceError
+from hpctrain.comm.transport.reserve import NoSpaceError
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator

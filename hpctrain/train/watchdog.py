@@ -312,7 +312,7 @@ def _monitors(transport: Transport) -> tuple[ExitNotifier | None, Heartbeat | No
 
     from hpctrain.comm.transport.liveness import ExitNotifier, Heartbeat
     from hpctrain.comm.transport.mpi import MpiTransport
-    from hpctrain.comm.transport.window import NoSpaceError
+    from hpctrain.comm.transport.reserve import NoSpaceError
 
     assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
     statuses = None

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.rma.remote_memory import OPERATIONS, RemoteMemory
-from hpctrain.comm.transport import window
+from hpctrain.comm.transport import reserve
 from hpctrain.comm.transport.mpi import DTYPES, in_elements, memory
 from hpctrain.comm.transport.waiting import SPINS, register_progress, timeout_seconds, until, waiting
 
@@ -64,10 +64,10 @@ class RemoteMemoryByMessages(RemoteMemory):
     def __init__(self, comm: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
         self._comm = comm.Dup()
         self.rank, self.lengths, self.dtype = comm.rank, list(lengths), dtype
-        self._node = window.node_of(self._comm)
+        self._node = reserve.node_of(self._comm)
         nbytes = -(-max(lengths[self.rank] * dtype.itemsize, 1) // PAGE) * PAGE
         agree: Callable[[bool], bool] = lambda here: self._comm.allreduce(here, MPI.LAND)
-        self._segments = window.reserve_window(self._node, nbytes, agree)
+        self._segments = reserve.reserve_window(self._node, nbytes, agree)
         self._views: dict[int, Tensor] = {}  # segments of the ranks of this node, mapped by all of them
         for place, rank in enumerate(self._node.allgather(self.rank)):
             segment, _ = self._segments.Shared_query(place)

@@ -33,7 +33,8 @@ from hpctrain.comm.shm.in_place import LocalPart, NodeQueue, WindowParts
 from hpctrain.comm.shm.staged import StagedCollectives
 from hpctrain.comm.transport.base import PreparedCall, Recorder, Transport, Work
 from hpctrain.comm.transport.mpi import MpiTransport
-from hpctrain.comm.transport.window import NodeMemory, NoSpaceError
+from hpctrain.comm.transport.reserve import NoSpaceError
+from hpctrain.comm.transport.window import NodeMemory
 
 if TYPE_CHECKING:
     from hpctrain.comm.shm.memory import Topology

@@ -113,7 +113,7 @@ class SharedMemory:
 
     def has_space(self, nbytes: int) -> bool:
         """Return whether all nodes have this many bytes of shared memory left; warn if not. Collective."""
-        from hpctrain.comm.transport.window import missing_space
+        from hpctrain.comm.transport.reserve import missing_space
 
         if not self.exists:
             return False
@@ -122,7 +122,7 @@ class SharedMemory:
 
     def lacks_space(self, error: CommunicationError) -> bool:
         """Return whether an error (common to all ranks) means that /dev/shm is full; warn about it once, on rank 0."""
-        from hpctrain.comm.transport.window import NoSpaceError
+        from hpctrain.comm.transport.reserve import NoSpaceError
 
         if not isinstance(error, NoSpaceError):
             return False

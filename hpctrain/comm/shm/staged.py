@@ -38,7 +38,8 @@ from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_pl
 from hpctrain.comm.shm.in_place import ALIGN, NodeQueue, Raw, copyto, raw
 from hpctrain.comm.transport.base import PreparedCall
 from hpctrain.comm.transport.waiting import waiting
-from hpctrain.comm.transport.window import ARRIVED, FINISHED, NodeMemory, NoSpaceError
+from hpctrain.comm.transport.reserve import NoSpaceError
+from hpctrain.comm.transport.window import ARRIVED, FINISHED, NodeMemory
 
 SLOT = 2**18  # bytes of a slot, for short tensors and if /dev/shm has no space for larger slots
 # By whether a node has more ranks than cores: bytes of a slot for longer tensors, and bytes that a

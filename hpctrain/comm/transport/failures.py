@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from mpi4py import MPI
 
@@ -42,13 +41,7 @@ def is_rank_failure(error: BaseException | None, classes: Collection[int] = RANK
     return isinstance(error, MPI.Exception) and error.Get_error_class() in classes
 
 
-class Revocable(Protocol):
-    """Object with a communicator, in which a rank may wait for others while one of them has died."""
-
-    comm: MPI.Intracomm
-
-
-_REVOCABLE: weakref.WeakSet[Revocable] = weakref.WeakSet()
+_REVOCABLE: weakref.WeakValueDictionary[int, MPI.Intracomm] = weakref.WeakValueDictionary()
 _DETECTORS: weakref.WeakSet[FailureDetector] = weakref.WeakSet()
 
 
@@ -67,10 +60,15 @@ def verify(comm: MPI.Intracomm) -> None:
         failed.Free()
 
 
-def register(transport: Revocable) -> None:
-    """Let operations of a communicator end with an error on all its ranks when one of them has died."""
+def register(comm: MPI.Intracomm) -> None:
+    """Let operations of a communicator end with an error on all its ranks when one of them has died.
+
+    Otherwise, a rank would wait without end for another one that lives and has met the error before.
+    """
     if RANK_FAILURES:
-        _REVOCABLE.add(transport)
+        _REVOCABLE[id(comm)] = comm
+        if interruption.reason:  # the others have been revoked already
+            comm.Revoke()
 
 
 class FailureDetector:
@@ -113,9 +111,9 @@ class FailureDetector:
             if interruption.reason or not (dead := self.dead()):
                 return
             interruption.reason = self.describe(dead)
-            for transport in list(_REVOCABLE):
+            for comm in list(_REVOCABLE.values()):
                 with suppress(MPI.Exception):  # it has been freed
-                    transport.comm.Revoke()
+                    comm.Revoke()
 
     def survivors(self) -> tuple[MPI.Intracomm, list[int]]:
         """Return a communicator of the ranks that live, and the ranks that have died since the last call.
@@ -129,6 +127,7 @@ class FailureDetector:
             lost = frozenset(range(self._base.Get_size())) - {*alive}
             new, self._lost = sorted(lost - self._lost), lost
             interruption.reason = ""
+        register(comm)
         return comm, new
 
     def skip_finalize_barrier(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpctrain.comm.transport import window
+from hpctrain.comm.transport import reserve
 from hpctrain.comm.transport.failures import is_rank_failure, suppress_rank_failures
 from hpctrain.comm.transport.waiting import progress
 from hpctrain.errors import RankFailedError
@@ -56,10 +56,10 @@ class Heartbeat:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._node = node = window.node_of(comm)
+        self._node = node = reserve.node_of(comm)
         self._own_index = node.Get_rank()
         self._ranks: list[int] = node.allgather(comm.Get_rank())
-        self._window = window.reserve_window(node, LINE, lambda here: node.allreduce(here, MPI.LAND))
+        self._window = reserve.reserve_window(node, LINE, lambda here: node.allreduce(here, MPI.LAND))
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(node.Get_size())]
         self._records = [memoryview(record) for record in memory]
         self._records[self._own_index][:] = bytes(LINE)

@@ -63,7 +63,7 @@ class MpiTransport(Transport):
         self.message_bytes, self._shares_bytes = message_bytes, shares_bytes
         self.rank = self.comm.Get_rank()
         self.size = self.comm.Get_size()
-        failures.register(self)
+        failures.register(self.comm)
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         """Return whether MPI reduces this dtype as torch does; min and max of floats may drop NaN in MPI."""
@@ -108,6 +108,7 @@ class MpiTransport(Transport):
 
     def _part(self, comm: MPI.Comm) -> MpiTransport:
         assert isinstance(comm, MPI.Intracomm), "ranks of one world make no intercommunicator"
+        failures.register(comm)
         part = MpiTransport(comm, self.message_bytes, self._shares_bytes)
         comm.Free()
         return part

@@ -1,122 +1,20 @@
-"""Node-shared memory: every rank maps the buffers of all ranks of its node; space in /dev/shm is reserved.
-
-MPI libraries create files there and map them. tmpfs allocates a page when it is first touched; if
-no page is left, the process dies of SIGBUS. Containers have 64 MiB by default. Therefore the space
-is checked before each window is created. Each rank then populates all pages of its part by a system
-call that returns an error instead.
-"""
+"""Node-shared memory: every rank maps the buffers of all ranks of its node, and waits for their counters."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.cluster.resources import ENLARGE, FOLDER, free_bytes
 from hpctrain.comm.transport.base import Recordable
 from hpctrain.comm.transport.mpi import MpiTransport
+from hpctrain.comm.transport.reserve import ORDERED, Window, reserve_window
 from hpctrain.comm.transport.waiting import OVERSUBSCRIBED_SPINS, SPINS, SpinWait, limits, until
-from hpctrain.errors import CommunicationError, DeadlineError
-from hpctrain.util import atomic
-
-SLACK = 2**20  # bytes that an MPI library may need for itself per window
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-
-
-class NoSpaceError(CommunicationError):
-    """Too little shared memory for a request; raised on all ranks that made the request."""
-
-
-def missing_space(nbytes: int) -> NoSpaceError | None:
-    """Return the error of a request for more memory than /dev/shm has left; None if there is enough."""
-    free = free_bytes()
-    if free is None or free >= nbytes + SLACK:
-        return None
-    wanted = (nbytes + SLACK) / 2**20
-    left = f"{FOLDER} has {free / 2**20:,.1f} MiB left, {wanted:,.1f} MiB of node memory are needed"
-    return NoSpaceError(f"{left}; {ENLARGE}")
-
-
-def node_of(world: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks that share memory with this one."""
-    node = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
-    assert isinstance(node, MPI.Intracomm), "ranks of one world make no intercommunicator"
-    return node
-
-
-def reserve_window(node: MPI.Intracomm, nbytes: int, agree: Callable[[bool], bool]) -> MPI.Win:
-    """Return a window of ``nbytes`` for this rank, with all pages populated. Collective.
-
-    ``agree`` is a logical AND over all ranks that must get memory together. Raises ``NoSpaceError``
-    on all of them if one of them gets no memory.
-    """
-    total = node.allreduce(nbytes)
-    missing = missing_space(total)
-    if not agree(missing is None):
-        raise missing or NoSpaceError(f"{FOLDER} of another node or rank has too little space left; {ENLARGE}")
-    window, reason = None, ""
-    try:
-        window = MPI.Win.Allocate_shared(nbytes, 1, comm=node)
-    except MPI.Exception as error:
-        reason = str(error).splitlines()[0]
-    if agree(window is not None and populate(window.Shared_query(node.rank)[0])):
-        assert window is not None, "all ranks have a window"
-        return window
-    # All ranks of a window must free it together. If one rank has none, the window is left to MPI's
-    # clean-up at exit.
-    if node.allreduce(int(window is not None)) == node.size:
-        assert window is not None, "all ranks of this node have a window"
-        window.Free()
-    why = reason or f"{FOLDER} has {(free_bytes() or 0) / 2**20:,.1f} MiB left"
-    raise NoSpaceError(f"cannot get {total / 2**20:,.1f} MiB of node memory: {why}; {ENLARGE}")
-
-
-def populate(memory: MPI.buffer) -> bool:
-    """Populate all pages of mapped memory; return whether there was space for them.
-
-    The pages are on the caller's NUMA node, as after a first touch. Before Linux 5.14 the space of
-    the mapped file is reserved instead; if the file was unlinked, the check by ``free_bytes`` must
-    suffice.
-    """
-    if not memory.nbytes:
-        return True
-    begin = memory.address // mmap.PAGESIZE * mmap.PAGESIZE
-    length = memory.address + memory.nbytes - begin
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-        return True
-    if ctypes.get_errno() == errno.EINVAL:
-        return _reserve(begin, length)
-    return ctypes.get_errno() not in (errno.EFAULT, errno.ENOMEM)
-
-
-def _reserve(begin: int, length: int) -> bool:
-    """Reserve the space in the file that is mapped at an address; return False if there is not enough."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        first, last = (int(number, 16) for number in fields[0].split("-"))
-        if first <= begin < last:
-            try:
-                handle = atomic.reopen(fields[5] if len(fields) == 6 else "")
-            except OSError:
-                return True
-            try:
-                os.posix_fallocate(handle, int(fields[2], 16) + begin - first, min(length, last - begin))
-            except OSError as error:
-                return error.errno not in (errno.ENOSPC, errno.EDQUOT)
-            finally:
-                os.close(handle)
-    return True
-
+from hpctrain.errors import DeadlineError
 
 # Node-shared memory: every rank maps the buffers of all ranks of its node ---------------------------------------------
 #
@@ -163,7 +61,7 @@ class NodeMemory(Recordable):
         *,
         oversubscribed: bool = False,
         everyone: MpiTransport | None = None,
-        ordered: bool = platform.machine() in ("x86_64", "AMD64"),
+        ordered: bool = platform.machine() in ORDERED,
     ) -> None:
         """Create the counters. Collective.
 
@@ -176,15 +74,17 @@ class NodeMemory(Recordable):
         self.size = transport.size
         self._transport = transport
         self._everyone = (everyone or transport).comm
-        self._windows: list[MPI.Win] = []
+        self._windows: list[Window] = []
         self._buffers: list[NodeBuffer] = []
         self._slab: NodeBuffer | None = None
         self._slab_used = 0
         self._fence: Callable[[], None] | None = None
         control = self._map(2 * LINE * 8)
         if not ordered:
-            self._windows[0].Lock_all(MPI.MODE_NOCHECK)  # a window may be synchronised inside an epoch only
-            self._fence = self._windows[0].Sync
+            (first,) = self._windows
+            assert isinstance(first, MPI.Win), "only windows of MPI have fences"
+            first.Lock_all(MPI.MODE_NOCHECK)  # a window may be synchronised inside an epoch only
+            self._fence = first.Sync
         counters = [memoryview(part.numpy().data).cast("q") for part in control.ranks]
         for counter in counters:
             counter[ARRIVED] = counter[FINISHED] = 0
@@ -235,7 +135,7 @@ class NodeMemory(Recordable):
         self._slab = None
         for counter in self._counters:
             counter.release()
-        if self._fence is not None:
+        if self._fence is not None and isinstance(self._windows[0], MPI.Win):
             self._windows[0].Unlock_all()
         for window in self._windows:
             window.Free()

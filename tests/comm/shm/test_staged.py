@@ -15,7 +15,8 @@ from hpctrain.comm.reduction import Reducer
 from hpctrain.comm.shm.in_place import NodeQueue
 from hpctrain.comm.shm.staged import DIRECT_BYTES, LARGE_SLOT, SLOT, StagedCollectives
 from hpctrain.comm.transport.mpi import MpiTransport
-from hpctrain.comm.transport.window import SLAB, NodeBuffer, NodeMemory, NoSpaceError
+from hpctrain.comm.transport.reserve import NoSpaceError
+from hpctrain.comm.transport.window import SLAB, NodeBuffer, NodeMemory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 

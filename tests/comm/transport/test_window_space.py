@@ -90,7 +90,7 @@ def test_a_training_run_computes_the_same_numbers_with_little_space(launch: Any,
 POPULATE = """
 import mmap, os
 from mpi4py import MPI
-from hpctrain.comm.transport import window
+from hpctrain.comm.transport import reserve
 def mapped(nbytes):
     handle = os.open(f"/dev/shm/segment-{nbytes}", os.O_RDWR | os.O_CREAT)
     os.ftruncate(handle, nbytes)
@@ -98,7 +98,7 @@ def mapped(nbytes):
 newest = window._MADV_POPULATE_WRITE
 for advice, nbytes in [(newest, 2**20), (12345, 2**19), (12345, 2**24), (newest, 2**25)]:  # 12345: before Linux 5.14
     window._MADV_POPULATE_WRITE = advice
-    print(window.populate(mapped(nbytes)))
+    print(reserve.populate(mapped(nbytes)))
 """
 
 

@@ -53,7 +53,7 @@ def test_replicas_avoid_node_memory_if_one_node_lacks_space(
     if not fits(name, comm.size):
         pytest.skip("it takes more ranks")
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr("hpctrain.comm.transport.window.free_bytes", lambda: 0)
+        monkeypatch.setattr("hpctrain.comm.transport.reserve.free_bytes", lambda: 0)
     with communicator(comm, VARIANTS[name]) as own:
         check_learning(own, VARIANTS[name], "mlp", 4)
 
