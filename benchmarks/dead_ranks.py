@@ -207,7 +207,7 @@ def play(folder: Path, count: int, seed: int) -> list[Kill]:
             kind = draw.choice(KINDS)
             jobs[kind] = jobs.get(kind) or Killed(folder, kind)
             found += jobs[kind].play(draw)
-            progress(min(len(found), count - 1))
+            progress(len(found))
     return found
 
 

@@ -122,7 +122,7 @@ class Progress:
     def __call__(self, done: int) -> None:
         """Print a line if the last one is old."""
         now = time.monotonic()
-        if self._shown and now - self._last >= LINE_EVERY and done < self._total:
+        if self._shown and now - self._last >= LINE_EVERY and 0 < done < self._total:
             self._last = now
             left = (now - self._began) / done * (self._total - done)
             announce(f"{self._what}: {done} of {self._total}, ETA {format_seconds(left)}")
