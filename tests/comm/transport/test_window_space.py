@@ -95,9 +95,9 @@ def mapped(nbytes):
     handle = os.open(f"/dev/shm/segment-{nbytes}", os.O_RDWR | os.O_CREAT)
     os.ftruncate(handle, nbytes)
     return MPI.buffer(mmap.mmap(handle, nbytes))
-newest = window._MADV_POPULATE_WRITE
+newest = reserve._MADV_POPULATE_WRITE
 for advice, nbytes in [(newest, 2**20), (12345, 2**19), (12345, 2**24), (newest, 2**25)]:  # 12345: before Linux 5.14
-    window._MADV_POPULATE_WRITE = advice
+    reserve._MADV_POPULATE_WRITE = advice
     print(reserve.populate(mapped(nbytes)))
 """
 
