@@ -37,8 +37,8 @@ FINE = LoginFacts(
 def test_a_good_environment_has_one_finding_per_topic() -> None:
     found = check(FINE)
     assert told(found) == []
-    topics = "node Python hpctrain torch GPUs MPI mpiexec HDF5 modules Slurm srun cores memory"
-    assert [finding.topic for finding in found] == [*topics.split(), "node memory"]
+    topics = ["node", "Python", "hpctrain", "torch", "GPUs", "MPI", "mpiexec", "dead ranks", "HDF5", "modules", "Slurm"]
+    assert [finding.topic for finding in found] == [*topics, "srun", "cores", "memory", "node memory"]
 
 
 def test_running_as_one_rank_of_several_is_noted() -> None:
