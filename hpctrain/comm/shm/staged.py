@@ -37,8 +37,8 @@ from torch import Tensor
 from hpctrain.comm.reduction import BLOCK, Reducer, average_scale, reduces_in_place
 from hpctrain.comm.shm.in_place import ALIGN, NodeQueue, Raw, copyto, raw
 from hpctrain.comm.transport.base import PreparedCall
-from hpctrain.comm.transport.waiting import waiting
 from hpctrain.comm.transport.reserve import NoSpaceError
+from hpctrain.comm.transport.waiting import waiting
 from hpctrain.comm.transport.window import ARRIVED, FINISHED, NodeMemory
 
 SLOT = 2**18  # bytes of a slot, for short tensors and if /dev/shm has no space for larger slots
