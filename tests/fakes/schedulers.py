@@ -25,8 +25,21 @@ if [ -e "$PLAY/$name" ]; then . "$PLAY/$name"; fi
 exit 0
 """
 NAMES = (
-    *("srun", "mpirun", "mpiexec", "scontrol", "squeue", "sbatch", "sacct", "qsub", "qstat", "qalter", "qselect"),
-    *("canary", "module", "sleep"),
+    *(
+        "srun",
+        "mpirun",
+        "mpiexec",
+        "scontrol",
+        "squeue",
+        "scancel",
+        "sbatch",
+        "sacct",
+        "qsub",
+        "qstat",
+        "qalter",
+        "qselect",
+    ),
+    *("canary", "module", "scancel", "sleep"),
 )
 
 

@@ -59,8 +59,10 @@ def requeued(batch: Batch) -> int:
 
 
 def test_a_failed_start_is_repeated_on_the_nodes_that_answer(batch: Batch) -> None:
+    batch.does("squeue", "case $* in *--steps*) printf '%s\\n' '7.0 ranks' '7.1 watch' '7.batch batch' ;; esac")
     done = run(batch, "exit 137", dead="a2")
     assert done.returncode == 0 and not requeued(batch), done
+    assert [call.words for call in batch.calls("scancel")] == [["7.0"]], "ranks that live on"
     assert "job 7 starts again on a1 a3 (exit code 137)" in done.stdout
     first, second = starts(batch)
     for call, hosts, spares in ((first, "a1,a2", "1"), (second, "a1,a3", "0")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from batch_jobs import Submitter
 from support.pace import scaled
@@ -27,31 +26,6 @@ def test_a_job_with_a_killed_rank_is_requeued(submitter: Submitter, reference: d
     assert (job.restarts, job.attempts[1]["first_step"]) == (1, 21)
     assert job.steps == list(range(1, STEPS + 1))
     assert job.weights == reference
-
-
-@pytest.mark.limit(200)
-def test_the_other_ranks_of_a_job_continue_without_a_killed_one(
-    submitter: Submitter, reference: dict[str, bytes]
-) -> None:
-    job = submitter.submit("--set", "run.on_failure=shrink", mpi="openmpi", HARM="kill 1 30")
-    assert job.until_over(150) == "COMPLETED"
-    assert "mpirun -n 2 --map-by ppr:1:node:PE=1 --with-ft ulfm" in job.script.read_text()
-    (attempt,) = job.attempts
-    assert (job.restarts, attempt["status"], attempt["first_step"]) == (0, "finished", 1)
-    (recovery,) = attempt["recoveries"]
-    assert {name: recovery[name] for name in ("ranks", "hosts", "step", "ranks_left")} == {
-        "ranks": [1],
-        "hosts": ["a2"],
-        "step": 30,
-        "ranks_left": 1,
-    }
-    assert job.steps == list(range(1, STEPS + 1))
-    weights = job.weights
-    for name, wanted in reference.items():
-        if not name.startswith("model/"):
-            continue
-        # The sum over two ranks is in another order than that over one.
-        assert np.allclose(np.frombuffer(weights[name], "f4"), np.frombuffer(wanted, "f4"), atol=1e-5), name
 
 
 @BOTH

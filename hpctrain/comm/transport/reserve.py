@@ -109,10 +109,13 @@ class SharedBytes:
 
 def _anonymous(nbytes: int) -> int:
     """Return a descriptor of a file in memory without a name; -1 if there is no space for it."""
+    file = -1
     try:
         file = os.memfd_create("hpctrain")
         os.ftruncate(file, max(nbytes, 1))
     except OSError:
+        if file >= 0:
+            os.close(file)
         return -1
     return file
 

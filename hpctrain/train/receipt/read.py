@@ -180,13 +180,9 @@ class Attempt:
         return max(self.elapsed - self.startup - self.useful - self.repeated - self.saves, 0.0)
 
     @property
-    def paid_nodes(self) -> int:
-        """Return the number of nodes of the job, including spare ones."""
-        return self.nodes + self.spare_nodes
-
-    @property
     def node_hours(self) -> float:
-        return self.paid_nodes * self.elapsed / 3600
+        """Return the node-hours of the job, including those of spare nodes."""
+        return (self.nodes + self.spare_nodes) * self.elapsed / 3600
 
 
 def saved_step(attempt: Facts) -> int:
