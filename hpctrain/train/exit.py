@@ -11,20 +11,23 @@ import termios
 import time
 import traceback
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
 from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointFaultError, FileSystemError, HpctrainError
-from hpctrain.train.control import interrupt_message, stop_request
+from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
 from hpctrain.util.text import printable_lines
 
 FORWARD_TIME = 0.2  # seconds in which the launcher may pass on the output
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPORT_WAIT = 1.0  # seconds that the other ranks wait for rank 0 to report
 REPORT_WAIT_SRUN = 5.0  # srun ends the other ranks, if told to (--kill-on-bad-exit), more slowly than other launchers
+REPORT_WAIT_JOB = (
+    30.0  # job scripts always tell it to, so that only a rank whose error others do not have waits so long
+)
 
 
 class LeavingTogether(SystemExit):
@@ -73,20 +76,27 @@ def print_once(error: object, rank: int | None) -> None:
     """Print an error that may occur on every process: rank 0 at once, others only if rank 0 does not have it.
 
     Before MPI_Init, ranks cannot communicate. Rank 0 ends all ranks after it has printed its error.
-    If a rank is still running after one second and was not told to end, either only a few ranks
-    have the error or the launcher does not end the others.
+    If a rank is still running after one second (longer under srun) and was not told to end, either
+    only a few ranks have the error or the launcher does not end the others.
     """
     stop_request.starting = False  # this rank is exiting: record a SIGTERM of the launcher, and do not raise
     if not rank:
         reason = printable_lines(f"hpctrain: error: {error}")
         print(reason, file=sys.stderr, flush=True)
         return
-    deadline = time.monotonic() + (REPORT_WAIT_SRUN if "SLURM_STEP_ID" in os.environ else REPORT_WAIT)
+    deadline = time.monotonic() + report_wait(os.environ)
     while time.monotonic() < deadline and stop_request.signal is None:
         time.sleep(0.05)
     if not _has_started() and stop_request.signal is None:
         reason = printable_lines(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}")
         print(reason, file=sys.stderr, flush=True)
+
+
+def report_wait(environ: Mapping[str, str]) -> float:
+    """Return the number of seconds in which rank 0 prints its error and the launcher ends the others."""
+    if "SLURM_STEP_ID" not in environ:
+        return REPORT_WAIT
+    return REPORT_WAIT_JOB if environ.get(ASKED_BY) == "USR1" else REPORT_WAIT_SRUN
 
 
 def end_unstarted(code: int) -> None:

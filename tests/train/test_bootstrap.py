@@ -16,6 +16,7 @@ from support.training_fixtures import checkpoints_of
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import DeviceError, SettingsError
 from hpctrain.parallel.config import ParallelSettings
+from hpctrain.train.exit import report_wait
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MPI = """
@@ -97,6 +98,11 @@ def test_a_script_under_the_launcher_of_another_mpi_is_refused(tmp_path: Path) -
     assert (first[0], third[0]) == (2, 2) and third[1:] == ("", "")
     (line,) = first[2].splitlines()
     assert line.startswith(f"hpctrain: error: {other}") and "started 4 processes" in line
+
+
+def test_ranks_of_a_job_script_wait_long_for_rank_0_since_srun_ends_them() -> None:
+    waits = [report_wait(variables) for variables in ({}, SRUN, SRUN | {"HPCTRAIN_ASKED_BY": "USR1"})]
+    assert waits[0] < waits[1] < waits[2] and waits[2] >= 30
 
 
 def _installed(distribution: str) -> bool:
