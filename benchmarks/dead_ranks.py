@@ -4,13 +4,14 @@
 
 Each job loses one to three of its four ranks by SIGKILL, one after the other or together, at random
 moments of its training: in passes, updates, exchanges, checkpoints, and within the recovery from another
-kill. It must continue with the remaining ranks to its last step, with the losses of an undisturbed job
-(reproducible ones: with the same bits), or end with the message that names the dead rank. The first
-violation ends the benchmark with exit code 1.
+kill. Under ZeRO and FSDP the others restore its shards. The job must continue with the remaining ranks to
+its last step, with the losses of an undisturbed job (reproducible ones: with the same bits), or end with the
+message that names the dead rank. The first violation ends the benchmark with exit code 1.
 
 The time of a kill is that from SIGKILL to the record of the next completed step in ``metrics.jsonl``, minus
-a step. The cost without kills is that of a step of a GPT with 10.9 million parameters under ``mpiexec
---with-ft ulfm`` and ``shrink``, relative to the same step under plain ``mpiexec`` and ``restart``.
+a step. The cost without kills is that of a step of a GPT with 10.9 million parameters, under ``ddp`` and
+``fsdp``, with ``mpiexec --with-ft ulfm`` and ``shrink``, relative to the same step with plain ``mpiexec`` and
+``restart``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dead_ranks_target import COST, KINDS
+from dead_ranks_target import COSTS, KINDS
 from harness import plot
 from harness.ranks import end_child, mpiexec, run_child
 from harness.report import Target, at_least, at_most, mpi_slug, table, target_table
@@ -175,7 +176,7 @@ class Killed:
 
     def _compare(self, rows: Sequence[Mapping[str, Any]], victims: Sequence[int]) -> None:
         """Raise ``Violation`` unless the losses are those of the undisturbed job."""
-        exact = self._kind == "reproducible"
+        exact = "reproducible" in self._kind
         if self._kind == "dropout":  # another number of ranks draws other masks
             return
         for row, other in zip(rows, self._rows):
@@ -214,17 +215,17 @@ def play(folder: Path, count: int, seed: int) -> list[Kill]:
 # Cost -----------------------------------------------------------------------------------------------------------------
 
 
-def cost(folder: Path, pairs: int) -> list[tuple[float, float]]:
+def cost(folder: Path, kind: str, pairs: int) -> list[tuple[float, float]]:
     """Return the median seconds of a step with and without ``shrink``, one pair of jobs after the other."""
     found: list[tuple[float, float]] = []
     with until_stopped:
         for number in range(pairs):
-            announce(f"cost: pair {number + 1} of {pairs}")
+            announce(f"{kind}: pair {number + 1} of {pairs}")
             pair = []
             for launcher, on_failure in ((tolerant(COST_RANKS), "shrink"), (mpiexec(COST_RANKS), "restart")):
                 where = folder / f"cost-{on_failure}"
                 shutil.rmtree(where, ignore_errors=True)
-                done = run_child([*launcher, *target(COST, where, COST_STEPS, on_failure)], timeout=START + 4 * END)
+                done = run_child([*launcher, *target(kind, where, COST_STEPS, on_failure)], timeout=START + 4 * END)
                 steps = [row["step_seconds"] for row in rows_of(where)][4:]
                 if done.returncode or not steps:
                     raise UsageError(f"the job for the cost failed:\n{done.stderr}")
@@ -253,9 +254,9 @@ def run(args: argparse.Namespace) -> int:
         except Violation as violation:
             print(f"violated, seed {seed}: {violation}", file=sys.stderr)
             return 1
-        pairs = cost(folder, args.rounds)
+        pairs = {kind: cost(folder, kind, args.rounds) for kind in COSTS}
     figures = list(targets(kills, pairs))
-    content = {"seed": seed, "kills": [asdict(kill) for kill in kills], "cost": [list(pair) for pair in pairs]}
+    content = {"seed": seed, "kills": [asdict(kill) for kill in kills], "cost": pairs}
     lines = [f"\n{RANKS} ranks, {len(kills)} killed\n", target_table(figures), kills_table(kills)]
     name = f"dead-ranks-np{RANKS}-{mpi_slug()}"
     finish(args, "dead-ranks", content, lines, file=name, ranks=RANKS, found=figures, draw=draw)
@@ -266,16 +267,18 @@ def seconds_of(kills: Sequence[Kill]) -> list[float]:
     return sorted(kill.seconds for kill in kills if kill.seconds is not None)
 
 
-def targets(kills: Sequence[Kill], pairs: Sequence[tuple[float, float]]) -> Iterator[Target]:
+def targets(kills: Sequence[Kill], pairs: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[Target]:
     seconds = seconds_of(kills)
     yield from at_least("kills after which the job continued", sum(kill.continued for kill in kills), len(kills))
     if seconds:
         median, p95 = statistics.median(seconds), seconds[min(math.ceil(0.95 * len(seconds)), len(seconds)) - 1]
         yield from at_most("seconds to the next step, without the step: median", median, MOST_SECONDS)
         yield from at_most("the same: 95th percentile", p95, MOST_SECONDS)
-    if pairs:
-        ratio = statistics.median(shrink / restart for shrink, restart in pairs)
-        yield from at_most("cost without failures, of a step", ratio - 1, MOST_COST)
+    for kind, found in pairs.items():
+        if found:
+            ratio = statistics.median(shrink / restart for shrink, restart in found)
+            data = kind.removeprefix("cost").strip() or "ddp"
+            yield from at_most(f"cost without failures, of a step: {data}", ratio - 1, MOST_COST)
 
 
 def kills_table(kills: Sequence[Kill]) -> str:

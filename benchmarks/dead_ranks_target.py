@@ -21,14 +21,14 @@ import hpctrain
 from hpctrain.models.build import build
 from hpctrain.models.settings import ModelSettings
 
-KINDS = ("plain", "batch norm", "dropout", "reproducible")
-COST = "cost"  # a GPT with 10.9 million parameters, eight sequences of 128 tokens per rank and step
+KINDS = ("plain", "batch norm", "dropout", "reproducible", "zero1", "fsdp", "reproducible fsdp")
+COSTS = ("cost", "cost fsdp")  # a GPT with 10.9 million parameters, eight sequences of 128 tokens per rank and step
 CONTEXT, VOCABULARY, SEQUENCES = 128, 256, 8
 SAMPLES, BATCH, WIDTH = 480, 48, 256
 
 
 def model_of(kind: str) -> nn.Module:
-    if kind == COST:
+    if kind in COSTS:
         return build(ModelSettings(name="gpt-mini", context=CONTEXT), vocab_size=VOCABULARY)
     between = {"batch norm": nn.BatchNorm1d(WIDTH), "dropout": nn.Dropout(0.2)}.get(kind, nn.Identity())
     return nn.Sequential(
@@ -38,7 +38,7 @@ def model_of(kind: str) -> nn.Module:
 
 def data_of(kind: str, ranks: int) -> DataLoader[tuple[torch.Tensor, ...]]:
     draw = torch.Generator().manual_seed(1)
-    if kind == COST:
+    if kind in COSTS:
         tokens = torch.randint(VOCABULARY, (16 * SEQUENCES * ranks, CONTEXT + 1), generator=draw)
         return DataLoader(TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone()), batch_size=SEQUENCES * ranks)
     inputs, classes = torch.randn(SAMPLES, 32, generator=draw), torch.randint(0, 4, (SAMPLES,), generator=draw)
@@ -46,12 +46,13 @@ def data_of(kind: str, ranks: int) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def main(kind: str, folder: Path, steps: int, on_failure: str) -> None:
-    job = hpctrain.init(device="cpu", parallel={"reproducible": kind == "reproducible"})
+    data, reproducible = next((one for one in ("zero1", "fsdp") if one in kind), "ddp"), "reproducible" in kind
+    job = hpctrain.init(device="cpu", parallel={"data": data, "reproducible": reproducible})
     torch.manual_seed(0)
     model = job.wrap(model_of(kind))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     note = folder.with_name(f"{folder.name}.pids") / str(job.rank)
-    options: dict[str, Any] = {"steps": steps, "every": 10 if kind != COST else steps, "on_failure": on_failure}
+    options: dict[str, Any] = {"steps": steps, "every": steps if kind in COSTS else 10, "on_failure": on_failure}
 
     def loss_of(part: tuple[torch.Tensor, ...]) -> torch.Tensor:
         outputs = model(part[0])
@@ -59,7 +60,7 @@ def main(kind: str, folder: Path, steps: int, on_failure: str) -> None:
 
     with job.run(model, optimizer, data_of(kind, job.size), checkpoints=str(folder), **options) as run:
         for step, batch in run:
-            if kind == "reproducible":
+            if reproducible:
                 loss = run.backward(tuple(batch), loss_of)
             else:
                 loss = loss_of(batch)

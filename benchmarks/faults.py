@@ -61,7 +61,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 RANKS = {"pipe": 2}  # 3 for others
 REACTIONS: dict[str, dict[str, Any]] = {
     "restart": {},
-    "shrink": {"run.on_failure": "shrink"},  # Open MPI and ddp only
+    "shrink": {"run.on_failure": "shrink"},  # Open MPI only, and not for pipelines
     "repair": {"health.fingerprint_every": 1},  # ddp only
     "skip": {"train.on_nonfinite": "skip"},
 }
@@ -127,8 +127,9 @@ def cases(shrinks: bool) -> Iterator[tuple[str, str, str]]:
         for strategy in STRATEGIES:
             yield fault, strategy, "restart"
     if shrinks:
-        for fault in (*_DEATHS, "exception", "exit 0"):
-            yield fault, "ddp", "shrink"
+        for strategy in ("ddp", "zero1", "fsdp"):
+            for fault in (*_DEATHS, "exception", "exit 0"):
+                yield fault, strategy, "shrink"
     for fault in ("flipped parameter", "flipped moment"):
         yield fault, "ddp", "repair"
     for strategy in STRATEGIES:

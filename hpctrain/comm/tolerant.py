@@ -8,13 +8,14 @@ repeats the step when the body has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.shm.memory import RankMemory
 from hpctrain.comm.transport.base import Finished, Work
 from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import RankFailedError
@@ -31,6 +32,13 @@ class TolerantCommunicator(Communicator):
     def beside(cls, comm: Communicator) -> TolerantCommunicator:
         """Return a communicator of the same ranks with separate messages, a part of the other one. Collective."""
         return comm._split(cls, 0, comm.rank)
+
+    def with_parts(self) -> Iterator[TolerantCommunicator]:
+        """Yield this communicator and those that were split from it."""
+        yield self
+        for part in self._parts:
+            if isinstance(part, TolerantCommunicator):
+                yield from part.with_parts()
 
     def attempt(self, call: Callable[[], T], instead: Callable[[], T]) -> T:
         """Return what ``call`` returns; after the death of another rank, what ``instead`` returns."""
@@ -147,3 +155,18 @@ def continue_with(comm: Communicator, ranks: Any) -> None:
     from hpctrain.comm.transport.mpi import MpiTransport
 
     comm._replace(MpiTransport(ranks))
+
+
+def release_former(comm: Communicator) -> None:
+    """Release what served a communicator before ``continue_with``; tensors stay valid as long as they exist."""
+    comm._former.clear()
+    for part in comm._parts:
+        release_former(part)
+
+
+def memory_of_ranks(comm: Communicator, nbytes: int) -> RankMemory:
+    """Return memory of this many bytes for each rank, which outlives a rank on its node. Collective.
+
+    Raises ``CommunicationError`` on all ranks if a node has too little space left.
+    """
+    return comm._host.memory.of_each_rank(nbytes)

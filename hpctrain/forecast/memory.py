@@ -128,9 +128,17 @@ def memory_items(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
         found.append(MemoryItem("optimizer states", _states(run, model.strategy.trained_bytes)))
     found += _offloaded_activations(run, model)
     if keeps_weights(run.settings.health, run.ranks) or keeps_state(run.settings.run.on_failure, run.ranks):
-        trained = _states(run, model.strategy.trained_bytes)
-        found.append(MemoryItem("buffers", model.parameter_bytes + model.buffer_bytes + trained))
+        found.append(_kept_state(run, model))
     return found + (_stage_buffers(run, model) if run.parallel.pipe > 1 else [])
+
+
+def _kept_state(run: PlannedRun, model: RankModel) -> MemoryItem:
+    """Return the copies from which steps are repeated: one of the whole state, or two of the shards that change."""
+    states, groups = _states(run, model.strategy.trained_bytes), model.strategy.groups
+    if not groups:
+        return MemoryItem("buffers", model.parameter_bytes + model.buffer_bytes + states)
+    shards = sum((2 if one.trained else 1) * one.shard for one in groups)
+    return MemoryItem("buffers", shards + model.buffer_bytes + 2 * states, on_host=True)
 
 
 def _states(run: PlannedRun, nbytes: int) -> int:

@@ -53,7 +53,7 @@ class DataParallel(SyncStrategy):
     """
 
     adopts_frozen = True
-    replicated = True
+    continues = True
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ParallelSettings = ParallelSettings()) -> None:
         super().__init__(model, comm)

@@ -96,9 +96,9 @@ class Strategy(ABC):
     place, stage = "", 0  # coordinates of this rank in the mesh, as text, and its pipeline stage
     pipe: Communicator | None = None  # stages of the pipeline that forward_backward executes; None without one
     copies: Communicator | None = None  # ranks that must hold the same parameters as this one after an update
+    continues = False  # whether it can continue with fewer ranks (``rejoin``)
     held: Mapping[int, nn.Parameter] | None = None  # parameters trained at attachment, by id; None: unknown
     early_updates: HostOptimizer | None = None  # that updates within a backward pass, before the optimizer's step
-    replicated = False  # whether every data rank holds the whole state, so that the others can continue without it
     _syncing = True  # whether backward passes are reduced
     _sample_weight = 1.0  # local samples x data ranks / global samples
 

@@ -63,7 +63,7 @@ class RunSettings:
     oversubscribe: bool = False
     # Reaction to the death of a rank. restart: the job ends, and a job script starts it again from the
     # last checkpoint. shrink: the other ranks continue with the same batches (Open MPI, mpiexec --with-ft
-    # ulfm; parallel.data = "ddp").
+    # ulfm; parallel.data = ddp, zero1, zero2 or fsdp).
     on_failure: OnFailure = "restart"
 
     def __post_init__(self) -> None:

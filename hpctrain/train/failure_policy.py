@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from hpctrain.train.options import RunOptions
 
 OnFailure = Literal["restart", "shrink"]
+CONTINUES = ("ddp", "zero1", "zero2", "fsdp")  # values of parallel.data with which the other ranks can continue
+ALLOWED = (
+    f"allowed are parallel.data = {', '.join(CONTINUES)} over all ranks, without pipelines, "
+    "tensor parallelism and offload"
+)
 RESTART = 'set it to "restart", with which the job ends and a job script starts it again'
 LAUNCHER = "mpiexec --with-ft ulfm"
 SRUN = "SLURM_STEP_ID"  # set in processes that srun has started
@@ -24,16 +29,18 @@ SRUN = "SLURM_STEP_ID"  # set in processes that srun has started
 
 def why_not(parallel: ParallelSettings, offload: OffloadSettings) -> str:
     """Return why a run with these settings cannot continue with fewer ranks; empty if it can."""
-    if parallel.data != "ddp" or parallel.splits_model:
+    if parallel.data not in CONTINUES or parallel.splits_model:
         axes = [
             f"parallel.{axis} = {getattr(parallel, axis)}" for axis in ("pipe", "tensor") if getattr(parallel, axis) > 1
         ]
         return ", ".join(axes) or f'parallel.data = "{parallel.data}"'
+    if parallel.data != "ddp" and parallel.shard_within != "world":
+        return f'parallel.shard_within = "{parallel.shard_within}"'
     return "offload" if offload.any_update else ""
 
 
 def survives(parallel: ParallelSettings, offload: OffloadSettings) -> bool:
-    """Return whether every rank holds the whole state, so that the others can continue without it."""
+    """Return whether the other ranks can continue without a rank that has died."""
     return not why_not(parallel, offload)
 
 
@@ -49,7 +56,7 @@ def check_settings(on_failure: str, parallel: ParallelSettings, offload: Offload
     if reason := why_not(parallel, offload):
         raise SettingsError(
             f'setting run.on_failure = "shrink" with {reason}: a dead rank takes its part of the state with it; '
-            f'allowed is parallel.data = "ddp" without pipelines, tensor parallelism and offload; {RESTART}',
+            f"{ALLOWED}; {RESTART}",
             everywhere=True,
         )
     if device == "cuda":
@@ -76,23 +83,20 @@ def check_launch(*, reports: bool, library: str, environ: Mapping[str, str] = os
     )
 
 
-def check_options(options: RunOptions, *, splits: bool, loader: Any, replicated: bool, on_gpu: bool) -> None:
+def check_options(options: RunOptions, *, splits: bool, loader: Any, continues: bool, on_gpu: bool) -> None:
     """Raise ``UsageError`` on all ranks if a run with these options, loader and strategies cannot continue.
 
-    ``splits``: the run divides the batches of its loader over the ranks. ``replicated``: every rank
-    holds the whole state.
+    ``splits``: the run divides the batches of its loader over the ranks. ``continues``: the strategies
+    can continue with fewer ranks.
     """
-    for reason in _refused(options, splits=splits, loader=loader, replicated=replicated, on_gpu=on_gpu):
+    for reason in _refused(options, splits=splits, loader=loader, continues=continues, on_gpu=on_gpu):
         raise UsageError(f'a run with on_failure = "shrink" {reason}', everywhere=True)
 
 
-def _refused(options: RunOptions, *, splits: bool, loader: Any, replicated: bool, on_gpu: bool) -> Iterator[str]:
+def _refused(options: RunOptions, *, splits: bool, loader: Any, continues: bool, on_gpu: bool) -> Iterator[str]:
     kind = type(loader).__name__
-    if not replicated:
-        yield (
-            'and ranks that hold parts of the state: allowed is parallel.data = "ddp" without pipelines, tensor '
-            f"parallelism and offload; {RESTART}"
-        )
+    if not continues:
+        yield f"and ranks that take parts of the state with them: {ALLOWED}; {RESTART}"
     if on_gpu:
         yield f"on GPUs: not supported yet; {RESTART}"
     if not splits:

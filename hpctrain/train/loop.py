@@ -8,9 +8,8 @@ and stops occur at the end of a step (``steps``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from hpctrain import trace
@@ -268,9 +267,13 @@ class Loop:
     def _divided_again(self, item: Item | None) -> Item | None:
         """Return the same batch, or this rank's new share of it if other ranks have died."""
         assert self.recovery is not None
-        while self.recovery.stale and item is not None:
-            self.recovery.stale = False
+        while item is not None:
             try:
+                if not self.steps.pending:
+                    self.recovery.prepare_step()
+                if not self.recovery.stale:
+                    return item
+                self.recovery.stale = False
                 self._start_again()
                 item = self._next_item
             except StepRepeatsError:  # one more rank has died while this step was about to be repeated
@@ -314,29 +317,28 @@ class Loop:
             saves=self.steps.save_requested,
         )
         own = self.steps.requests(final=self._stop_reason is not None)
-        averages, requests = self._after_body(partial(self._exchange, own, step_state), left=left)
+        averages, requests = self._after_body(own, step_state, left=left)
         self._iteration = None
         self.feed.consumed()
         if requests.final:
             self.steps.agree_on_stop(self._stop_reason)
-        position = self.feed.epoch, self.feed.batches
-        held = self._ended_ahead
-        self.steps.end_iteration(iteration, averages, requests, held=held, left=left, position=position)
+        at, held = (self.feed.epoch, self.feed.batches), self._ended_ahead
+        self.steps.end_iteration(iteration, averages, requests, held=held, left=left, position=at)
         if iteration.updated and requests.stop and not self.steps.finished:
             self.steps.leave()
 
-    def _after_body(self, exchange: Callable[[], Exchanged], *, left: bool) -> Exchanged:
+    def _after_body(self, own: StepRequests, step_state: StepState, *, left: bool) -> Exchanged:
         """Return what the exchange returns, unless a rank has died in this step, which must then be repeated."""
         if self.recovery is None:
-            return exchange()
+            return self._exchange(own, step_state)
         try:
-            return self.recovery.end_body(exchange)
+            return self.recovery.end_body(lambda: self._exchange(own, step_state), updated=step_state.updated)
         except StepRepeatsError:
             if left:
                 raise RankFailedError("a rank has died in a step whose loop was left by break") from None
             raise
 
-    def _exchange(self, own: StepRequests, step_state: StepState) -> tuple[dict[str, float], StepRequests]:
+    def _exchange(self, own: StepRequests, step_state: StepState) -> Exchanged:
         """Exchange data with the other ranks at the end of an iteration; with it go the times of this rank."""
         step, stragglers = self.state.step + 1, self.steps.stragglers
         if stragglers is None or not isinstance(self.exchange, StepExchange):

@@ -16,11 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.checkpoint.retention import remove_leftovers
-from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
+from hpctrain.comm.tolerant import TolerantCommunicator, continue_with, release_former
 from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import CommunicationError, RankFailedError
 from hpctrain.log import logger, renumber
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import SplitStrategy, Strategy
 from hpctrain.train.failure_policy import check_launch, check_options
 from hpctrain.train.feed import Feed
 from hpctrain.train.metrics import Progress
@@ -29,8 +29,10 @@ from hpctrain.train.state_copy import StateCopy
 from hpctrain.util.text import counted, format_seconds
 
 if TYPE_CHECKING:
+    import torch
     from mpi4py import MPI
 
+    from hpctrain.parallel.fsdp.shard_copies import ShardCopies
     from hpctrain.train.checkpointing import RunCheckpoints
     from hpctrain.train.control import StopSaveFlags
     from hpctrain.train.job import Job
@@ -76,7 +78,8 @@ def join_ranks(job: Job, ranks: MPI.Intracomm) -> None:
 class Recovery:
     """Sections of a run, which are repeated with fewer ranks when others have died.
 
-    ``copy`` is of the state before each step. ``record`` gets the facts of each recovery on every rank.
+    ``copy`` is of the state before each step, without shards, of which ``shards`` are copies.
+    ``strategies`` are those of the run. ``record`` gets the facts of each recovery on every rank.
     ``join`` lets the job continue with the ranks of an mpi4py communicator.
     """
 
@@ -84,12 +87,14 @@ class Recovery:
         self,
         job: Job,
         copy: StateCopy,
-        comms: Sequence[TolerantCommunicator],
+        shards: ShardCopies | None,
+        strategies: Sequence[Strategy],
         record: Callable[[Mapping[str, Any]], None],
         join: Callable[[Job, Any], None] = join_ranks,
     ) -> None:
         assert job.guard.detector is not None
-        self._job, self._copy, self._comms, self._record, self._join = job, copy, comms, record, join
+        self._job, self._copy, self._shards, self._record, self._join = job, copy, shards, record, join
+        self._strategies = strategies
         self._detector = job.guard.detector
         self._detector.continues = True
         self.rejoin: list[Callable[[], object]] = []  # called after a recovery, in this order. Collective
@@ -102,6 +107,12 @@ class Recovery:
         self._batches = 0  # batches of the current step that have begun
         self._accumulates = False  # whether a step has had several batches
 
+    @property
+    def _comms(self) -> list[TolerantCommunicator]:
+        """The communicators of the strategies, and those that they have split from them."""
+        own = [one.comm for one in self._strategies if isinstance(one.comm, TolerantCommunicator)]
+        return [each for comm in own for each in comm.with_parts()]
+
     # Sections ---------------------------------------------------------------------------------------------------------
 
     def section(self, call: Callable[[], T]) -> T:
@@ -111,6 +122,12 @@ class Recovery:
         """
         self._section += 1
         return self._complete(call)
+
+    def prepare_step(self) -> None:
+        """Copy shards that have changed other than in a step. Collective, before the ranks divide a batch."""
+        if self._shards is not None and self._shards.outdated:
+            take = self._shards.take
+            self.section(lambda: take(self._section))
 
     def begin_step(self) -> None:
         """Copy the state before a step. The first call is collective."""
@@ -124,12 +141,23 @@ class Recovery:
         self._batches += 1
         self._accumulates |= self._batches > 1
 
-    def end_body(self, call: Callable[[], T]) -> T:
-        """Return what the exchange at the end of the body returns. Raises ``StepRepeatsError`` if it has failed."""
+    def end_body(self, exchange: Callable[[], T], *, updated: bool) -> T:
+        """Return what the exchange at the end of the body returns. Raises ``StepRepeatsError`` if it has failed.
+
+        Shards are copied before it, if parameters were ``updated``.
+        """
         for comm in self._comms:
             comm.tolerates = False
         self._section += 1
-        return self._complete(call)
+        if self._shards is None:
+            return self._complete(exchange)
+        take = self._shards.take
+
+        def complete() -> T:
+            take(self._section, updated=updated)
+            return exchange()
+
+        return self._complete(complete)
 
     def end_step(self) -> None:
         """Note that a step is complete: it will not be repeated."""
@@ -186,6 +214,7 @@ class Recovery:
                 except Exception as error:
                     if not _is_failure(error):  # one more rank has died
                         raise
+        release_former(self._job.comm)
         self.stale = True
         self._tell(lost, time.monotonic() - began, repeats=repeats)
         if repeats:
@@ -204,6 +233,10 @@ class Recovery:
         if repeats:
             self._copy.restore(together=False)
             self._section = agreed
+        for strategy in self._strategies:
+            strategy.rejoin()
+        if self._shards is not None:
+            self._shards.restore(agreed)
         for call in self.rejoin:
             call()
         return repeats
@@ -282,7 +315,7 @@ class Shrinking:
             self._options,
             splits=self._feed.follows_ranks,
             loader=self._feed.loader,
-            replicated=all(strategy.replicated for strategy in self._strategies.values()),
+            continues=all(strategy.continues for strategy in self._strategies.values()),
             on_gpu=self._job.device.type != "cpu",
         )
 
@@ -299,15 +332,25 @@ class Shrinking:
         if not self.wanted:
             return
         job, strategies = self._job, list(self._strategies.values())
-        comms = [one.comm for one in strategies if isinstance(one.comm, TolerantCommunicator)]
-        recovery = Recovery(job, StateCopy(state, weights=True), comms, run_folder.recovered)
+        shards = self._shard_copies(state.optimizers)
+        rest = StateCopy(state, weights=True, elsewhere=() if shards is None else shards.parameters)
+        recovery = Recovery(job, rest, shards, strategies, run_folder.recovered)
         run_folder.share_holder(job.comm)
 
-        recovery.rejoin += [one.rejoin for one in strategies]
         recovery.rejoin += [self._divide, steps.rejoin]
         recovery.rejoin += [partial(self._keep_records, state, steps, stops, run_folder), checkpoints.rejoin]
         steps.recovery = updates.recovery = recovery
         self._feed.collective = recovery.section
+
+    def _shard_copies(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> ShardCopies | None:
+        """Return the copies of shards; None if every rank holds the whole state."""
+        if not any(isinstance(one, SplitStrategy) for one in self._strategies.values()):
+            return None
+        from hpctrain.parallel.fsdp.shard_copies import ShardCopies
+        from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+
+        sharded = [one for one in self._strategies.values() if isinstance(one, ShardedDataParallel)]
+        return ShardCopies(self._job.comm, sharded, optimizers)
 
     def _keep_records(self, state: TrainState, steps: Steps, stops: StopSaveFlags, run_folder: RunFolder) -> None:
         """Let the first of the ranks that are left keep the records, if it does not yet. Collective."""

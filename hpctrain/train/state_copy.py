@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,12 @@ class StateCopy:
     """Copy of a run's state between two steps: what a checkpoint has, in the memory of each rank.
 
     Without ``weights`` the copy has no optimizer states, and no parameters except those whose ids are
-    in ``moving``, but everything else. It then serves to repeat a step whose update was not made.
+    in ``moving``, but everything else. It then serves to repeat a step whose update was not made. It
+    has nothing of parameters whose ids are in ``elsewhere``.
     """
 
-    def __init__(self, state: TrainState, *, weights: bool) -> None:
-        self._state, self.weights = state, weights
+    def __init__(self, state: TrainState, *, weights: bool, elsewhere: Collection[int] = ()) -> None:
+        self._state, self.weights, self._elsewhere = state, weights, elsewhere
         self._tensors: dict[str, dict[str, Tensor]] = {}  # of the models, by key
         self._groups: dict[str, Groups] = {}  # of the optimizers, by key
         self._optimizer_states: dict[str, States] = {}
@@ -52,6 +53,7 @@ class StateCopy:
                 self._optimizer_states[key] = {
                     parameter: {name: _kept(held.get(parameter, {}).get(name), value) for name, value in entry.items()}
                     for parameter, entry in optimizer.state.items()
+                    if id(parameter) not in self._elsewhere
                 }
         if self.weights:
             self._columns = {name: list(column) for name, column in state.curves.columns.items()}
@@ -83,7 +85,7 @@ class StateCopy:
         for key, optimizer in state.optimizers.items():
             _restore_groups(optimizer, self._groups[key])
             if self.weights:
-                _restore_states(optimizer, self._optimizer_states[key])
+                _restore_states(optimizer, self._optimizer_states[key], self._elsewhere)
         for strategy in state.strategies.values():
             strategy.gradients.drop()
             strategy.refresh()
@@ -102,7 +104,7 @@ class StateCopy:
         """Yield the tensors of a model that are copied."""
         yield from model.named_buffers()
         for name, parameter in model.named_parameters():
-            if self.weights or id(parameter) in self.moving:
+            if (self.weights or id(parameter) in self.moving) and id(parameter) not in self._elsewhere:
                 yield name, parameter
 
 
@@ -144,9 +146,9 @@ def _restore_groups(optimizer: torch.optim.Optimizer, saved: Groups) -> None:
                 group[name] = copy.deepcopy(value)
 
 
-def _restore_states(optimizer: torch.optim.Optimizer, saved: States) -> None:
+def _restore_states(optimizer: torch.optim.Optimizer, saved: States, elsewhere: Collection[int]) -> None:
     """Restore the states of parameters in place; those that are new since the copy are removed."""
-    for parameter in [each for each in optimizer.state if each not in saved]:
+    for parameter in [each for each in optimizer.state if each not in saved and id(each) not in elsewhere]:
         del optimizer.state[parameter]
     for parameter, entries in saved.items():
         present = optimizer.state[parameter]

@@ -61,6 +61,16 @@ def test_a_copy_from_which_steps_are_repeated_is_counted(facts: ModelFacts, sect
         assert kept.host["buffers"] - plain.host["buffers"] == pytest.approx(copies * 12 * facts.numel, rel=0.02)
 
 
+def test_two_copies_of_shards_are_counted(facts: ModelFacts) -> None:
+    parallel = {"data": "fsdp"}
+    shrinks = build(
+        Settings, {"model": MODEL, "train": {"batch": 16}, "parallel": parallel, "run": {"on_failure": "shrink"}}
+    )
+    kept = memory_of(PlannedRun(shrinks, facts, 4, 4, "cpu")).rank.host["buffers"]
+    more = kept - planned(facts, data="fsdp").rank.host["buffers"]
+    assert more == pytest.approx(2 * 12 * facts.numel / 4, rel=0.02)
+
+
 def test_fsdp_ranks_of_a_node_share_parameters(facts: ModelFacts) -> None:
     ddp, fsdp = planned(facts), planned(facts, data="fsdp")
     whole = 4 * facts.numel

@@ -322,7 +322,8 @@ def test_all_ranks_agree_on_the_last_section_that_must_be_complete() -> None:
 @pytest.mark.parametrize(
     "parallel, offload, named",
     [
-        (ParallelSettings(data="fsdp"), OffloadSettings(), 'parallel.data = "fsdp"'),
+        (ParallelSettings(data="easgd"), OffloadSettings(), 'parallel.data = "easgd"'),
+        (ParallelSettings(data="fsdp", shard_within="node"), OffloadSettings(), 'parallel.shard_within = "node"'),
         (ParallelSettings(pipe=2), OffloadSettings(), "parallel.pipe = 2"),
         (ParallelSettings(), OffloadSettings(optimizer=True), "offload"),
     ],
@@ -335,6 +336,7 @@ def test_settings_whose_state_dies_with_a_rank_are_refused(
     assert caught.value.exit_code == 2
     check_settings("restart", parallel, offload, "cuda")
     check_settings("shrink", ParallelSettings(reproducible=True), OffloadSettings(), "auto")
+    check_settings("shrink", ParallelSettings(data="fsdp"), OffloadSettings(), "auto")
 
 
 def test_gpus_are_refused() -> None:
@@ -365,7 +367,7 @@ def test_launchers_that_end_the_job_are_refused(library: str, environ: dict[str,
     "changed, told",
     [
         ({"splits": False}, "a loader that every rank reads by itself .list."),
-        ({"replicated": False}, "ranks that hold parts of the state"),
+        ({"continues": False}, "ranks that take parts of the state with them"),
         ({"on_gpu": True}, "on GPUs"),
         ({"fingerprint_every": 1}, "fingerprint_every = 1"),
         ({"background": True}, "background = true"),
@@ -373,7 +375,7 @@ def test_launchers_that_end_the_job_are_refused(library: str, environ: dict[str,
     ],
 )
 def test_runs_that_cannot_continue_are_refused(changed: dict[str, Any], told: str) -> None:
-    given: dict[str, Any] = {"splits": True, "loader": [], "replicated": True, "on_gpu": False}
+    given: dict[str, Any] = {"splits": True, "loader": [], "continues": True, "on_gpu": False}
     options = RunOptions(on_failure="shrink")
     check_options(options, **given)
     known = {name: value for name, value in changed.items() if name in given}

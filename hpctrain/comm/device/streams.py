@@ -9,12 +9,14 @@ with the same interface and check the order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.transport.base import Work
 from hpctrain.comm.transport.waiting import waiting
 
 
@@ -127,3 +129,50 @@ def streams_of(device: torch.device) -> Streams:
     if device.type == "cuda":
         return CudaStreams(device)
     return Streams(device) if device.type == "meta" else Streams()
+
+
+# Communication stream -------------------------------------------------------------------------------------------------
+#
+# Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
+# computing stream. A collective first waits on this stream for the computations that were enqueued
+# before it (an event). If its result is needed, the computing stream waits for the collective
+# (another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
+# in memory that the node shares, still in progress. Then each call of its handle drives its progress.
+
+
+class StreamWork:
+    """Handle of one collective that was enqueued on a ``CommStream``."""
+
+    def __init__(self, streams: Streams, event: Any, work: Work | None) -> None:
+        self._streams, self._event, self._work = streams, event, work
+
+    def done(self) -> bool:
+        """Return whether the operation is complete for this host, and drive its progress if it is not."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> None:
+        """Order subsequent computations after the collective."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._event is not None:
+            self._streams.wait(self._streams.current(), self._event)
+
+
+class CommStream:
+    """Communication stream, which runs collectives in the order in which they are enqueued."""
+
+    def __init__(self, streams: Streams) -> None:
+        # the host can enqueue a collective before the previous one is complete
+        self.asynchronous = streams.device.type != "cpu"
+        self._streams, self._stream = streams, streams.new()
+
+    def run(self, collective: Callable[[], Work | None]) -> StreamWork:
+        """Enqueue a collective, and return its handle."""
+        streams = self._streams
+        if not self.asynchronous:
+            return StreamWork(streams, None, collective())
+        streams.wait(self._stream, streams.record(streams.current()))
+        with streams.on(self._stream):
+            work = collective()
+        return StreamWork(streams, streams.record(self._stream), work)

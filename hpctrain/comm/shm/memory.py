@@ -16,6 +16,7 @@ from hpctrain.log import logger
 
 if TYPE_CHECKING:
     from hpctrain.comm.shm.collectives import NodeCollectives
+    from hpctrain.comm.transport.reserve import Window
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,17 @@ def discover(transport: Transport, node: Transport) -> Topology:
         ranks.sort(key=lambda rank: everyone[rank][1])
     oversubscribed = any(len(ranks) > len(frozenset().union(*(everyone[rank][2] for rank in ranks))) for ranks in grid)
     return Topology(leaders.index(leader), len(leaders), node.rank, node.size, tuple(map(tuple, grid)), oversubscribed)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of the ranks of this node, as bytes by rank of the communicator; all of them can read and write it.
+
+    The memory of a rank remains readable when the rank has died. It is freed when it is no longer referenced.
+    """
+
+    ranks: dict[int, Tensor]
+    window: Window | None = None
 
 
 # Shared memory, from first use to release -----------------------------------------------------------------------------
@@ -110,6 +122,27 @@ class SharedMemory:
                 if must_share or not self.lacks_space(error):
                     raise
         return torch.empty(numel, dtype=dtype)
+
+    def of_each_rank(self, nbytes: int) -> RankMemory:
+        """Return memory of ``nbytes`` zeroed bytes for each rank. Collective.
+
+        Raises ``NoSpaceError`` on all ranks if a node has too little space left.
+        """
+        from hpctrain.comm.transport.mpi import MpiTransport
+
+        if not isinstance(self._transport, MpiTransport) or not isinstance(self._node, MpiTransport):
+            return RankMemory({0: torch.zeros(nbytes, dtype=torch.uint8)})
+        from hpctrain.comm.transport.reserve import reserve_window
+
+        transport, ranks = self._transport, self.topology.grid[self.topology.node]
+        window = reserve_window(self._node.comm, nbytes, lambda here: all(transport.all_gather_object(here)))
+        parts = (window.Shared_query(number)[0] for number in range(len(ranks)))
+        memory = RankMemory(
+            {rank: torch.frombuffer(part, dtype=torch.uint8, count=nbytes) for rank, part in zip(ranks, parts)}, window
+        )
+        memory.ranks[transport.rank].zero_()
+        transport.barrier()
+        return memory
 
     def has_space(self, nbytes: int) -> bool:
         """Return whether all nodes have this many bytes of shared memory left; warn if not. Collective."""

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device.streams import Streams
+from hpctrain.comm.device.streams import CommStream, StreamWork
 from hpctrain.comm.transport.base import Work
 from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import RingSlot, ring_slots
@@ -33,53 +33,6 @@ from hpctrain.parallel.fsdp.param_group import GroupReduction, ParamGroup
 if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.setup import ShardingPlan
     from hpctrain.parallel.fsdp.unshard import UnshardOnDemand
-
-# Communication stream -------------------------------------------------------------------------------------------------
-#
-# Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
-# computing stream. A collective first waits on this stream for the computations that were enqueued
-# before it (an event). If its result is needed, the computing stream waits for the collective
-# (another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
-# in memory that the node shares, still in progress. Then each call of its handle drives its progress.
-
-
-class StreamWork:
-    """Handle of one collective that was enqueued on a ``CommStream``."""
-
-    def __init__(self, streams: Streams, event: Any, work: Work | None) -> None:
-        self._streams, self._event, self._work = streams, event, work
-
-    def done(self) -> bool:
-        """Return whether the operation is complete for this host, and drive its progress if it is not."""
-        return self._work is None or self._work.done()
-
-    def wait(self) -> None:
-        """Order subsequent computations after the collective."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._event is not None:
-            self._streams.wait(self._streams.current(), self._event)
-
-
-class CommStream:
-    """Communication stream, which runs collectives in the order in which they are enqueued."""
-
-    def __init__(self, streams: Streams) -> None:
-        # the host can enqueue a collective before the previous one is complete
-        self.asynchronous = streams.device.type != "cpu"
-        self._streams, self._stream = streams, streams.new()
-
-    def run(self, collective: Callable[[], Work | None]) -> StreamWork:
-        """Enqueue a collective, and return its handle."""
-        streams = self._streams
-        if not self.asynchronous:
-            return StreamWork(streams, None, collective())
-        streams.wait(self._stream, streams.record(streams.current()))
-        with streams.on(self._stream):
-            work = collective()
-        return StreamWork(streams, streams.record(self._stream), work)
-
 
 # Residency: when parameters are gathered ------------------------------------------------------------------------------
 
@@ -99,6 +52,10 @@ class Residency(ABC):
 
     def agree_on_order(self, world: Communicator) -> None:
         """Make the ranks agree on the order of collectives that a pass has recorded."""
+
+    @abstractmethod
+    def rejoin(self, plan: ShardingPlan) -> None:
+        """Forget the pass in progress, and continue with the ranks that the communicators now have. Collective."""
 
     @abstractmethod
     def begin_forward(self, *, records: bool) -> None:
@@ -144,12 +101,20 @@ class KeepUnsharded(Residency):
 
     def __init__(self, groups: Sequence[ParamGroup], plan: ShardingPlan, stream: CommStream) -> None:
         self._groups, self._stream = groups, stream
-        self._stale = self._frozen_stale = True
         self._handles: list[StreamWork] = []
+        self._part: Communicator | None = None  # the ranks of this node, if there are several nodes
+        self.rejoin(plan)
+
+    def rejoin(self, plan: ShardingPlan) -> None:
+        self._handles.clear()
+        self._stale = self._frozen_stale = True
         self._node = self._fence = None
         self._is_common = plan.node_shared and plan.comm.nodes == 1  # all ranks share one memory
         if plan.node_shared:
-            self._node = plan.comm if self._is_common else plan.comm.split(plan.comm.node)
+            if not self._is_common:
+                self._part = self._part or plan.comm.split(plan.comm.node)
+            self._node = plan.comm if self._is_common else self._part
+            assert self._node is not None
             self._fence = self._node.common(64 * self._node.size, torch.uint8, must_share=True)
 
     def mark_stale(self, *, frozen: bool = False) -> None:
@@ -276,6 +241,20 @@ class GradReduction:
             self._slots = ring_slots(self._sizes, self.memory.numel())
         # numbers of groups, in this order, whose reduction was enqueued and waited for in this pass
         self.started = self._ended = 0
+
+    def rejoin(self, memory: Tensor | None) -> None:
+        """Forget the pass in progress, and continue with the ranks that the communicators now have. Collective.
+
+        The order is that of the first rank: others may lack it, or differ if the first pass has failed.
+        """
+        self.memory = memory
+        for reduction in self.reductions:
+            reduction.forget()
+        self._used = self._world.empty(self._used.numel(), torch.uint8)
+        self._completion_order.clear()
+        known = self._order_is_final, [reduction.number for reduction in self._order]
+        self._order_is_final, order = self._world.broadcast_object(known)
+        self._set_order(order)
 
     def add_gradient(self, reduction: GroupReduction, number: int) -> None:
         """Take the gradient that a parameter of a group has just received; reduce the groups that are complete."""

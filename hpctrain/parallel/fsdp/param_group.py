@@ -23,7 +23,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.sharding import FlatLayout, HeldRange, lay_out
 
 if TYPE_CHECKING:
-    from hpctrain.parallel.fsdp.collectives import StreamWork
+    from hpctrain.comm.device.streams import StreamWork
     from hpctrain.parallel.offload.transfer import MasterWeights
 
 Locations = list[tuple[nn.Module, str]]  # modules and attributes
@@ -93,17 +93,33 @@ class ParamGroup:
         self.device = device
         self.host_weights: MasterWeights | None = None
         self.single_rank = host is not None and comm.size == 1  # no communication, and no staging through the host
-        itemsize = min(first.itemsize, dtype.itemsize)
-        self.layout: FlatLayout = lay_out([each.numel() for _, each, _ in entries], comm.size, itemsize)
-        self.flat = flat(self.layout.numel, dtype)
-        start = comm.rank * self.layout.slice_numel
-        self.flat_slice = self.flat[start : start + self.layout.slice_numel]
-        numel, dtype_of_shard = self.layout.slice_numel, first.dtype
-        self.shard_data = self._allocate_shard(dtype_of_shard) if host is None else host(numel, dtype_of_shard)
+        self._allocate_flat([each.numel() for _, each, _ in entries], flat, dtype, first.dtype)
+        numel = self.layout.slice_numel
+        self.shard_data = self._allocate_shard(first.dtype) if host is None else host(numel, first.dtype)
         self.members = [
             self._member(*entry, offset, held)
             for entry, offset, held in zip(entries, self.layout.offsets, self.layout.held(comm.rank))
         ]
+        self.free()
+
+    def _allocate_flat(self, numels: Sequence[int], flat: Memory, dtype: torch.dtype, of_shards: torch.dtype) -> None:
+        self.layout: FlatLayout = lay_out(numels, self.comm.size, min(of_shards.itemsize, dtype.itemsize))
+        self.flat = flat(self.layout.numel, dtype)
+        start = self.comm.rank * self.layout.slice_numel
+        self.flat_slice = self.flat[start : start + self.layout.slice_numel]
+
+    def rejoin(self, flat: Memory) -> None:
+        """Divide the group over the ranks that its communicator now has. Collective.
+
+        Parameters stay the same objects. The values of the shards are undefined.
+        """
+        dtype = self.shard_data.dtype
+        self._allocate_flat(self.layout.numels, flat, self.flat.dtype, dtype)
+        self.shard_data = self._allocate_shard(dtype)
+        for member, offset, held in zip(self.members, self.layout.offsets, self.layout.held(self.comm.rank)):
+            member.held, member.unsharded.grad, member.shard.grad = held, None, None
+            member.unsharded.data = self.flat.data[offset : offset + member.shape.numel()].view(member.shape)
+            member.shard.data = held_in(self.shard_data.data, held, member.shape)
         self.free()
 
     def _allocate_shard(self, dtype: torch.dtype) -> Tensor:
@@ -306,6 +322,13 @@ class GroupReduction:
     def close(self) -> None:
         """Release the buffer of the unsharded gradients."""
         self.flat, self._views = None, []
+
+    def forget(self) -> None:
+        """Forget a pass that was not completed, and the memory for slices."""
+        self.close()
+        self.computed.clear()
+        self.uncopied.clear()
+        self.handle = self.target = self._slice = None
 
     def assign_gradients(self, used: list[bool]) -> None:
         """Assign the reduced gradients to the shards.

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device.streams import Streams, streams_of
+from hpctrain.comm.device.streams import CommStream, Streams, streams_of
 from hpctrain.errors import UsageError
 from hpctrain.parallel.buckets import assign_buckets
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.parallel.fsdp.collectives import CommStream, GradReduction, KeepUnsharded, Residency
+from hpctrain.parallel.fsdp.collectives import GradReduction, KeepUnsharded, Residency
 from hpctrain.parallel.fsdp.param_group import Entry, GroupReduction, Memory, ParamGroup, ShardedParam
 from hpctrain.parallel.fsdp.units import Unit, find_units
 from hpctrain.parallel.fsdp.unshard import UnitState, UnshardOnDemand
@@ -49,6 +49,22 @@ class Components:
         """Return all parameters, in the model's order."""
         return list(dict.fromkeys(self.by_name.values()))
 
+    def rejoin(self) -> None:
+        """Divide the parameters over the ranks that the plan's communicators now have. Collective.
+
+        The values of the shards are undefined until they are filled.
+        """
+        self.plan.rejoin()
+        for group in self.groups:
+            group.rejoin(self.plan.flat)
+            group.to_sharded()
+        self.residency.rejoin(self.plan)
+        memory, trained = self.reduction.memory, [each.group for each in self.reduction.reductions]
+        if memory is not None:
+            every = self.plan.settings.data == "zero1" and self.host_optimizer is None
+            memory = _gradient_memory(self.plan, trained, all_of_them=every)
+        self.reduction.rejoin(memory)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -59,9 +75,12 @@ class Parts:
     reduction: type[GroupReduction] = GroupReduction
 
 
-@dataclass(frozen=True)
+@dataclass
 class ShardingPlan:
-    """Ranks and memory of a sharded model, the same on all ranks: collectives on other nodes depend on them."""
+    """Ranks and memory of a sharded model, the same on all ranks: collectives on other nodes depend on them.
+
+    ``on_demand``: units are unsharded only while they compute.
+    """
 
     world: Communicator
     comm: Communicator  # ranks that share one replica
@@ -69,7 +88,9 @@ class ShardingPlan:
     settings: ParallelSettings
     device: torch.device
     compute_dtype: torch.dtype | None  # of float32 parameters; None: float32
+    nbytes: int  # of the unsharded parameters
     node_shared: bool  # whether the ranks of a node share the memory of unsharded parameters
+    on_demand: bool
     parts: Parts
 
     @classmethod
@@ -86,14 +107,18 @@ class ShardingPlan:
         compute_dtype = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
         copied = compute_dtype.itemsize if compute_dtype else 0
         nbytes = sum(each.numel() * (each.itemsize + copied) for each in parameters)
-        node_shared = device.type == "cpu" and all(world.all_gather_object(comm.shares_memory))
-        node_shared = node_shared and world.has_space(nbytes)
-        return cls(world, comm, replicas, settings, device, compute_dtype, node_shared, parts)
+        plan = cls(world, comm, replicas, settings, device, compute_dtype, nbytes, False, False, parts)
+        plan.node_shared = plan._can_share()
+        plan.on_demand = settings.data == "fsdp" and not plan.node_shared
+        return plan
 
-    @property
-    def on_demand(self) -> bool:
-        """Return whether units are unsharded only while they compute."""
-        return self.settings.data == "fsdp" and not self.node_shared
+    def rejoin(self) -> None:
+        """Find again whether the ranks of a node share memory, after others have died. Collective."""
+        self.node_shared = not self.on_demand and self._can_share()
+
+    def _can_share(self) -> bool:
+        shares = self.device.type == "cpu" and all(self.world.all_gather_object(self.comm.shares_memory))
+        return shares and self.world.has_space(self.nbytes)
 
     def flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate unsharded parameters: in memory that the node shares, or in memory of each rank."""
@@ -256,15 +281,11 @@ def _grad_reduction(
     compressed = torch.bfloat16 if plan.settings.compression == "bfloat16" else None
     # With offload, unsharded gradients of all groups would need too much memory.
     all_gradients = plan.settings.data == "zero1" and host_optimizer is None
-    memory = None
-    if not stream.asynchronous and not plan.settings.reproducible:
-        sizes = [group.layout.numel * group.members[0].unsharded.itemsize for group in groups]
-        few = max(max(sizes), IN_FLIGHT * int(plan.settings.bucket_mib * 2**20))
-        memory = plan.comm.empty(sum(sizes) if all_gradients else min(few, sum(sizes)), torch.uint8)
+    has_memory = not stream.asynchronous and not plan.settings.reproducible
     return GradReduction(
         groups,
         plan,
-        memory,
+        _gradient_memory(plan, groups, all_of_them=all_gradients) if has_memory else None,
         len(groups) if all_gradients else ON_DEVICE,
         stream,
         dtype=plan.compute_dtype or compressed,
@@ -272,3 +293,10 @@ def _grad_reduction(
         observer=unsharder,
         make_reduction=host_optimizer.grad_offload.make_reduction if host_optimizer else plan.parts.reduction,
     )
+
+
+def _gradient_memory(plan: ShardingPlan, groups: Sequence[ParamGroup], *, all_of_them: bool) -> Tensor:
+    """Return the buffer for unsharded gradients, of all groups or of a few at a time. Collective."""
+    sizes = [group.layout.numel * group.members[0].unsharded.itemsize for group in groups]
+    few = max(max(sizes), IN_FLIGHT * int(plan.settings.bucket_mib * 2**20))
+    return plan.comm.empty(sum(sizes) if all_of_them else min(few, sum(sizes)), torch.uint8)

@@ -73,6 +73,7 @@ class ShardedDataParallel(SplitStrategy):
         self.components = shard_model(model, comm, settings, device, make_host_optimizer, parts)
         self.early_updates = self._host_optimizer = self.components.host_optimizer
         self._plan, self.copies = self.components.plan, self.components.plan.replicas
+        self.continues = self._host_optimizer is None and self.copies is None
         self._residency, self._grad_reduction = self.components.residency, self.components.reduction
         members = self.components.members
         self.gradients = ShardGradients(model, members, self._host_optimizer)
@@ -80,6 +81,7 @@ class ShardedDataParallel(SplitStrategy):
         self._in_backward = False  # between the beginning of a backward pass and its end
         self._is_unsharded = False
         self._written = False  # whether the program itself has changed shards since the last pass
+        self.writes = self.refills = 0  # changes of parameters other than by the optimizer, or by a pass
         self._optimizer_hooks = OptimizerHooks(
             self._shards,
             self.components.replaced,
@@ -151,6 +153,14 @@ class ShardedDataParallel(SplitStrategy):
         comm = self._plan.comm
         norm_of = get_total_norm if plain else lambda held: global_norm(held, comm, torch.device("cpu"))
         return self._host_optimizer.clip(self._shards, max_norm, norm_of)
+
+    @on_shards
+    def rejoin(self) -> None:
+        """Continue with the ranks that the communicator now has; the values of the shards are undefined. Collective."""
+        self._in_backward = self._is_unsharded = self._written = False
+        self.gradients.drop()
+        self.components.rejoin()
+        self._grad_reduction.scale = self._sample_weight / self.comm.size
 
     def detach(self) -> None:
         """Remove all hooks from the module; its parameters stay shards."""
@@ -240,6 +250,10 @@ class ShardedDataParallel(SplitStrategy):
     @on_shards
     def refresh(self) -> None:
         """Mark the parameters as changed by something other than the optimizer. Collective."""
+        self.refills += 1
+        self._mark_changed()
+
+    def _mark_changed(self) -> None:
         if self._host_optimizer is not None:
             self._host_optimizer.refresh()
         self._residency.mark_stale(frozen=True)
@@ -252,6 +266,7 @@ class ShardedDataParallel(SplitStrategy):
 
     def before_write(self) -> None:
         """Wait until no rank computes with the shards; the next pass brings unsharded parameters up to date."""
+        self.writes += 1
         if not self._written:
             self._written = True
             self._residency.wait_for_readers()
@@ -259,7 +274,7 @@ class ShardedDataParallel(SplitStrategy):
     def _apply_writes(self) -> None:
         if self._written:
             self._written = False
-            self.refresh()
+            self._mark_changed()
 
     def gradients_final(self) -> None:
         if self._host_optimizer is not None:

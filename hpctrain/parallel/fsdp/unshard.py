@@ -11,18 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.device.streams import CommStream, StreamWork
 from hpctrain.errors import UsageError
-from hpctrain.parallel.fsdp.collectives import CommStream, GradReduction, Residency, StreamWork
+from hpctrain.parallel.fsdp.collectives import GradReduction, Residency
 from hpctrain.parallel.fsdp.param_group import ParamGroup
 from hpctrain.parallel.hooks import after_backward, after_gradient, around_forward, before_backward
 from hpctrain.plain_tensors import on_shards
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.fsdp.setup import ShardingPlan
 
 # Units: their parameters, and the hooks that unshard and reshard them -------------------------------------------------
 #
@@ -76,6 +80,12 @@ class UnitState:
         if self._received:
             self._expected, self._received = self._received, set()
         self._inputs_done = False
+
+    def forget(self) -> None:
+        """Forget a pass that was not completed."""
+        self.handles.clear()
+        self.gathered = self.unsharded = self._inputs_done = False
+        self._expected, self._received = {member.name for member in self._trained}, set()
 
     def _wait(self) -> None:
         for handle in self.handles:
@@ -271,6 +281,14 @@ class UnshardOnDemand(Residency):
         if self._plan is None and (plan := world.broadcast_object(self._record)) is not None:
             self._plan = PassPlan(plan.forward, hoist_gathers(plan.backward, self._prefetch))
         self._record = None
+
+    def rejoin(self, plan: ShardingPlan) -> None:
+        """As above; the order is that of the first rank, because others may lack it."""
+        self._plan = plan.world.broadcast_object(self._plan)
+        self._cursor = self._record = None
+        self.in_backward = self.idle = False
+        for unit in self.units:
+            unit.forget()
 
     def join_pass(self, *, backward: bool) -> None:
         if self._plan is None:

@@ -35,7 +35,7 @@ from hpctrain.parallel.strategy import SyncStrategy
 class ReproducibleDataParallel(SyncStrategy, ReproducibleStrategy):
     """Data parallelism of a module in place: same parameters on all ranks. The constructor is collective."""
 
-    replicated = True
+    continues = True
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
         super().__init__(model, comm)

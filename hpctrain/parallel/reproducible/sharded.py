@@ -47,6 +47,10 @@ class ReproducibleSharded(ShardedDataParallel, ReproducibleStrategy):
         if not self._inside:
             super().join_empty(backward=backward)
 
+    def rejoin(self) -> None:
+        super().rejoin()
+        self._inside = False
+
     @contextmanager
     def local_passes(self) -> Iterator[None]:
         if self._inside:

@@ -12,9 +12,8 @@ import torch
 from fakes.streams import LazyStreams
 from torch import Tensor
 
-from hpctrain.comm.device.streams import Streams
+from hpctrain.comm.device.streams import CommStream, Streams
 from hpctrain.comm.transport.base import Work
-from hpctrain.parallel.fsdp.collectives import CommStream
 
 
 @pytest.fixture

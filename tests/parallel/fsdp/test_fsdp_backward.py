@@ -21,19 +21,24 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from hpctrain.parallel.fsdp.collectives import StreamWork
+from hpctrain.comm.device.streams import StreamWork
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
 SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
 
 
-@pytest.mark.parametrize("name, early", [
-    ("zero1", True), ("zero2", True), ("fsdp", True), ("zero1_alone", False), ("zero2_alone", True),
-    ("fsdp_alone", True),
-])
-def test_reductions_overlap_the_backward_pass_if_memory_is_to_be_saved(
-    comm: Any, name: str, early: bool
-) -> None:
+@pytest.mark.parametrize(
+    "name, early",
+    [
+        ("zero1", True),
+        ("zero2", True),
+        ("fsdp", True),
+        ("zero1_alone", False),
+        ("zero2_alone", True),
+        ("fsdp_alone", True),
+    ],
+)
+def test_reductions_overlap_the_backward_pass_if_memory_is_to_be_saved(comm: Any, name: str, early: bool) -> None:
     with communicator(comm, VARIANTS[name]) as own:
         if not name.endswith("alone") and not own.shares_memory:
             pytest.skip("no memory to share")
@@ -51,9 +56,7 @@ def test_reductions_overlap_the_backward_pass_if_memory_is_to_be_saved(
         assert bool(begun[-1]) == early, begun
 
 
-def test_pending_reductions_progress_whenever_another_begins(
-    comm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pending_reductions_progress_whenever_another_begins(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     done = StreamWork.done
 
