@@ -112,11 +112,11 @@ def undisturbed() -> dict[str, list[dict[str, Any]]]:
     [
         ("zero1", ("0:5:optimizer",)),  # rank 0, in a step with a checkpoint
         ("zero1", ("1:7:copy",)),  # within its copy, which is incomplete
-        ("zero2", ("2:6:end",)),  # the last step of an epoch
+        pytest.param("zero2", ("2:6:end",), marks=pytest.mark.long),  # the last step of an epoch
         ("zero2", ("1:9:backward", "2:9:recovery")),  # the second while the shards of the first are restored
         ("fsdp", ("0:1:backward", "1:6:end")),  # in the first step, without states; then down to one rank
-        ("fsdp", ("1:10:backward", "2:10:backward")),  # together
-        ("fsdp", ("0:12:epoch",)),
+        pytest.param("fsdp", ("1:10:backward", "2:10:backward"), marks=pytest.mark.long),  # together
+        pytest.param("fsdp", ("0:12:epoch",), marks=pytest.mark.long),
     ],
 )
 def test_shards_of_dead_ranks_have_the_bits_of_an_undisturbed_run(
@@ -139,9 +139,9 @@ def test_shards_of_dead_ranks_have_the_bits_of_an_undisturbed_run(
 @pytest.mark.parametrize(
     "data, kind, deaths",
     [
-        ("zero1", "plain", ("1:4:backward", "2:8:end")),
+        pytest.param("zero1", "plain", ("1:4:backward", "2:8:end"), marks=pytest.mark.long),
         ("zero2", "average", ("0:7:backward",)),
-        ("fsdp", "plain", ("2:10:backward",)),
+        pytest.param("fsdp", "plain", ("2:10:backward",), marks=pytest.mark.long),
         ("fsdp", "frozen", ("1:3:optimizer", "0:8:end")),
     ],
 )
