@@ -20,7 +20,7 @@ class Ranks:
         self.others: list[Progressed] = []
         self.results: dict[int, Any] = {}  # what another rank hands over
         self.restored = self.recoveries = 0
-        comm = SimpleNamespace()
+        comm = SimpleNamespace(_former=[], _parts=[])
         comm.all_gather_object = lambda own: [own, *self.others]
         comm.broadcast_object = lambda own, root: self.results if root else own
         detector = SimpleNamespace(continues=False, survivors=self._survivors, hosts=["n"] * 3, describe=str)
@@ -28,7 +28,7 @@ class Ranks:
         copy = SimpleNamespace(take=lambda: None, restore=self._restore, step=4)
         job: Any = SimpleNamespace(comm=comm, guard=guard, rank=1, size=2)
         made: Any = Recovery
-        self.made: Recovery = made(job, copy, [], lambda facts: None, lambda job, ranks: None)
+        self.made: Recovery = made(job, copy, None, [], lambda facts: None, lambda job, ranks: None)
 
     def _survivors(self) -> tuple[None, list[int]]:
         self.recoveries += 1
@@ -70,10 +70,10 @@ def test_the_body_is_repeated_from_the_copy(ranks: Ranks) -> None:
     ranks.made.begin_step()
     ranks.others = [Progressed(2, 1)]
     with pytest.raises(StepRepeatsError):
-        ranks.made.end_body(fails(1))
+        ranks.made.end_body(fails(1), updated=True)
     assert ranks.restored == 1
     ranks.made.begin_step()
-    assert ranks.made.end_body(fails(0, "exchanged")) == "exchanged"
+    assert ranks.made.end_body(fails(0, "exchanged"), updated=True) == "exchanged"
 
 
 def test_a_rank_that_is_behind_gets_the_results_of_the_others(ranks: Ranks) -> None:
@@ -81,7 +81,7 @@ def test_a_rank_that_is_behind_gets_the_results_of_the_others(ranks: Ranks) -> N
     ranks.made.begin_step()
     ranks.others = [Progressed(4, 3)]
     ranks.results = {1: "exchanged", 2: "saved", 3: "fetched"}
-    assert ranks.made.end_body(fails(1)) == "exchanged" and not ranks.restored
+    assert ranks.made.end_body(fails(1), updated=True) == "exchanged" and not ranks.restored
     ranks.made.end_step()
     assert [ranks.made.section(fails(9)) for _ in range(2)] == ["saved", "fetched"]
     assert ranks.made.section(fails(0, "own")) == "own" and ranks.recoveries == 1
@@ -89,12 +89,12 @@ def test_a_rank_that_is_behind_gets_the_results_of_the_others(ranks: Ranks) -> N
 
 def test_a_rank_that_is_ahead_goes_back_to_its_own_step(ranks: Ranks) -> None:
     ranks.made.begin_step()
-    ranks.made.end_body(fails(0))
+    ranks.made.end_body(fails(0), updated=True)
     ranks.made.end_step()
     ranks.made.begin_step()
     ranks.others = [Progressed(1, 0)]
     with pytest.raises(StepRepeatsError):
-        ranks.made.end_body(fails(1))
+        ranks.made.end_body(fails(1), updated=True)
     assert ranks.restored == 1
 
 

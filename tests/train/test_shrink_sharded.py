@@ -59,7 +59,8 @@ if kind == "average":
 optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 draw = torch.Generator().manual_seed(1)
-samples = torch.utils.data.TensorDataset(torch.randn(72, 16, generator=draw), torch.randint(0, 4, (72,), generator=draw))
+inputs, classes = torch.randn(72, 16, generator=draw), torch.randint(0, 4, (72,), generator=draw)
+samples = torch.utils.data.TensorDataset(inputs, classes)
 loader = torch.utils.data.DataLoader(samples, batch_size=12, shuffle=True)
 with job.run(models, {"adam": optimizer}, loader, checkpoints=folder, every=5, on_failure="shrink") as run:
     for epoch in run.epochs(3):
