@@ -39,6 +39,7 @@ from kill_target import make_project
 from hpctrain.errors import UsageError
 from hpctrain.util.atomic import write_text
 
+HEAD = ("fault", "strategy", "reaction", "outcome", "s to next step", "steps lost", "bits equal")
 STEP, STEPS, EVERY = 8, 12, 3
 STARTS = 4  # of one job
 LIMIT = 120.0  # seconds per start
@@ -256,19 +257,36 @@ def run(args: argparse.Namespace) -> None:
             progress(number)
     name = f"faults-{mpi_slug()}"
     content = {"steps": STEPS, "step": STEP, "every": EVERY, "outcomes": [asdict(one) for one in found]}
-    rows = [["fault", "strategy", "reaction", "outcome", "s to next step", "steps lost", "bits equal"]]
-    rows += [cells(one) for one in found]
+    rows = [list(HEAD), *(cells([one]) for one in found)]
     finish(args, "faults", content, [table(rows, left=4)], file=name, ranks=3)
-    write_text(args.out / f"{name}.md", markdown(rows))
+    write_text(args.out / f"{name}.md", markdown([list(HEAD), *map(cells, alike(found))]))
     if any(one.equal is None and one.fault != "none" and not one.ended for one in found):
         raise UsageError("a job has not finished, and gave no reason")
 
 
-def cells(one: Outcome) -> list[str]:
-    """Return the row of a job in the table."""
+def alike(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
+    """Group the outcomes that differ only in strategy and seconds."""
+    groups: dict[tuple[Any, ...], list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault((one.fault, one.reaction, one.what, one.lost, one.equal), []).append(one)
+    return list(groups.values())
+
+
+def cells(group: Sequence[Outcome]) -> list[str]:
+    """Return the row of outcomes in the table that differ only in strategy and seconds."""
+    one, times = group[0], sorted(each.seconds for each in group if each.seconds is not None)
     equal = "-" if one.equal is None else "yes" if one.equal else "no"
-    seconds = "-" if one.seconds is None else f"{one.seconds:.2f}"
-    return [one.fault, one.strategy, one.reaction, one.what, seconds, str(one.lost), equal]
+    low, high = (f"{times[0]:.2f}", f"{times[-1]:.2f}") if times else ("-", "-")
+    seconds = low if low == high else f"{low} to {high}"
+    return [
+        one.fault,
+        ", ".join(each.strategy for each in group),
+        one.reaction,
+        one.what,
+        seconds,
+        str(one.lost),
+        equal,
+    ]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import faults
 import pytest
-from faults import FAULTS, REACTIONS, STRATEGIES, Outcome, cases, cells, markdown, reason, shorten, told
+from faults import FAULTS, REACTIONS, STRATEGIES, Outcome, alike, cases, cells, markdown, reason, shorten, told
 
 from hpctrain.faults.spec import KINDS
 from hpctrain.faults.spec import parse as parse_faults
@@ -50,10 +50,22 @@ def test_outcomes_are_told_by_messages() -> None:
 )
 def test_rows_of_the_table(changed: dict[str, Any], words: str) -> None:
     given: dict[str, Any] = {"starts": 1, "ended": "", "notice": "", "equal": True, **changed}
-    row = cells(Outcome("exit 0", "ddp", "restart", seconds=None, lost=2, **given))
+    row = cells([Outcome("exit 0", "ddp", "restart", seconds=None, lost=2, **given)])
     assert row[3] == words and row[4:] == ["-", "2", "-" if given["equal"] is None else "yes"]
     text = markdown([["a", "b"], ["x|y", "z"]])
     assert text == "| a | b |\n|---|---|\n| x\\|y | z |\n"
+
+
+def test_strategies_with_the_same_outcome_share_a_row() -> None:
+    given: dict[str, Any] = {"starts": 1, "ended": "", "notice": "", "equal": True}
+    found = [
+        Outcome("NaN", name, "skip", seconds=time, lost=lost, **given)
+        for name, time, lost in (("ddp", 0.5, 0), ("zero1", 0.25, 0), ("fsdp", None, 0), ("pipe", 0.5, 1))
+    ]
+    assert [cells(group) for group in alike(found)] == [
+        ["NaN", "ddp, zero1, fsdp", "skip", "no effect", "0.25 to 0.50", "0", "yes"],
+        ["NaN", "pipe", "skip", "no effect", "0.50", "1", "yes"],
+    ]
 
 
 def test_the_time_is_that_to_the_next_step_after_the_fault(tmp_path: Path) -> None:
