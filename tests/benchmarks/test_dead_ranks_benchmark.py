@@ -59,11 +59,16 @@ def test_figures_are_those_of_all_kills() -> None:
     kills = [Kill("plain", 0, 0.1, 3, second, True) for second in (0.1, 0.2, 0.3)]
     kills.append(Kill("dropout", 1, 0.1, 3, None, False))
     assert seconds_of(kills) == [0.1, 0.2, 0.3]
-    pairs = {"cost": [(1.01, 1.0), (1.5, 1.0), (1.015, 1.0)], "cost fsdp": [(1.03, 1.0)]}
+    pairs = {
+        "cost": [(1.01, 1.0), (1.5, 1.0), (1.015, 1.0)],
+        "cost fsdp": [(1.03, 1.0)],
+        "cost fsdp with replicate": [(1.03, 1.0)],
+    }
     found = {each.what: (each.value, each.met) for each in targets(kills, pairs)}
     assert found["seconds to the next step, without the step: median"] == (0.2, True)
     assert found["cost without failures, of a step: ddp"] == (pytest.approx(0.015), True)
     assert found["cost without failures, of a step: fsdp"] == (pytest.approx(0.03), False)
+    assert found["cost without failures, of a step: fsdp with replicate = 10"] == (pytest.approx(0.03), True)
     assert "plain" in kills_table(kills) and "0.200" in kills_table(kills)
 
 
