@@ -33,11 +33,10 @@ class RankCopies(Generic[K]):
         begin = end
         for key in [each for each in nbytes if each not in self.fixed]:
             self._places[key], end = end, end + _padded(nbytes[key])
-        self._length = end - begin  # of one copy
+        self._begin, self._length = begin, end - begin  # of the first copy, and of each
         self.nbytes = end + self._length
         self._memory = memory_of_ranks(comm, self.nbytes)
         self.own = self._memory.ranks[comm.rank]
-        _numbers(self.own).fill_(-1)
 
     @property
     def ranks(self) -> Mapping[int, Tensor]:
@@ -49,14 +48,22 @@ class RankCopies(Generic[K]):
         begin = self._places[key] + (0 if key in self.fixed else number % 2 * self._length)
         return memory[begin : begin + self._sizes[key]]
 
+    def whole(self, memory: Tensor, number: int) -> Tensor:
+        """Return the bytes of all values of a rank in the copy of this number, without those that are fixed."""
+        begin = self._begin + number % 2 * self._length
+        return memory[begin : begin + self._length]
+
+    def fixed_part(self, memory: Tensor) -> Tensor:
+        """Return the bytes of the fixed values of a rank."""
+        return memory[HEADER : self._begin]
+
     def mark(self, number: int, *, complete: bool) -> None:
         """Note that this rank begins the copy of this number, or that the copy is complete."""
-        _numbers(self.own)[2 * (number % 2) + complete] = number
+        _numbers(self.own)[2 * (number % 2) + complete] = number + 1  # new memory is 0
 
     def complete(self, number: int) -> list[int]:
         """Return the ranks of this node whose copy of this number is complete."""
-        place = 2 * (number % 2)
-        both = [number, number]
+        place, both = 2 * (number % 2), [number + 1, number + 1]
         return [rank for rank, memory in self.ranks.items() if _numbers(memory)[place : place + 2].tolist() == both]
 
 

@@ -137,8 +137,10 @@ def _kept_state(run: PlannedRun, model: RankModel) -> MemoryItem:
     states, groups = _states(run, model.strategy.trained_bytes), model.strategy.groups
     if not groups:
         return MemoryItem("buffers", model.parameter_bytes + model.buffer_bytes + states)
+    # Copies on other nodes: two of its own that a rank sends, and two of another rank that it holds.
+    copies = 3 if run.settings.checkpoint.replicate and run.nodes > 1 else 1
     shards = sum((2 if one.trained else 1) * one.shard for one in groups)
-    return MemoryItem("buffers", shards + model.buffer_bytes + 2 * states, on_host=True)
+    return MemoryItem("buffers", copies * (shards + model.buffer_bytes + 2 * states), on_host=True)
 
 
 def _states(run: PlannedRun, nbytes: int) -> int:

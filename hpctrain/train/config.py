@@ -21,7 +21,7 @@ from hpctrain.parallel.offload.config import OffloadSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import check_most, names_function, read_toml, suggestion, unknown
-from hpctrain.train.failure_policy import OnFailure
+from hpctrain.train.failure_policy import OnFailure, check_replicate
 from hpctrain.train.failure_policy import check_settings as check_failure
 from hpctrain.train.health import HealthSettings, check_health
 from hpctrain.util.text import short_repr
@@ -205,6 +205,9 @@ class CheckpointSettings:
     on_error: Literal["stop", "continue"] = "stop"
     # Copy the state, and write it in a separate process per rank while training continues.
     background: bool = False
+    # Steps between copies of each rank's shards to another node, from which the run goes back if a node
+    # dies (run.on_failure = "shrink"; zero1, zero2, fsdp); 0: none.
+    replicate: int = 0
     # posix: every rank writes its shard independently; mpiio: collective MPI-IO calls, which receive the hints.
     io: Literal["posix", "mpiio"] = "posix"
     # Bytes: tensors of this size or larger start at multiples of it; a power of two, ideally the
@@ -215,10 +218,10 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "checkpoint")
-        for name, least in {"every": 1, "keep": 1, "keep_every": 0}.items():
+        for name, least in {"every": 1, "keep": 1, "keep_every": 0, "replicate": 0}.items():
             if (value := getattr(self, name)) < least:
                 raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least {least}")
-        check_most(self, "checkpoint", every=2**53, keep=2**31, keep_every=2**53, alignment=2**40)
+        check_most(self, "checkpoint", every=2**53, keep=2**31, keep_every=2**53, replicate=2**53, alignment=2**40)
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise SettingsError(f"setting checkpoint.alignment = {self.alignment}: must be a power of two")
         if self.background and self.io == "mpiio":
@@ -258,6 +261,7 @@ class Settings:
         self._check_microbatch()
         check_health(self.health, self.parallel, self.offload)
         check_failure(self.run.on_failure, self.parallel, self.offload, self.run.device)
+        check_replicate(self.checkpoint.replicate, self.run.on_failure, "setting checkpoint.")
         window = self.model.window or 1
         if self.train.batch * window > _MOST_TOKENS:
             raise SettingsError(

@@ -66,6 +66,16 @@ def check_settings(on_failure: str, parallel: ParallelSettings, offload: Offload
         )
 
 
+def check_replicate(every: int, on_failure: str, prefix: str) -> None:
+    """Raise ``SettingsError`` for copies on other nodes in a run that would not use them."""
+    if every and on_failure != "shrink":
+        raise SettingsError(
+            f'{prefix}replicate = {every}: is for on_failure = "shrink", with which the other ranks continue; '
+            "set both, or replicate = 0",
+            everywhere=True,
+        )
+
+
 def check_launch(*, reports: bool, library: str, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ``LaunchError`` if MPI does not report dead ranks; ``library`` is its name and version."""
     if reports:

@@ -19,7 +19,7 @@ from hpctrain.log import logger
 from hpctrain.train.async_control import AsyncExchange
 from hpctrain.train.exchange import StepExchange, StepRequests, StepState, await_others
 from hpctrain.train.feed import Feed, Item
-from hpctrain.train.recovery import Recovery, StepRepeatsError
+from hpctrain.train.recovery.sections import Recovery, StepRepeatsError
 from hpctrain.train.state import TrainState
 from hpctrain.train.steps import Iteration, Steps
 from hpctrain.train.stragglers import LOADER

@@ -24,7 +24,7 @@ from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 from hpctrain.train.config import check_trace_steps
-from hpctrain.train.failure_policy import OnFailure
+from hpctrain.train.failure_policy import OnFailure, check_replicate
 from hpctrain.train.health import OnCorruption, check_straggler
 from hpctrain.train.schedulers import free_name
 from hpctrain.train.updates import Policy
@@ -118,7 +118,15 @@ def _origin(parameter: torch.Tensor) -> str:
 Resume = Literal["auto", "never", "must", "reopen"]
 OnError = Literal["stop", "continue"]
 
-_AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0, "microbatch": 0, "fingerprint_every": 0}
+_AT_LEAST = {
+    "steps": 1,
+    "every": 1,
+    "keep": 1,
+    "keep_every": 0,
+    "microbatch": 0,
+    "fingerprint_every": 0,
+    "replicate": 0,
+}
 _ITEMS = {"start_skip": "patterns", "hints": "name=value"}
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
@@ -141,6 +149,7 @@ class RunOptions:
     best: Best = "lowest"  # whether the lowest or the highest value is the best
     on_error: OnError = "stop"  # after a failed save: end the run, or continue until the next one is due
     background: bool = False  # write checkpoints from a copy, in a separate process per rank
+    replicate: int = 0  # steps between copies of each rank's shards to another node ("shrink"); 0: none
     io: IO = "posix"  # how files are written: by each rank independently, or by collective MPI-IO
     alignment: int = ALIGNMENT  # bytes: tensors of this size or larger start at multiples of it
     hints: Sequence[str] = ()  # for MPI-IO, as name=value
@@ -176,6 +185,7 @@ class RunOptions:
             text = f"a run with margin = {self.margin}: must be a number of seconds >= 0"
             raise UsageError(text, everywhere=True)
         self.storage  # raises if it is wrong
+        check_replicate(self.replicate, self.on_failure, "a run with ")
         check_straggler(self.straggler_factor, self.straggler_steps, "a run with ")
         check_trace_steps(self.trace_steps, "a run with trace_steps")
 

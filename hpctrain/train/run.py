@@ -47,7 +47,7 @@ from hpctrain.train.options import RunOptions, adoptable, check_owned, joined
 from hpctrain.train.process import versions
 from hpctrain.train.profile.record import Tracing
 from hpctrain.train.receipt.write import FailureRecord
-from hpctrain.train.recovery import Shrinking
+from hpctrain.train.recovery.shrinking import Shrinking
 from hpctrain.train.resume import Opening
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import FEED, LOADER, SAVED_FOR, TrainState

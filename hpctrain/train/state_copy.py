@@ -72,6 +72,11 @@ class StateCopy:
         """The number of updates in the copied state."""
         return int(self._rest["step"]) if self.taken else self._state.step
 
+    @property
+    def present_step(self) -> int:
+        """The present number of updates."""
+        return self._state.step
+
     @torch.no_grad()
     def restore(self, *, together: bool = True) -> None:
         """Set the run back to the copied state, without gradients; the copy remains.

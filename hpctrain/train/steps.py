@@ -33,7 +33,7 @@ from hpctrain.train.updates import UpdateHooks
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
-    from hpctrain.train.recovery import Recovery
+    from hpctrain.train.recovery.sections import Recovery
 
 T = TypeVar("T")
 KEPT_ROWS = 8  # more than the rows that rank 0 may not have written when it dies
@@ -105,6 +105,12 @@ class Steps:
         self.pending, self._partial = 0, {}
         self._seconds = self._waited = 0.0
         self.log.clear()
+
+    def drop_after(self, step: int) -> None:
+        """Drop the rows of later steps, which will be repeated."""
+        self.held_row = None
+        for row in [each for each in self.latest if each["step"] > step]:
+            self.latest.remove(row)
 
     def during(self, cause: str) -> AbstractContextManager[None]:
         """Count the time of a block as that of a cause, for the detection of slow ranks."""

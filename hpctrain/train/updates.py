@@ -32,7 +32,7 @@ from hpctrain.train.state_copy import StateCopy
 
 if TYPE_CHECKING:
     from hpctrain.train.options import RunOptions
-    from hpctrain.train.recovery import Recovery
+    from hpctrain.train.recovery.sections import Recovery
 
 T = TypeVar("T")
 Policy = Literal["abort", "skip", "rollback"]

@@ -71,6 +71,15 @@ def test_two_copies_of_shards_are_counted(facts: ModelFacts) -> None:
     assert more == pytest.approx(2 * 12 * facts.numel / 4, rel=0.02)
 
 
+def test_copies_on_other_nodes_are_counted(facts: ModelFacts) -> None:
+    found = []
+    for every in (0, 10):
+        sections = {"checkpoint": {"replicate": every}, "run": {"on_failure": "shrink"}, "parallel": {"data": "zero1"}}
+        settings = build(Settings, {"model": MODEL, "train": {"batch": 16}, **sections})
+        found.append(memory_of(PlannedRun(settings, facts, 4, 2, "cpu")).rank.host["buffers"])
+    assert found[1] - found[0] == pytest.approx(4 * 12 * facts.numel / 4, rel=0.02)
+
+
 def test_fsdp_ranks_of_a_node_share_parameters(facts: ModelFacts) -> None:
     ddp, fsdp = planned(facts), planned(facts, data="fsdp")
     whole = 4 * facts.numel

@@ -10,7 +10,7 @@ import pytest
 
 from hpctrain.comm.transport.waiting import interruption
 from hpctrain.errors import CommunicationError, RankFailedError
-from hpctrain.train.recovery import Progressed, Recovery, StepRepeatsError
+from hpctrain.train.recovery.sections import Progressed, Recovery, StepRepeatsError
 
 
 class Ranks:

@@ -14,9 +14,10 @@ from support.tolerance import TOLERANT, needs_tolerance
 from hpctrain.errors import LaunchError, SettingsError, UsageError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.offload.config import OffloadSettings
+from hpctrain.train.config import CheckpointSettings, Settings
 from hpctrain.train.failure_policy import check_launch, check_options, check_settings
 from hpctrain.train.options import RunOptions
-from hpctrain.train.recovery import Progressed, agreed_section
+from hpctrain.train.recovery.sections import Progressed, agreed_section
 
 STEPS = 24
 PROGRAM = """
@@ -304,6 +305,24 @@ def test_without_fault_tolerance_it_is_refused(launch: Any) -> None:
     )
 
 
+ALONE = """
+import torch, hpctrain
+job = hpctrain.init(parallel={"data": "zero1"})
+model = job.wrap(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=8)
+with job.run(model, optimizer, loader, checkpoints="run", on_failure="shrink", replicate=10):
+    pass
+"""
+
+
+@pytest.mark.limit(60)
+def test_one_rank_has_no_partner(launch: Any) -> None:
+    result = launch(0, ALONE)
+    line = result.stderr.splitlines()[-1]
+    assert result.returncode == 2 and "a run with replicate = 10 on one rank: no other rank can hold a copy" in line
+
+
 # One process ----------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +356,15 @@ def test_settings_whose_state_dies_with_a_rank_are_refused(
     check_settings("restart", parallel, offload, "cuda")
     check_settings("shrink", ParallelSettings(reproducible=True), OffloadSettings(), "auto")
     check_settings("shrink", ParallelSettings(data="fsdp"), OffloadSettings(), "auto")
+
+
+def test_copies_on_other_nodes_need_a_run_that_continues() -> None:
+    with pytest.raises(SettingsError, match='setting checkpoint.replicate = 10: is for on_failure = "shrink"'):
+        Settings(checkpoint=CheckpointSettings(replicate=10))
+    with pytest.raises(SettingsError, match='a run with replicate = 10: is for on_failure = "shrink"'):
+        RunOptions(replicate=10)
+    with pytest.raises(UsageError, match="a run with replicate = -1: must be at least 0"):
+        RunOptions(replicate=-1)
 
 
 def test_gpus_are_refused() -> None:

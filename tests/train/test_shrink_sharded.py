@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 import hpctrain
 from hpctrain.comm.transport.mpi import MpiTransport
-from hpctrain.parallel.fsdp import shard_copies
+from hpctrain.parallel.fsdp import partner_copies, shard_copies
 
 if "NODES" in os.environ:  # the node of each rank
     node = int(os.environ["NODES"].split(",")[int(os.environ["OMPI_COMM_WORLD_RANK"])])
@@ -47,6 +47,10 @@ def dies_before(kind, name, place):
 
 dies_before(shard_copies.Copies, "mark", "copy")
 dies_before(shard_copies.ShardCopies, "restore", "recovery")
+dies_before(partner_copies.PartnerCopies, "take", "replica")
+dies_before(partner_copies.PartnerCopies, "go_back", "back")
+checksum = partner_copies.checksum
+partner_copies.checksum = lambda memory: checksum(memory) + ([str(number), str(now), "damage"] in deaths)
 torch.manual_seed(0)
 layers = [torch.nn.Linear(16, 50), torch.nn.LayerNorm(50), torch.nn.GELU(), torch.nn.Linear(50, 30)]
 model = torch.nn.Sequential(*layers, torch.nn.GELU(), torch.nn.Linear(30, 4))
@@ -62,7 +66,8 @@ draw = torch.Generator().manual_seed(1)
 inputs, classes = torch.randn(72, 16, generator=draw), torch.randint(0, 4, (72,), generator=draw)
 samples = torch.utils.data.TensorDataset(inputs, classes)
 loader = torch.utils.data.DataLoader(samples, batch_size=12, shuffle=True)
-with job.run(models, {"adam": optimizer}, loader, checkpoints=folder, every=5, on_failure="shrink") as run:
+options = {"every": 5, "on_failure": "shrink", "replicate": int(os.environ.get("REPLICATE", "0"))}
+with job.run(models, {"adam": optimizer}, loader, checkpoints=folder, **options) as run:
     for epoch in run.epochs(3):
         for step, (inputs, targets) in run:
             now = step
@@ -90,14 +95,15 @@ print("rank", number, "is now", job.rank, "of", job.size, flush=True)
 
 
 def run(
-    launch: Any, folder: Path, data: str, kind: str, *deaths: str, nodes: str = "0,0,0"
+    launch: Any, folder: Path, data: str, kind: str, *deaths: str, nodes: str = "0,0,0", replicate: int = 0
 ) -> tuple[Any, list[dict[str, Any]]]:
     ranks = nodes.count(",") + 1
-    result = launch(ranks, PROGRAM, data, kind, folder, *deaths, options=TOLERANT, timeout=100, env={"NODES": nodes})
+    env = {"NODES": nodes, "REPLICATE": str(replicate)}
+    result = launch(ranks, PROGRAM, data, kind, folder, *deaths, options=TOLERANT, timeout=100, env=env)
     assert result.returncode == 0 and not result.survivors, result
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), result
-    assert result.stdout.count("is now") == ranks - len(deaths), result
+    assert result.stdout.count("is now") == ranks - sum("damage" not in death for death in deaths), result
     return result, rows
 
 
@@ -172,6 +178,63 @@ def test_ranks_of_other_nodes_get_the_shards_of_a_dead_rank(
         undisturbed["ddp"] = run(launch, tmp_path / "undisturbed", "ddp", "reproducible")[1]
     _, rows = run(launch, tmp_path / "run", "fsdp", "reproducible", *deaths, nodes=nodes)
     assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed["ddp"]]
+    assert rows[-1]["fingerprint"] == undisturbed["ddp"][-1]["fingerprint"]
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+@pytest.mark.parametrize(
+    "data, kind, nodes, deaths",
+    [
+        ("zero1", "reproducible", "0,0,1,1", ("2:11:optimizer", "3:11:optimizer")),
+        ("fsdp", "reproducible", "0,1,2", ("0:5:begin", "1:11:end")),  # one node after the other
+        pytest.param("fsdp", "frozen", "0,0,1", ("2:9:begin",), marks=pytest.mark.long),
+        ("zero1", "reproducible", "0,1,2", ("1:8:replica",)),  # the others may be in step 8 or before it
+        ("zero2", "reproducible", "0,0,1,2", ("2:9:begin", "1:9:back")),  # the second while they go back
+    ],
+)
+def test_a_run_goes_back_to_the_copies_on_other_nodes(
+    launch: Any,
+    tmp_path: Path,
+    undisturbed: dict[str, list[dict[str, Any]]],
+    data: str,
+    kind: str,
+    nodes: str,
+    deaths: tuple[str, ...],
+) -> None:
+    name = "ddp" if kind == "reproducible" else kind
+    if name not in undisturbed:
+        undisturbed[name] = run(launch, tmp_path / "undisturbed", "ddp", kind)[1]
+    result, rows = run(launch, tmp_path / "run", data, kind, *deaths, nodes=nodes, replicate=2)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in undisturbed[name]], rel=1e-4)
+    if kind == "reproducible":
+        assert rows[-1]["fingerprint"] == undisturbed[name][-1]["fingerprint"]
+    assert "of which other nodes had the shards" in result.stderr, result
+    (attempt,) = json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]
+    assert all(1 <= recovery["repeated_steps"] <= 5 for recovery in attempt["recoveries"])
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+@pytest.mark.parametrize(
+    "deaths, told",
+    [
+        (("2:8:damage", "2:10:begin"), "from step 7 on, of which other nodes had the shards"),
+        pytest.param(
+            ("1:8:damage",),
+            "a copy of shards has arrived damaged on another node: the next one replaces it",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_copy_that_arrives_damaged_is_not_used(
+    launch: Any, tmp_path: Path, undisturbed: dict[str, list[dict[str, Any]]], deaths: tuple[str, ...], told: str
+) -> None:
+    """That of step 9 is sent with a wrong checksum; the one before is of step 7."""
+    if "ddp" not in undisturbed:
+        undisturbed["ddp"] = run(launch, tmp_path / "undisturbed", "ddp", "reproducible")[1]
+    result, rows = run(launch, tmp_path / "run", "fsdp", "reproducible", *deaths, nodes="0,1,2", replicate=2)
+    assert told in result.stderr, result
     assert rows[-1]["fingerprint"] == undisturbed["ddp"][-1]["fingerprint"]
 
 

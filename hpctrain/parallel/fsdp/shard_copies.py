@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Values(NamedTuple):
 
 
 Member = tuple[str, int, int]  # key of an optimizer, index of a parameter group, index of a parameter in it
+Known = tuple[int, dict[int, list[int]], int]  # number of the wanted copy, complete ones by serial, newest number
 State = dict[str, Any]  # of an optimizer for one parameter; tensors that are divided as it is are given by ``Values``
 
 
@@ -124,7 +125,7 @@ class ShardCopies:
         for optimizer in optimizers.values():
             self._check(optimizer)
         self._copies: list[Copies] = []  # the newest is the last; an earlier one is kept until that is complete
-        self._copied = 0  # number of the newest copy
+        self.copied = 0  # number of the newest copy
         self._taken: deque[tuple[int, int]] = deque(maxlen=4)  # sections of the run, and the numbers of their copies
         self._changes = (-1, -1)  # of the strategies, at the newest copy
         self._fixed = {number for number, group in enumerate(self._groups) if not group.trained}
@@ -144,6 +145,15 @@ class ShardCopies:
                 'with their rank; choose an optimizer that updates each element by itself, or on_failure = "restart"',
                 everywhere=True,
             )
+
+    @property
+    def newest(self) -> Copies:
+        return self._copies[-1]
+
+    @property
+    def states(self) -> dict[Member, State]:
+        """Copy of this rank's optimizer states as in the newest copy, with ``Values`` for those that are divided."""
+        return copy.deepcopy(self._undivided[self.copied % 2].states)
 
     @property
     def outdated(self) -> bool:
@@ -173,9 +183,9 @@ class ShardCopies:
         if flags[1]:
             serial = 1 + self._copies[-1].serial if self._copies else 0
             self._add_copies(self._comm.all_gather_object((serial, self._values(), self._fixed)))
-        self._copied += 1
+        self.copied += 1
         self._write()
-        self._taken.append((section, self._copied))
+        self._taken.append((section, self.copied))
 
     def _needs_memory(self) -> bool:
         """Return whether the present values of this rank have no place in the newest copies."""
@@ -205,13 +215,13 @@ class ShardCopies:
 
     def _write(self) -> None:
         """Write the newest copy."""
-        newest, turn = self._copies[-1], self._copied % 2
-        newest.mark(self._copied, complete=False)
+        newest, turn = self._copies[-1], self.copied % 2
+        newest.mark(self.copied, complete=False)
         torch._foreach_copy_(self._targets[turn], self._inputs)
         if self._undivided[turn].entries is not self._entries:
             self._undivided[turn] = UndividedValues(self._entries)
         self._undivided[turn].take()
-        newest.mark(self._copied, complete=True)
+        newest.mark(self.copied, complete=True)
         self._changes = self._count_changes()
 
     # Values that are copied -------------------------------------------------------------------------------------------
@@ -267,46 +277,74 @@ class ShardCopies:
 
     @on_shards
     @torch.no_grad()
-    def restore(self, section: int) -> None:
+    def restore(self, section: int, go_back: Callable[[], bool] = lambda: False) -> bool:
         """Fill the shards of this rank, which are new ones, with the state after a section. Collective.
 
-        Raises ``CommunicationError`` if the copy of a rank has died with its node.
+        If the copy of a rank has died with its node, ``go_back`` restores an earlier state, or returns
+        False; then ``CommunicationError`` is raised. Returns whether it has restored an earlier state.
         """
         number = max((copied for taken, copied in self._taken if taken <= section), default=-1)
         own = {each.serial: each.complete(number) for each in self._copies}
-        everyone: list[tuple[int, dict[int, list[int]]]] = self._comm.all_gather_object((number, own))
-        copies = self._usable(everyone)
-        fresh = self._gather(copies, number, [have[copies.serial] for _, have in everyone])
-        self._restore_states(fresh, number % 2)
+        everyone: list[Known] = self._comm.all_gather_object((number, own, self.copied))
+        copies, lost = self._usable(everyone)
+        if copies is not None:
+            complete = [have[copies.serial] for _, have, _ in everyone]
+            self.fill(copies, number, copies.ranks, complete, self._undivided[number % 2].states)
+        elif go_back():
+            number = 2 + max(copied for _, _, copied in everyone)
+        else:
+            raise CommunicationError(
+                f"{f'the shards of ranks {sorted(lost)}' if lost else 'shards of dead ranks'} are lost: no rank of "
+                "their nodes is left, or they had no copy yet; a job script starts the run again from the newest "
+                "checkpoint",
+                everywhere=True,
+            )
         if self._comm.size == 1:
             self._copies.clear()
-            return
-        self._copies, self._copied = [copies], number
+            return copies is None
+        self._copies, self.copied = [] if copies is None else [copies], number
         self._taken.clear()
         self._taken.append((section, number))
         self._find_entries()
-        used = max(max(have, default=0) for _, have in everyone)
+        used = max(max(have, default=0) for _, have, _ in everyone)
         self._add_copies(self._comm.all_gather_object((used + 1, self._values(), self._fixed)))
         self._write()
         self._comm.barrier()
+        return copies is None
 
-    def _usable(self, everyone: Sequence[tuple[int, Mapping[int, Sequence[int]]]]) -> Copies:
-        """Return the newest copies that all ranks have, and that are complete for all earlier ranks."""
+    def fill(
+        self,
+        copies: Copies,
+        number: int,
+        memory: Mapping[int, Tensor],
+        complete: Sequence[Sequence[int]],
+        states: Mapping[Member, State],
+    ) -> None:
+        """Fill this rank's shards and their states from a copy. Collective.
+
+        ``memory`` is that of the ranks whose copy is on this node, and ``complete`` those that each rank
+        has; ``states`` has the values that are not divided.
+        """
+        self._restore_states(self._gather(copies, number, memory, complete), states)
+
+    def _usable(self, everyone: Sequence[Known]) -> tuple[Copies | None, set[int]]:
+        """Return the newest copies that all ranks have, and that are complete for all earlier ranks.
+
+        If there are none, the second value has the ranks for which the newest are not complete.
+        """
         lost: set[int] = set()
-        known = [each for each in reversed(self._copies) if all(each.serial in have for _, have in everyone)]
-        if len({number for number, _ in everyone}) == 1:
+        known = [each for each in reversed(self._copies) if all(each.serial in have for _, have, _ in everyone)]
+        if len({number for number, _, _ in everyone}) == 1:
             for copies in known:
-                lost = set(range(copies.size)).difference(*(have[copies.serial] for _, have in everyone))
-                if not lost:
-                    return copies
-        what = f"the shards of ranks {sorted(lost)}" if lost else "shards of dead ranks"
-        raise CommunicationError(
-            f"{what} are lost: no rank of their nodes is left, or they had no copy yet; a job script starts the run "
-            "again from the newest checkpoint",
-            everywhere=True,
-        )
+                missing = set(range(copies.size)).difference(*(have[copies.serial] for _, have, _ in everyone))
+                if not missing:
+                    return copies, set()
+                lost = lost or missing
+        return None, lost
 
-    def _gather(self, copies: Copies, number: int, complete: Sequence[Sequence[int]]) -> dict[Values, Tensor]:
+    def _gather(
+        self, copies: Copies, number: int, held: Mapping[int, Tensor], complete: Sequence[Sequence[int]]
+    ) -> dict[Values, Tensor]:
         """Return this rank's new slices of all values; those of the parameters are its shards. Collective."""
         fresh: dict[Values, Tensor] = {}
         for values in copies.values:
@@ -314,7 +352,7 @@ class ShardCopies:
             new = torch.zeros(group.layout.slice_numel, dtype=_dtype(values)) if values.entry else group.shard_data
             fresh[values] = new.zero_()
         for rank in range(copies.size):
-            memory = copies.ranks.get(rank)
+            memory = held.get(rank)
             if any(rank not in ranks for ranks in complete):
                 memory = torch.empty(copies.nbytes, dtype=torch.uint8) if memory is None else memory
                 self._comm.broadcast(memory, next(root for root, ranks in enumerate(complete) if rank in ranks))
@@ -327,9 +365,9 @@ class ShardCopies:
                     target[low - new_begin : high - new_begin].copy_(source)
         return fresh
 
-    def _restore_states(self, fresh: Mapping[Values, Tensor], turn: int) -> None:
+    def _restore_states(self, fresh: Mapping[Values, Tensor], own: Mapping[Member, State]) -> None:
         """Give the optimizers the states of this rank's new shards. Collective."""
-        own, known = self._undivided[turn].states, dict[Member, State]()
+        known: dict[Member, State] = {}
         for states in (*reversed(self._comm.all_gather_object(own)), own):
             known |= states
         for optimizer in self._optimizers.values():

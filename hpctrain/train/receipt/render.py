@@ -125,7 +125,9 @@ def _recoveries(attempt: Attempt) -> Iterator[str]:
     """Yield a line for each time that the run continued without ranks that had died."""
     for one in attempt.recoveries:
         step, left = ("unknown" if one[name] is None else one[name] for name in ("step", "ranks_left"))
-        lost = "" if one["seconds"] is None else f", {duration(one['seconds'])} lost"
+        repeated = one["repeated_steps"] or 0
+        lost = f", {repeated} steps repeated" if repeated > 1 else ""
+        lost += "" if one["seconds"] is None else f", {duration(one['seconds'])} lost"
         yield f"died: rank {', '.join(one['ranks']) or 'unknown'} in step {step}, continued with {left} ranks{lost}"
 
 

@@ -4,7 +4,9 @@ All ranks make the same collective calls of a run in the same order. Each such c
 number. A section that ends with the death of another rank is repeated with the ranks that are left. One
 rank may have completed a section that another has not. The first then hands over its result, so no rank
 goes back by more than the step in progress. The body of the program's loop and the exchange at its end
-are one section. To repeat it, every rank restores the copy of the state that it took before.
+are one section. To repeat it, every rank restores the copy of the state that it took before. If a node has
+died with shards that no other node has, all ranks go back to an earlier copy instead, of which other
+nodes have the shards.
 """
 
 from __future__ import annotations
@@ -12,36 +14,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpctrain.checkpoint.retention import remove_leftovers
-from hpctrain.comm.tolerant import TolerantCommunicator, continue_with, release_former
+from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
 from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import CommunicationError, RankFailedError
 from hpctrain.log import logger, renumber
-from hpctrain.parallel.strategy import SplitStrategy, Strategy
-from hpctrain.train.failure_policy import check_launch, check_options
-from hpctrain.train.feed import Feed
-from hpctrain.train.metrics import Progress
-from hpctrain.train.receipt.write import FailureRecord
+from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.state_copy import StateCopy
 from hpctrain.util.text import counted, format_seconds
 
 if TYPE_CHECKING:
-    import torch
     from mpi4py import MPI
 
+    from hpctrain.parallel.fsdp.partner_copies import PartnerCopies
     from hpctrain.parallel.fsdp.shard_copies import ShardCopies
-    from hpctrain.train.checkpointing import RunCheckpoints
-    from hpctrain.train.control import StopSaveFlags
     from hpctrain.train.job import Job
-    from hpctrain.train.microbatches import ReproducibleBackward
-    from hpctrain.train.options import RunOptions
-    from hpctrain.train.run_folder import RunFolder
-    from hpctrain.train.state import TrainState
-    from hpctrain.train.steps import Steps
-    from hpctrain.train.updates import UpdateHooks
 
 T = TypeVar("T")
 POSITION = ("rank", "size", "local_rank", "local_size", "node", "nodes")  # attributes of a job and its communicator
@@ -54,10 +42,14 @@ class StepRepeatsError(Exception):
 
 @dataclass(frozen=True)
 class Progressed:
-    """Progress of a rank: its section, and if it is within a step, the section in which the step began."""
+    """Progress of a rank: its section, and if it is within a step, the section in which the step began.
+
+    ``repeats``: the rank is within a step, or about to begin one, and can go back to an earlier one.
+    """
 
     section: int
     step_began: int | None
+    repeats: bool = False
 
 
 def agreed_section(everyone: Sequence[Progressed]) -> int:
@@ -98,11 +90,14 @@ class Recovery:
         self._detector = job.guard.detector
         self._detector.continues = True
         self.rejoin: list[Callable[[], object]] = []  # called after a recovery, in this order. Collective
+        self.partner: PartnerCopies | None = None  # copies on other nodes, if they are wanted
+        self.went_back = False  # whether the last recovery has restored an earlier step than the one in progress
         self.stale = False  # whether the loader must be started again, because its batches are for other ranks
         self._section = 0
         self._results: dict[int, Any] = {}  # of completed sections
         self._handed: dict[int, Any] = {}  # results of sections that another rank has completed
         self._step_began: int | None = None  # section in which the current step began, within a step
+        self._prepares = False  # whether a step is about to begin
         self._began = 0.0  # when the recovery began whose step has not ended yet
         self._batches = 0  # batches of the current step that have begun
         self._accumulates = False  # whether a step has had several batches
@@ -124,10 +119,28 @@ class Recovery:
         return self._complete(call)
 
     def prepare_step(self) -> None:
-        """Copy shards that have changed other than in a step. Collective, before the ranks divide a batch."""
-        if self._shards is not None and self._shards.outdated:
-            take = self._shards.take
-            self.section(lambda: take(self._section))
+        """Copy shards that have changed other than in a step, and to other nodes if that is due. Collective.
+
+        To be called before the ranks divide a batch. Raises ``StepRepeatsError`` if they have gone back.
+        """
+        self._prepares = True
+        try:
+            if self._shards is not None and self._shards.outdated:
+                take = self._shards.take
+                self.section(lambda: take(self._section))
+            if self.partner is not None:
+                self._advance(self.partner)
+                if self.partner.due:
+                    self.section(self.partner.take)
+        finally:
+            self._prepares = False
+
+    def _advance(self, partner: PartnerCopies) -> None:
+        try:
+            partner.advance()
+        except Exception as error:
+            if not _is_failure(error):  # which the next section handles
+                raise
 
     def begin_step(self) -> None:
         """Copy the state before a step. The first call is collective."""
@@ -201,8 +214,8 @@ class Recovery:
 
     def _recover(self) -> None:
         """Continue with the ranks that live; restore the state before the step if it must be repeated. Collective."""
-        began = time.monotonic()
-        self._began = self._began or began
+        began, before = time.monotonic(), self._copy.step
+        self._began, self.went_back = self._began or began, False
         lost: list[int] = []
         with waiting("recovery"):
             while True:
@@ -214,9 +227,8 @@ class Recovery:
                 except Exception as error:
                     if not _is_failure(error):  # one more rank has died
                         raise
-        release_former(self._job.comm)
         self.stale = True
-        self._tell(lost, time.monotonic() - began, repeats=repeats)
+        self._tell(lost, time.monotonic() - began, before, repeats=repeats)
         if repeats:
             raise StepRepeatsError
 
@@ -225,7 +237,7 @@ class Recovery:
         self._join(self._job, comm)
         for each in self._comms:
             each.failed = each.tolerates = False
-        own = Progressed(self._section, self._step_began)
+        own = Progressed(self._section, self._step_began, self._prepares or self._step_began is not None)
         everyone: list[Progressed] = self._job.comm.all_gather_object(own)
         agreed = agreed_section(everyone)
         repeats = own.step_began == agreed
@@ -236,7 +248,14 @@ class Recovery:
         for strategy in self._strategies:
             strategy.rejoin()
         if self._shards is not None:
-            self._shards.restore(agreed)
+            if self.partner is not None:
+                self.partner.forget()
+            can = self.partner is not None and all(each.repeats for each in everyone)
+            if self._shards.restore(agreed, self.partner.go_back if self.partner and can else lambda: False):
+                repeats = self.went_back = True
+                self._section, self._step_began = agreed, None
+                self._results.clear()
+                self._handed.clear()
         for call in self.rejoin:
             call()
         return repeats
@@ -257,11 +276,12 @@ class Recovery:
                 raise CommunicationError(f"rank {self._job.rank} is too far behind the other ranks to continue")
             self._handed = {number: results[number] for number in range(self._section, agreed + 1)}
 
-    def _tell(self, lost: Sequence[int], seconds: float, *, repeats: bool) -> None:
-        step = self._copy.step + 1
+    def _tell(self, lost: Sequence[int], seconds: float, before: int, *, repeats: bool) -> None:
+        """Log and record a recovery; ``before`` is the number of steps before it."""
+        step, back = before + 1, before - self._copy.present_step if self.went_back else 0
         hosts = [self._detector.hosts[rank] for rank in lost]
         facts = {"ranks": list(lost), "hosts": hosts, "step": step, "seconds": round(seconds, 3)}
-        self._record({**facts, "repeated_steps": int(repeats), "ranks_left": self._job.size})
+        self._record({**facts, "repeated_steps": back + int(repeats), "ranks_left": self._job.size})
         if self._job.rank == 0:
             logger.warning(
                 "%s in step %d: %s after %s%s",
@@ -269,7 +289,7 @@ class Recovery:
                 step,
                 f"{counted(self._job.size, 'rank')} continue" if self._job.size > 1 else "1 rank continues",
                 format_seconds(seconds),
-                ", which repeat the step" if repeats and self._job.size > 1 else "",
+                _repetition(back, step, self._job.size) if repeats else "",
             )
             if repeats and self._accumulates:
                 logger.warning(
@@ -279,97 +299,13 @@ class Recovery:
                 )
 
 
+def _repetition(back: int, step: int, ranks: int) -> str:
+    """Return the end of the message about a recovery after which steps are repeated; ``back``: completed ones."""
+    if back:
+        return f", from step {step - back} on, of which other nodes had the shards"
+    return ", which repeat the step" if ranks > 1 else ""
+
+
 def _is_failure(error: Exception) -> bool:
     """Return whether an error means that another rank has died."""
     return isinstance(error, RankFailedError) or waiting.translate(error, "") is not None
-
-
-# Parts of a run that are renewed --------------------------------------------------------------------------------------
-
-
-class Shrinking:
-    """Parts of a run that depend on the number of ranks. The constructor checks that it can continue with fewer.
-
-    Raises ``LaunchError`` or ``UsageError`` on all ranks if it cannot.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        options: RunOptions,
-        strategies: Mapping[str, Strategy],
-        feed: Feed,
-        microbatches: ReproducibleBackward | None,
-    ) -> None:
-        self._job, self._options, self._strategies, self._feed = job, options, strategies, feed
-        self._microbatches = microbatches
-        self.wanted = options.on_failure == "shrink" and job.size > 1
-        if self.wanted:
-            self._check()
-
-    def _check(self) -> None:
-        from mpi4py import MPI
-
-        check_launch(reports=self._job.guard.detector is not None, library=MPI.Get_library_version())
-        check_options(
-            self._options,
-            splits=self._feed.follows_ranks,
-            loader=self._feed.loader,
-            continues=all(strategy.continues for strategy in self._strategies.values()),
-            on_gpu=self._job.device.type != "cpu",
-        )
-
-    def start(
-        self,
-        state: TrainState,
-        steps: Steps,
-        updates: UpdateHooks,
-        checkpoints: RunCheckpoints,
-        stops: StopSaveFlags,
-        run_folder: RunFolder,
-    ) -> None:
-        """From now on, continue without ranks that die, if that is wanted. Collective."""
-        if not self.wanted:
-            return
-        job, strategies = self._job, list(self._strategies.values())
-        shards = self._shard_copies(state.optimizers)
-        rest = StateCopy(state, weights=True, elsewhere=() if shards is None else shards.parameters)
-        recovery = Recovery(job, rest, shards, strategies, run_folder.recovered)
-        run_folder.share_holder(job.comm)
-
-        recovery.rejoin += [self._divide, steps.rejoin]
-        recovery.rejoin += [partial(self._keep_records, state, steps, stops, run_folder), checkpoints.rejoin]
-        steps.recovery = updates.recovery = recovery
-        self._feed.collective = recovery.section
-
-    def _shard_copies(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> ShardCopies | None:
-        """Return the copies of shards; None if every rank holds the whole state."""
-        if not any(isinstance(one, SplitStrategy) for one in self._strategies.values()):
-            return None
-        from hpctrain.parallel.fsdp.shard_copies import ShardCopies
-        from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
-
-        sharded = [one for one in self._strategies.values() if isinstance(one, ShardedDataParallel)]
-        return ShardCopies(self._job.comm, sharded, optimizers)
-
-    def _keep_records(self, state: TrainState, steps: Steps, stops: StopSaveFlags, run_folder: RunFolder) -> None:
-        """Let the first of the ranks that are left keep the records, if it does not yet. Collective."""
-        job = self._job
-        job.guard.failure_record = FailureRecord(run_folder.folder, job.rank)
-        if job.rank == 0 and run_folder.take_over(state.step, steps.latest):
-            stops.take_over()
-            if steps.progress is not None:
-                steps.progress.close()
-                steps.progress = Progress(state.step, self._options.steps, state.tokens, shown=True)
-        if job.rank == 0:
-            remove_leftovers(state.folder)  # of a checkpoint in progress
-        run_folder.share_holder(job.comm)
-
-    def _divide(self) -> None:
-        """Divide the batches over the ranks that are left."""
-        data = next(iter(self._strategies.values())).data
-        self._feed.rejoin(data)
-        if self._microbatches is not None:
-            self._microbatches.rejoin()
-        else:
-            self._feed.streams.coordinates = (data.rank, *self._feed.streams.coordinates[1:])

@@ -1,0 +1,1 @@
+"""Continuation of a run without ranks that have died."""
