@@ -60,9 +60,9 @@ def test_figures_are_those_of_all_kills() -> None:
     kills.append(Kill("dropout", 1, 0.1, 3, None, False))
     assert seconds_of(kills) == [0.1, 0.2, 0.3]
     pairs = {
-        "cost": [(1.01, 1.0), (1.5, 1.0), (1.015, 1.0)],
-        "cost fsdp": [(1.03, 1.0)],
-        "cost fsdp with replicate": [(1.03, 1.0)],
+        "cost": [([1.2, 1.01], [1.0, 3.0]), ([1.02, 9.0], [2.0, 1.0])],  # the fastest of each step
+        "cost fsdp": [([1.03], [1.0])],
+        "cost fsdp with replicate": [([1.03], [1.0])],
     }
     found = {each.what: (each.value, each.met) for each in targets(kills, pairs)}
     assert found["seconds to the next step, without the step: median"] == (0.2, True)
