@@ -205,8 +205,8 @@ class CheckpointSettings:
     on_error: Literal["stop", "continue"] = "stop"
     # Copy the state, and write it in a separate process per rank while training continues.
     background: bool = False
-    # Steps between copies of each rank's shards to another node, from which the run goes back if a node
-    # dies (run.on_failure = "shrink"; zero1, zero2, fsdp); 0: none.
+    # Steps between copies of each rank's shards to another node, from which the run goes back if all ranks
+    # of a node die (run.on_failure = "shrink"; zero1, zero2, fsdp); 0: none.
     replicate: int = 0
     # posix: every rank writes its shard independently; mpiio: collective MPI-IO calls, which receive the hints.
     io: Literal["posix", "mpiio"] = "posix"

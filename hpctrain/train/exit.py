@@ -23,11 +23,8 @@ from hpctrain.util.text import printable_lines
 
 FORWARD_TIME = 0.2  # seconds in which the launcher may pass on the output
 _PACKAGE = Path(__file__).resolve().parents[1]
-REPORT_WAIT = 1.0  # seconds that the other ranks wait for rank 0 to report
-REPORT_WAIT_SRUN = 5.0  # srun ends the other ranks, if told to (--kill-on-bad-exit), more slowly than other launchers
-REPORT_WAIT_JOB = (
-    30.0  # job scripts always tell it to, so that only a rank whose error others do not have waits so long
-)
+REPORT_WAIT = 5.0  # seconds that the other ranks wait for rank 0 to report, and for the launcher to end them
+REPORT_WAIT_JOB = 30.0  # job scripts always tell srun to end them: only a rank whose error is its own waits so long
 
 
 class LeavingTogether(SystemExit):
@@ -76,8 +73,8 @@ def print_once(error: object, rank: int | None) -> None:
     """Print an error that may occur on every process: rank 0 at once, others only if rank 0 does not have it.
 
     Before MPI_Init, ranks cannot communicate. Rank 0 ends all ranks after it has printed its error.
-    If a rank is still running after one second (longer under srun) and was not told to end, either
-    only a few ranks have the error or the launcher does not end the others.
+    If a rank is still running after some seconds and was not told to end, either only a few ranks
+    have the error or the launcher does not end the others.
     """
     stop_request.starting = False  # this rank is exiting: record a SIGTERM of the launcher, and do not raise
     if not rank:
@@ -94,9 +91,8 @@ def print_once(error: object, rank: int | None) -> None:
 
 def report_wait(environ: Mapping[str, str]) -> float:
     """Return the number of seconds in which rank 0 prints its error and the launcher ends the others."""
-    if "SLURM_STEP_ID" not in environ:
-        return REPORT_WAIT
-    return REPORT_WAIT_JOB if environ.get(ASKED_BY) == "USR1" else REPORT_WAIT_SRUN
+    in_script = "SLURM_STEP_ID" in environ and environ.get(ASKED_BY) == "USR1"
+    return REPORT_WAIT_JOB if in_script else REPORT_WAIT
 
 
 def end_unstarted(code: int) -> None:
