@@ -106,10 +106,10 @@ def expected(known: dict[str, list[dict[str, Any]]], launch: Any, folder: Path, 
     "deaths",
     [
         ("0:5:optimizer",),  # rank 0, which keeps the records, in a step with a checkpoint
-        ("2:8:end",),  # the last step of an epoch
+        pytest.param(("2:8:end",), marks=pytest.mark.long),  # the last step of an epoch
         ("0:1:backward", "1:6:end"),  # one after the other, down to one rank
         ("1:10:backward", "2:10:backward"),  # together
-        ("0:16:epoch",),
+        pytest.param(("0:16:epoch",), marks=pytest.mark.long),
         ("1:5:backward", "2:2:start"),  # the second when step 5 is about to be repeated
     ],
 )
