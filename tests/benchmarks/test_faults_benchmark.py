@@ -77,6 +77,14 @@ def test_the_time_is_that_to_the_next_step_after_the_fault(tmp_path: Path) -> No
     assert faults.seconds_to_next_step(tmp_path / "none", rows) is None
 
 
+def test_the_documentation_has_the_committed_tables() -> None:
+    root = Path(faults.__file__).parents[1]
+    documented, tables = (root / "docs" / "failures.md").read_text(), list(
+        (root / "benchmarks/results").glob("faults-*.md")
+    )
+    assert tables and all(path.read_text() in documented for path in tables)
+
+
 @pytest.mark.benchmark
 @pytest.mark.limit(200)
 def test_a_killed_rank_loses_the_steps_since_the_checkpoint(launch: Any, tmp_path: Path) -> None:
