@@ -61,7 +61,7 @@ class Components:
         self.residency.rejoin(self.plan)
         memory, trained = self.reduction.memory, [each.group for each in self.reduction.reductions]
         if memory is not None:
-            every = self.plan.settings.data == "zero1" and self.host_optimizer is None
+            every = _keeps_all_gradients(self.plan, self.host_optimizer)
             memory = _gradient_memory(self.plan, trained, all_of_them=every)
         self.reduction.rejoin(memory)
 
@@ -279,8 +279,7 @@ def _grad_reduction(
 ) -> GradReduction:
     """Return the reduction of the gradients of trained groups."""
     compressed = torch.bfloat16 if plan.settings.compression == "bfloat16" else None
-    # With offload, unsharded gradients of all groups would need too much memory.
-    all_gradients = plan.settings.data == "zero1" and host_optimizer is None
+    all_gradients = _keeps_all_gradients(plan, host_optimizer)
     has_memory = not stream.asynchronous and not plan.settings.reproducible
     return GradReduction(
         groups,
@@ -293,6 +292,11 @@ def _grad_reduction(
         observer=unsharder,
         make_reduction=host_optimizer.grad_offload.make_reduction if host_optimizer else plan.parts.reduction,
     )
+
+
+def _keeps_all_gradients(plan: ShardingPlan, host_optimizer: HostOptimizer | None) -> bool:
+    """Return whether the unsharded gradients of all groups stay in memory; with offload they would need too much."""
+    return plan.settings.data == "zero1" and host_optimizer is None
 
 
 def _gradient_memory(plan: ShardingPlan, groups: Sequence[ParamGroup], *, all_of_them: bool) -> Tensor:
