@@ -27,6 +27,7 @@ class TolerantCommunicator(Communicator):
     """Communicator whose collectives set ``failed`` instead of raising ``RankFailedError``, while it ``tolerates``."""
 
     tolerates = False
+    calls = 0  # operations that have begun while it tolerates
 
     @classmethod
     def beside(cls, comm: Communicator) -> TolerantCommunicator:
@@ -44,6 +45,7 @@ class TolerantCommunicator(Communicator):
         """Return what ``call`` returns; after the death of another rank, what ``instead`` returns."""
         if not self.tolerates:
             return call()
+        self.calls += 1
         if self.failed:
             return instead()
         try:

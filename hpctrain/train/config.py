@@ -39,7 +39,7 @@ LOGGED_EACH_STEP = ("loss", "learning_rate", "grad_norm")
 LOGGED_EVALUATING = ("validation_loss", "centre_distance", "communication", "staleness", "staleness_most")
 # Values of a step that cannot select the best checkpoint: a checkpoint contains them anyway, or
 # they differ between two otherwise equal runs.
-NOT_JUDGED = ("step", "tokens", "samples", "skipped", "step_seconds", "communication_seconds")
+NOT_JUDGED = ("step", "tokens", "samples", "skipped", "lost_ranks", "step_seconds", "communication_seconds")
 
 
 @dataclass(frozen=True)

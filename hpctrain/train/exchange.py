@@ -60,6 +60,13 @@ class StepState:
     speeds: tuple[float, float] = (0.0, 0.0)
 
 
+def of_these_ranks(comm: Communicator, state: StepState) -> StepState:
+    """Return the state with weights whose mean is 1, when ranks with some of the samples have died. Collective."""
+    mean = torch.tensor([state.weight], dtype=torch.float64)
+    comm.all_reduce(mean, "average")
+    return replace(state, weight=state.weight / float(mean) if mean else math.nan)
+
+
 class StepLog:
     """Values that this rank logs in a step: ``averaged`` over the ranks, or the ``same`` on all ranks."""
 

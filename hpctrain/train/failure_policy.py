@@ -45,7 +45,7 @@ def survives(parallel: ParallelSettings, offload: OffloadSettings) -> bool:
 
 
 def keeps_state(on_failure: str, ranks: int) -> bool:
-    """Return whether each rank keeps a copy of weights and optimizer states, from which it repeats a step."""
+    """Return whether each rank keeps copies of what the other ranks do not have, from which a step is repeated."""
     return on_failure == "shrink" and ranks > 1
 
 

@@ -17,7 +17,7 @@ from hpctrain.data.split_loader import BatchShare
 from hpctrain.errors import RankFailedError, UsageError
 from hpctrain.log import logger
 from hpctrain.train.async_control import AsyncExchange
-from hpctrain.train.exchange import StepExchange, StepRequests, StepState, await_others
+from hpctrain.train.exchange import StepExchange, StepRequests, StepState, await_others, of_these_ranks
 from hpctrain.train.feed import Feed, Item
 from hpctrain.train.recovery.sections import Recovery, StepRepeatsError
 from hpctrain.train.state import TrainState
@@ -42,15 +42,13 @@ class Loop:
     ) -> None:
         self.comm, self.feed, self.streams, self.state = state.comm, feed, feed.streams, state
         self.exchange, self.steps, self.last_step = exchange, steps, last_step
-        self.in_epochs = False
+        self.in_epochs = self._iterated = self._left_epochs = False
         self._stop_reason: str | None = None  # the reason that this rank gave to run.stop
         self._iteration: Iteration | None = None
         self._next_item: Item | None = None
         self._idle = 0  # passes without an update
-        self._iterated = False
         self._fetched_ahead = False  # whether run.last has fetched the next batch
         self._exhausted = self._ended_ahead = False  # whether the pass has ended
-        self._left_epochs = False
 
     @property
     def recovery(self) -> Recovery | None:
@@ -341,6 +339,8 @@ class Loop:
     def _exchange(self, own: StepRequests, step_state: StepState) -> Exchanged:
         """Exchange data with the other ranks at the end of an iteration; with it go the times of this rank."""
         step, stragglers = self.state.step + 1, self.steps.stragglers
+        if self.recovery is not None and self.recovery.lost_ranks:
+            step_state = of_these_ranks(self.comm, step_state)
         if stragglers is None or not isinstance(self.exchange, StepExchange):
             return self.exchange(self.steps.log.averaged, own, step, step_state)
         stragglers.time.stop()

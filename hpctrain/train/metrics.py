@@ -22,7 +22,7 @@ NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
 HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are summed over the run
 # Values of a row without a curve of their own, or with a curve that is added separately.
-_APART = (*CURVES, *HISTOGRAMS, "step", "tokens", "skipped", "step_seconds", "communication_seconds")
+_APART = (*CURVES, *HISTOGRAMS, "step", "tokens", "skipped", "lost_ranks", "step_seconds", "communication_seconds")
 LONGEST = 10_000  # points per curve in a checkpoint: more than a plot shows, less than 1 MB in total
 _STEPS = 2**53  # more steps than any run makes
 

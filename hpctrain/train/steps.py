@@ -223,6 +223,8 @@ class Steps:
         row["communication_seconds"] = round(waited, 6)
         if any(health.skipped for health in self._healths.values()):
             row["skipped"] = True
+        if self.recovery is not None and self.recovery.lost_ranks:
+            row["lost_ranks"] = self.recovery.lost_ranks
         self.held_row = row
         self.save_requested |= requests.save
         if not (held or self.over or requests.stop):

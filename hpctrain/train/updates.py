@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -234,19 +235,24 @@ class UpdateHooks:
         for key, optimizer in self._optimizers.items():
             healths = [self.healths[name] for name in self._models_of_optimizer[key]]
             self._handles += [
-                optimizer.register_step_pre_hook(lambda *_, own=healths: self._before(own, begin)),
+                optimizer.register_step_pre_hook(partial(self._before, healths, begin)),
                 optimizer.register_step_post_hook(lambda *_: self._after(note)),
             ]
         self._unwatch = watch_scalers(list(self._optimizers.values()), note)
         if self.checks is not None:
             self.checks.attach()
 
+    def end_checks(self) -> None:
+        """Make no further checks of the first step: other ranks have died, perhaps between two of them."""
+        if self.checks is not None:
+            self.checks.close()
+            self.checks = None
+
     def detach(self) -> None:
         self._unwatch()
         for handle in self._handles:
             handle.remove()
-        if self.checks is not None:
-            self.checks.close()
+        self.end_checks()
 
     @property
     def _is_rank_local(self) -> bool:
@@ -254,7 +260,14 @@ class UpdateHooks:
         return any(strategy.updates_itself for strategy in self.strategies.values())
 
     @on_shards
-    def _before(self, healths: Sequence[Health], begin: Callable[[], int]) -> None:
+    def _before(
+        self,
+        healths: Sequence[Health],
+        begin: Callable[[], int],
+        optimizer: torch.optim.Optimizer,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         if self._is_rank_local:
             return
         step = begin()
@@ -265,6 +278,8 @@ class UpdateHooks:
             return
         try:
             self._inspect(healths, step)
+            if self.recovery is not None:
+                self.recovery.begin_update(has_closure=_has_closure(args, kwargs))
         except RankFailedError as error:
             self._contain(error)
         self._began = time.monotonic()
@@ -298,10 +313,17 @@ class UpdateHooks:
             try:
                 self.replicas.compare("after the first update", first=True)
                 self.replicas.warn_of_buffers()
-            except RankFailedError as error:
-                self._contain(error)
-            else:
-                self.checks = None
+            except RankFailedError:
+                if self.recovery is None:
+                    raise
+            self.checks = None
+        if self.recovery is not None:
+            self.recovery.end_update()
+
+
+def _has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a step has got a function that computes the loss again; ``args`` begin with the optimizer."""
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> list[str]:

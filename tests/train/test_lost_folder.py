@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,16 @@ def take(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "token": "another", "job_id": "43", "host": "n2"}))
 
 
+def check_every(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(run_folder, "CHECK_EVERY", seconds)
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("background", [False, True])
-def test_no_checkpoint_is_written_after_losing_the_folder(job: Any, shared_tmp_path: Path, background: bool) -> None:
+def test_no_checkpoint_is_written_after_losing_the_folder(
+    job: Any, shared_tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_every(monkeypatch, math.inf)  # which would end rank 0 alone
     folder, seen = shared_tmp_path, []
 
     def lose_it_in_step_3(step: int, batch: Any) -> None:
@@ -48,7 +56,7 @@ def test_no_checkpoint_is_written_after_losing_the_folder(job: Any, shared_tmp_p
 def test_steps_detect_the_loss_without_a_checkpoint(
     job: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "CHECK_EVERY", 0.0)
+    check_every(monkeypatch, 0.0)
     training = Training(job, shared_tmp_path, make_batches(9), every=100)
     with pytest.raises(LockError):
         training.go(lambda step, batch: take(shared_tmp_path) if step == 3 else None)

@@ -21,6 +21,7 @@ from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import CommunicationError, RankFailedError
 from hpctrain.log import logger, renumber
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.recovery.replicas import Replicas, Standing
 from hpctrain.train.state_copy import StateCopy
 from hpctrain.util.text import counted, format_seconds
 
@@ -45,11 +46,13 @@ class Progressed:
     """Progress of a rank: its section, and if it is within a step, the section in which the step began.
 
     ``repeats``: the rank is within a step, or about to begin one, and can go back to an earlier one.
+    ``standing``: whether it holds the state before the step, or that after its update.
     """
 
     section: int
     step_began: int | None
     repeats: bool = False
+    standing: Standing = "before"
 
 
 def agreed_section(everyone: Sequence[Progressed]) -> int:
@@ -91,6 +94,9 @@ class Recovery:
         self._detector.continues = True
         self.rejoin: list[Callable[[], object]] = []  # called after a recovery, in this order. Collective
         self.partner: PartnerCopies | None = None  # copies on other nodes, if they are wanted
+        self.replicas: Replicas | None = None  # if each rank holds the whole state
+        self.logs_alike = False  # whether all ranks log the same values
+        self.lost_ranks = 0  # ranks that have died between the update of this step and its exchange
         self.went_back = False  # whether the last recovery has restored an earlier step than the one in progress
         self.stale = False  # whether the loader must be started again, because its batches are for other ranks
         self._section = 0
@@ -107,6 +113,11 @@ class Recovery:
         """The communicators of the strategies, and those that they have split from them."""
         own = [one.comm for one in self._strategies if isinstance(one.comm, TolerantCommunicator)]
         return [each for comm in own for each in comm.with_parts()]
+
+    @property
+    def _calls(self) -> int:
+        """The number of collectives that strategies have begun in bodies of the loop."""
+        return sum(comm.calls for comm in self._comms)
 
     # Sections ---------------------------------------------------------------------------------------------------------
 
@@ -143,7 +154,9 @@ class Recovery:
                 raise
 
     def begin_step(self) -> None:
-        """Copy the state before a step. The first call is collective."""
+        """Note the state before a step, and copy what would be lost. The first call is collective."""
+        if self.replicas is not None:
+            self.replicas.begin_step()
         self._copy.take()
         self._step_began, self._batches = self._section, 0
 
@@ -153,12 +166,25 @@ class Recovery:
             comm.tolerates = True
         self._batches += 1
         self._accumulates |= self._batches > 1
+        self.lost_ranks = 0
+
+    def begin_update(self, *, has_closure: bool) -> None:
+        """Note that an optimizer is about to step."""
+        if self.replicas is not None:
+            self.replicas.begin_update(has_closure=has_closure)
+
+    def end_update(self) -> None:
+        """Note that an optimizer has stepped."""
+        if self.replicas is not None:
+            self.replicas.end_update(self._calls)
 
     def end_body(self, exchange: Callable[[], T], *, updated: bool) -> T:
         """Return what the exchange at the end of the body returns. Raises ``StepRepeatsError`` if it has failed.
 
         Shards are copied before it, if parameters were ``updated``.
         """
+        if self.replicas is not None:
+            self.replicas.end_body(self._calls, failed=any(comm.failed for comm in self._comms))
         for comm in self._comms:
             comm.tolerates = False
         self._section += 1
@@ -175,6 +201,8 @@ class Recovery:
     def end_step(self) -> None:
         """Note that a step is complete: it will not be repeated."""
         self._step_began = None
+        if self.replicas is not None:
+            self.replicas.end_step()
         if self._began:
             if self._job.rank == 0:
                 text = "step %d is the first after the failure, %s after it was detected"
@@ -234,14 +262,21 @@ class Recovery:
 
     def _continue(self, comm: MPI.Intracomm) -> bool:
         """Make all parts of the run work with the ranks of a communicator; return whether the step is repeated."""
+        size = self._job.size
         self._join(self._job, comm)
         for each in self._comms:
             each.failed = each.tolerates = False
-        own = Progressed(self._section, self._step_began, self._prepares or self._step_began is not None)
+        within = self._step_began is not None
+        standing = self.replicas.standing if within and self.replicas is not None else "before"
+        own = Progressed(self._section, self._step_began, self._prepares or within, standing)
         everyone: list[Progressed] = self._job.comm.all_gather_object(own)
         agreed = agreed_section(everyone)
         repeats = own.step_began == agreed
         self._hand_over(everyone, agreed, repeats=repeats)
+        if self.replicas is not None and all(each.step_began == agreed for each in everyone):
+            repeats = self.replicas.go_back([each.standing for each in everyone], self._job.comm)
+            if not repeats and not self.logs_alike:
+                self.lost_ranks += size - self._job.size
         if repeats:
             self._copy.restore(together=False)
             self._section = agreed

@@ -15,6 +15,7 @@ from hpctrain.train.failure_policy import check_launch, check_options
 from hpctrain.train.feed import Feed
 from hpctrain.train.metrics import Progress
 from hpctrain.train.receipt.write import FailureRecord
+from hpctrain.train.recovery.replicas import Replicas
 from hpctrain.train.recovery.sections import Recovery
 from hpctrain.train.state_copy import StateCopy
 
@@ -88,9 +89,11 @@ class Shrinking:
         rest = StateCopy(state, weights=True, elsewhere=() if shards is None else shards.parameters)
         recovery = Recovery(job, rest, shards, strategies, run_folder.recovered)
         recovery.partner = self._partner_copies(state, shards)
+        recovery.logs_alike = self._microbatches is not None
+        recovery.replicas = Replicas(state, rest) if shards is None else None
         run_folder.share_holder(job.comm)
 
-        recovery.rejoin += [self._divide, steps.rejoin]
+        recovery.rejoin += [self._divide, steps.rejoin, updates.end_checks]
         recovery.rejoin += [partial(self._keep_records, state, steps, stops, run_folder), checkpoints.rejoin]
         recovery.rejoin += [partial(self._forget_records, recovery, state, steps, run_folder, checkpoints)]
         recovery.rejoin += [partial(release_former, job.comm)]
