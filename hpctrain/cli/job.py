@@ -303,9 +303,8 @@ def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
     group.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="ranks (default: the profile's, else one per GPU)"
     )
-    if scheduler == "slurm":
-        spares = "further nodes, on which the run starts again at once if a node dies (default: none)"
-        group.add_argument("--spares", type=int, default=0, metavar="N", help=spares)
+    spares = "further nodes, on which the run starts again at once if a node dies (default: none)"
+    group.add_argument("--spares", type=int, default=0, metavar="N", help=spares)
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs (default: the profile's)")
     group.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores per rank (default: the profile's)")
     group.add_argument("--memory", default="", metavar="SIZE", help="memory per node, as in 200G")

@@ -11,7 +11,7 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import FOLDER, Request, granted_nodes, task_cases
-from hpctrain.jobs.spares import on_living_nodes, spare_values
+from hpctrain.jobs.spares import NODE_FILE, on_living_nodes, pbs_spare_values, spare_values
 from hpctrain.jobs.template import SCHEDULERS, Raw, Value, clock, fill, join, read_template
 
 Words = list[str]
@@ -226,7 +226,7 @@ def _other_nodes(request: Request, profile: Profile) -> list[str]:
     started itself. ``pbs_tmrsh`` does not accept shell words, but MPICH and Open MPI send some; the
     lines write a wrapper script.
     """
-    if request.nodes == 1 or not binds(profile):
+    if request.nodes + request.spares == 1 or not binds(profile):
         return []
     asked, variable = {
         "hydra": ("HYDRA_LAUNCHER", "HYDRA_LAUNCHER=rsh HYDRA_LAUNCHER_EXEC"),
@@ -240,6 +240,7 @@ def _other_nodes(request: Request, profile: Profile) -> list[str]:
         "#!/bin/sh",
         r"host=\$1",
         "shift",
+        *([rf"export PBS_NODEFILE=\${NODE_FILE} # pbs_tmrsh numbers nodes by its lines"] if request.spares else []),
         r'exec $tmrsh "\$host" /bin/sh -c "umask $(umask); \$*"',
         "END",
         f"    export {variable}=$agent",
@@ -250,23 +251,24 @@ def _other_nodes(request: Request, profile: Profile) -> list[str]:
 def _open_mpi(request: Request, profile: Profile) -> list[str]:
     if profile.scheduler != "pbs" or profile.launcher != "openmpi":
         return []
+    found = ["variables=()"]
     if request.nodes == 1:
-        return [
+        found += [
             "# mpirun of Open MPI 5.0.11 crashes on what PBS says of a single node; the host file says the same.",
             "export PRTE_MCA_ras=^pbs",
-            "variables=()",
         ]
-    return [
-        "# mpirun hands on no variable to other nodes, PATH neither, unless it is named.",
-        "variables=()",
-        f"for name in $(compgen -e | grep -vxE '{_NOT_EXPORTED}'); do" '  variables+=(-x "$name"); done',
-    ]
+    if request.nodes + request.spares > 1:
+        found += [
+            "# mpirun hands on no variable to other nodes, PATH neither, unless it is named.",
+            f"for name in $(compgen -e | grep -vxE '{_NOT_EXPORTED}'); do" '  variables+=(-x "$name"); done',
+        ]
+    return found
 
 
 # Values of the PBS templates for a job request (qsub(1B), pbs_resources(7B)) ------------------------------------------
 
 
-_ONLY_SLURM = ("reservation", "constraint", "exclude", "qos", "spares")
+_ONLY_SLURM = ("reservation", "constraint", "exclude", "qos")
 
 
 def pbs_values(request: Request, profile: Profile) -> dict[str, Value]:
@@ -281,6 +283,7 @@ def pbs_values(request: Request, profile: Profile) -> dict[str, Value]:
             raise UsageError(f"{name} = {getattr(request, name)!r}: PBS does not support it; see directives and select")
     setup = (*_binding(request, profile), *_other_nodes(request, profile), *_open_mpi(request, profile))
     return {
+        **pbs_spare_values(request, profile),
         "time": clock(request.walltime),
         "walltime": request.walltime,
         "margin": request.margin,
@@ -295,7 +298,7 @@ def pbs_values(request: Request, profile: Profile) -> dict[str, Value]:
 
 def _select(request: Request, profile: Profile) -> str:
     """Return the chunks, one per node; ncpus, mpiprocs and ompthreads are allowed only in a chunk."""
-    parts = [str(request.nodes)]
+    parts = [str(request.nodes + request.spares)]
     if profile.chunks == "cpus":
         parts += [
             f"ncpus={request.ranks_per_node * request.cpus_per_rank}",

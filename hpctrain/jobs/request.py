@@ -48,7 +48,7 @@ class Request:
     name: str = _text("job name", "train")
     nodes: int = _number(1, MOST_NODES, least=1)
     most_nodes: int = _number(0, MOST_NODES)  # Slurm: the job takes up to as many nodes if they are free; 0: nodes
-    spares: int = _number(0, MOST_NODES)  # Slurm: further nodes, on which the run starts again if one dies
+    spares: int = _number(0, MOST_NODES)  # further nodes, on which the run starts again if one dies
     ranks_per_node: int = _number(1, 4096, least=1)
     gpus_per_node: int = _number(0, 64)
     cpus_per_rank: int = _number(1, 4096, least=1)

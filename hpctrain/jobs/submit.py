@@ -19,7 +19,7 @@ from typing import Any
 from hpctrain.cluster import accounting
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import HpctrainError, LaunchError, UsageError
-from hpctrain.jobs.spares import LIVING, WATCHER
+from hpctrain.jobs.spares import LIVING, NODE_FILE, WATCHER
 from hpctrain.jobs.template import SCHEDULERS, publish
 from hpctrain.log import logger
 from hpctrain.util import atomic
@@ -116,7 +116,7 @@ LARGEST = 2**26  # bytes of a history
 # over that job's lock. Variables that locate the scheduler are kept (``_LOCATIONS``).
 _OVERRIDES = (
     *("SBATCH_", "SLURM_", "PBS_", "HPCTRAIN_CHAIN", "HPCTRAIN_START", "HPCTRAIN_TASK", "HPCTRAIN_DEADLINE"),
-    *("HPCTRAIN_ASKED_BY", "HPCTRAIN_NODES", "HPCTRAIN_SPARES", LIVING, WATCHER),
+    *("HPCTRAIN_ASKED_BY", "HPCTRAIN_NODES", "HPCTRAIN_SPARES", LIVING, NODE_FILE, WATCHER),
 )
 _LOCATIONS = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "PBS_CONF_FILE", "PBS_DEFAULT", "PBS_EXEC", "PBS_SERVER"}
 # 1234, 1234;cluster of --parsable, 1234.server, 1234[].server of an array.

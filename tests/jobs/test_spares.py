@@ -18,6 +18,7 @@ from hpctrain.jobs.render import render
 from hpctrain.jobs.request import Request
 
 SLURM = Profile(scheduler="slurm", mpi="pmi2")
+PBS = Profile(scheduler="pbs", launcher="hydra", gpus="none")
 SPARED = replace(ASKED, spares=1, retries=2)
 # A step on a node that answers prints its name; the steps of the watch end at once; "first" is done by the first start.
 STEPS = """\
@@ -142,14 +143,70 @@ def test_wrong_spares_are_refused(asked: dict[str, Any], named: str) -> None:
         Request(**{**vars(SPARED), **asked})
 
 
-def test_launchers_without_a_choice_of_nodes_are_refused() -> None:
-    with pytest.raises(UsageError, match="spares = 1: with the launcher pals; allowed are srun, openmpi, hydra"):
-        render(SPARED, replace(SLURM, launcher="pals"))
+@pytest.mark.parametrize("profile, allowed", [(SLURM, "srun, openmpi, hydra"), (PBS, "openmpi, hydra")])
+def test_launchers_without_a_choice_of_nodes_are_refused(profile: Profile, allowed: str) -> None:
+    with pytest.raises(UsageError, match=f"spares = 1: with the launcher pals; allowed are {allowed}"):
+        render(SPARED, replace(profile, launcher="pals"))
 
 
 def test_the_option_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["jobs/gpt-tiny.toml", "--nodes", "2", "--spares", "1", "--time", "01:00:00"]
     assert main(["job", "slurm", *words]) == 0
     assert "#SBATCH --no-kill" in capsys.readouterr().out
-    assert main(["job", "pbs", *words]) == 2
-    assert "--spares" in capsys.readouterr().err
+    assert main(["job", "pbs", *words]) == 0
+    told = capsys.readouterr().out
+    assert "#PBS -W tolerate_node_failures=all\n" in told and "#PBS -l select=3:" in told
+
+
+# PBS ------------------------------------------------------------------------------------------------------------------
+
+
+def run_pbs(
+    batch: Batch, first: str, then: str = "exit 0", dead: str = "", launcher: Any = "hydra"
+) -> subprocess.CompletedProcess[str]:
+    """Run the script of a job with two nodes and one spare node; ``pbs_tmrsh`` finds its node among all of them."""
+    for name in ("mpirun", "mpiexec"):
+        batch.does(
+            name, f'cp "$PBS_NODEFILE" used; if [ ! -e begun ]; then touch begun; mv used first; {first}; fi; {then}'
+        )
+    tmrsh = batch.bin / "pbs_tmrsh"
+    tmrsh.write_text('#!/bin/bash\ngrep -qx "$1" "$PBS_NODEFILE" && case " $DEAD " in *" $1 "*) exit 1 ;; esac\n')
+    tmrsh.chmod(0o755)
+    folder = batch.folder / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "job.pbs").write_text(render(SPARED, replace(PBS, launcher=launcher)))
+    (batch.folder / "all").write_text("".join(f"{node}\n" * 4 for node in ("a1", "a2", "a3")))
+    job = {"PBS_JOBID": "7.head", "PBS_O_WORKDIR": str(batch.folder), "PBS_NODEFILE": "all", "DEAD": dead}
+    return batch.run("exec bash runs/a/job.pbs", **job)
+
+
+@pytest.mark.parametrize("launcher, program", [("hydra", "mpiexec"), ("openmpi", "mpirun")])
+def test_under_pbs_a_failed_start_is_repeated_on_the_nodes_that_answer(
+    batch: Batch, launcher: str, program: str
+) -> None:
+    done = run_pbs(batch, "exit 137", dead="a2", launcher=launcher)
+    output = (batch.folder / "runs/a/output.txt").read_text()
+    assert done.returncode == 0 and not batch.calls("qsub"), output
+    assert "job 7.head starts again on a1 a3 (exit code 137)" in output
+    first, second = batch.calls(program)
+    files = [(batch.folder / name).read_text().split() for name in ("first", "used")]
+    assert files == [["a1"] * 4 + ["a2"] * 4, ["a1"] * 4 + ["a3"] * 4]
+    names = ("HPCTRAIN_SPARES", "HPCTRAIN_DEADLINE")
+    (spares, ends), (fewer, same) = [[call.environment[name] for name in names] for call in (first, second)]
+    assert (spares, fewer) == ("1", "0") and ends == same, "the job ends when it would have ended"
+    assert first.environment["HPCTRAIN_START"] != second.environment["HPCTRAIN_START"]
+
+
+@pytest.mark.parametrize("first, dead, code, again", [("exit 137", "a1 a2", 137, 1), ("exit 75", "", 75, 1)])
+def test_other_pbs_jobs_are_submitted_again(batch: Batch, first: str, dead: str, code: int, again: int) -> None:
+    done = run_pbs(batch, first, dead=dead)
+    assert (done.returncode, len(batch.calls("qsub")), len(batch.calls("mpiexec"))) == (code, again, 1)
+    assert not {"HPCTRAIN_LIVING", "HPCTRAIN_NODEFILE"} & {*batch.calls("qsub")[0].environment}
+    output = (batch.folder / "runs/a/output.txt").read_text()
+    assert ("1 nodes answer, 2 are needed: the job is submitted again" in output) is bool(dead)
+
+
+def test_a_pbs_job_without_spare_nodes_has_none_of_it() -> None:
+    script = render(ASKED, PBS)
+    assert not any(word in script for word in ("tolerate", "HPCTRAIN_SPARES", "HPCTRAIN_LIVING", "NODEFILE"))
+    assert "ends=$(($(date +%s) + " in script and "#PBS -l select=2:" in script

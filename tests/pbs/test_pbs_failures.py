@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -59,5 +60,28 @@ def test_a_job_with_a_killed_mom_is_restarted_elsewhere(
     job.until(lambda: job.facts.get("run_count", 0) >= 2 and job.nodes not in ([], [first]), "its second start", 120)
     job.until_over(120)
     assert job.exit_code == 0
+    assert job.steps == list(range(1, STEPS + 1))
+    assert job.weights == reference
+
+
+@BOTH
+@pytest.mark.limit(300)
+def test_a_dead_node_is_replaced_by_a_spare_one(
+    lone_submitter: PbsSubmitter, reference: dict[str, bytes], mpi: str
+) -> None:
+    """The job keeps its id and does not queue: its script starts the run again on the nodes that answer."""
+    words = ("--spares", "1", "--set", "checkpoint.every=20", "--ranks-per-node", "1")
+    job = lone_submitter.submit(*words, nodes=2, mpi=mpi, PACE="0.2")
+    job.until_step(25)
+    first, dead, spare = job.nodes
+    lone_submitter.cluster.kill_node(dead)
+    again = re.compile(rf"starts again on {first}\S* {spare}\S* .exit code")
+    job.until(lambda: again.search(job.output), "its second start", 120)
+    job.hurry()
+    assert job.until_over(90) == 0
+    assert job.links == [job.id] and job.facts["run_count"] == 1
+    one, two = job.attempts
+    assert (one["spare_nodes"], two.get("spare_nodes")) == (1, None)
+    assert (one["nodes"], two["nodes"]) == (2, 2) and two["first_step"] in (21, 41)
     assert job.steps == list(range(1, STEPS + 1))
     assert job.weights == reference

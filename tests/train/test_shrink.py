@@ -107,8 +107,8 @@ def expected(known: dict[str, list[dict[str, Any]]], launch: Any, folder: Path, 
     [
         ("0:5:optimizer",),  # rank 0, which keeps the records, in a step with a checkpoint
         pytest.param(("2:8:end",), marks=pytest.mark.long),  # the last step of an epoch
-        ("0:1:backward", "1:6:end"),  # one after the other, down to one rank
-        ("1:10:backward", "2:10:backward"),  # together
+        pytest.param(("0:1:backward", "1:6:end"), marks=pytest.mark.long),  # one after the other, down to one rank
+        pytest.param(("1:10:backward", "2:10:backward"), marks=pytest.mark.long),  # together
         pytest.param(("0:16:epoch",), marks=pytest.mark.long),
         ("1:5:backward", "2:2:start"),  # the second when step 5 is about to be repeated
     ],
@@ -283,7 +283,10 @@ sys.exit(5 if sys.argv[1] == "code" else 0)
 
 @needs_tolerance
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("why", ["error", "last", "comm", "evaluate"])
+@pytest.mark.parametrize(
+    "why",
+    ["error", pytest.param("last", marks=pytest.mark.long), "comm", pytest.param("evaluate", marks=pytest.mark.long)],
+)
 def test_errors_and_own_collectives_end_the_job(launch: Any, why: str) -> None:
     result = launch(3, STOPS, why, options=TOLERANT)
     assert result.returncode == 1 and not result.survivors, result
@@ -293,7 +296,7 @@ def test_errors_and_own_collectives_end_the_job(launch: Any, why: str) -> None:
 
 @needs_tolerance
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("how", ["code", "raise"])
+@pytest.mark.parametrize("how", ["code", pytest.param("raise", marks=pytest.mark.long)])
 def test_the_exit_code_is_that_of_the_ranks_that_are_left(launch: Any, how: str) -> None:
     result = launch(3, STOPS, how, options=TOLERANT)
     assert result.returncode == 5 and "2 ranks continue" in result.stderr and not result.survivors, result

@@ -125,7 +125,15 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_tolerance
 @pytest.mark.limit(160)
-@pytest.mark.parametrize("deaths", [(), ("2:9:backward",), ("0:7:optimizer", "1:20:end"), ("1:30:end", "0:30:end")])
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        pytest.param((), marks=pytest.mark.long),
+        pytest.param(("2:9:backward",), marks=pytest.mark.long),
+        ("0:7:optimizer", "1:20:end"),
+        pytest.param(("1:30:end", "0:30:end"), marks=pytest.mark.long),
+    ],
+)
 def test_losses_and_weights_are_those_of_plain_pytorch(
     launch: Any, tmp_path: Path, plain: Path, deaths: tuple[str, ...]
 ) -> None:
@@ -134,7 +142,10 @@ def test_losses_and_weights_are_those_of_plain_pytorch(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     wanted = [float(line) for line in (plain / "losses.txt").read_text().splitlines()]
-    assert [row["loss"] for row in rows] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    complete = [number for number, row in enumerate(rows) if "lost_ranks" not in row]
+    assert STEPS - len(complete) == len({death.split(":")[1] for death in deaths if "backward" not in death})
+    losses = [rows[number]["loss"] for number in complete]
+    assert losses == pytest.approx([wanted[number] for number in complete], rel=1e-4, abs=1e-6)
     found, expected = torch.load(tmp_path / "run" / "end.pt"), torch.load(plain / "end.pt")
     assert found["rates"] == pytest.approx(expected["rates"])
     for kind in ("model", "average"):

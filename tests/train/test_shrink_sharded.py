@@ -117,7 +117,7 @@ def undisturbed() -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     "data, deaths",
     [
-        ("zero1", ("0:5:optimizer",)),  # rank 0, in a step with a checkpoint
+        pytest.param("zero1", ("0:5:optimizer",), marks=pytest.mark.long),  # rank 0, in a step with a checkpoint
         ("zero1", ("1:7:copy",)),  # within its copy, which is incomplete
         pytest.param("zero2", ("2:6:end",), marks=pytest.mark.long),  # the last step of an epoch
         ("zero2", ("1:9:backward", "2:9:recovery")),  # the second while the shards of the first are restored
@@ -149,7 +149,7 @@ def test_shards_of_dead_ranks_have_the_bits_of_an_undisturbed_run(
         pytest.param("zero1", "plain", ("1:4:backward", "2:8:end"), marks=pytest.mark.long),
         ("zero2", "average", ("0:7:backward",)),
         pytest.param("fsdp", "plain", ("2:10:backward",), marks=pytest.mark.long),
-        ("fsdp", "frozen", ("1:3:optimizer", "0:8:end")),
+        pytest.param("fsdp", "frozen", ("1:3:optimizer", "0:8:end"), marks=pytest.mark.long),
     ],
 )
 def test_the_losses_are_those_of_the_same_batches(
@@ -168,7 +168,7 @@ def test_the_losses_are_those_of_the_same_batches(
     "nodes, deaths",
     [
         ("0,0,1", ("1:7:begin",)),  # unequal nodes share no parameters: units are gathered on demand
-        ("0,0,1,1", ("3:7:begin", "0:7:begin")),  # one of each node
+        pytest.param("0,0,1,1", ("3:7:begin", "0:7:begin"), marks=pytest.mark.long),  # one of each node
     ],
 )
 def test_ranks_of_other_nodes_get_the_shards_of_a_dead_rank(
@@ -187,9 +187,11 @@ def test_ranks_of_other_nodes_get_the_shards_of_a_dead_rank(
     "data, kind, nodes, deaths",
     [
         ("zero1", "reproducible", "0,0,1,1", ("2:11:optimizer", "3:11:optimizer")),
-        ("fsdp", "reproducible", "0,1,2", ("0:5:begin", "1:11:end")),  # one node after the other
+        # one node after the other
+        pytest.param("fsdp", "reproducible", "0,1,2", ("0:5:begin", "1:11:end"), marks=pytest.mark.long),
         pytest.param("fsdp", "frozen", "0,0,1", ("2:9:begin",), marks=pytest.mark.long),
-        ("zero1", "reproducible", "0,1,2", ("1:8:replica",)),  # the others may be in step 8 or before it
+        # the others may be in step 8 or before it
+        pytest.param("zero1", "reproducible", "0,1,2", ("1:8:replica",), marks=pytest.mark.long),
         ("zero2", "reproducible", "0,0,1,2", ("2:9:begin", "1:9:back")),  # the second while they go back
     ],
 )
