@@ -253,10 +253,8 @@ def _open_mpi(request: Request, profile: Profile) -> list[str]:
         return []
     found = ["variables=()"]
     if request.nodes == 1:
-        found += [
-            "# mpirun of Open MPI 5.0.11 crashes on what PBS says of a single node; the host file says the same.",
-            "export PRTE_MCA_ras=^pbs",
-        ]
+        found.append("# mpirun of Open MPI 5.0.11 crashes on what PBS says of one node; the host file says the same.")
+        found.append("export PRTE_MCA_ras=^pbs")
     if request.nodes + request.spares > 1:
         found += [
             "# mpirun hands on no variable to other nodes, PATH neither, unless it is named.",
