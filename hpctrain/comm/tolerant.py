@@ -56,6 +56,22 @@ class TolerantCommunicator(Communicator):
             self.failed = True
             return instead()
 
+    def attempt_all(self, call: Callable[[], T], instead: Callable[[], T]) -> T:
+        """Return what a call with many collectives of this communicator and its parts returns, as ``attempt`` does.
+
+        An error that follows from a failed collective counts as well: others have then worked with what it left.
+        """
+        if not self.tolerates:
+            return call()
+        try:
+            return call()
+        except Exception as error:
+            known = isinstance(error, RankFailedError) or waiting.translate(error, "") is not None
+            if not (known or any(each.failed for each in self.with_parts())):
+                raise
+            self.failed = True
+            return instead()
+
     # Memory -----------------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -127,10 +127,9 @@ def memory_items(run: PlannedRun, model: RankModel) -> list[MemoryItem]:
         found += model.strategy.owned
         found.append(MemoryItem("optimizer states", _states(run, model.strategy.trained_bytes)))
     found += _offloaded_activations(run, model)
-    if keeps_weights(run.settings.health, run.ranks):
-        found.append(_kept_state(run, model))
-    elif keeps_state(run.settings.run.on_failure, run.ranks):
-        found.append(_kept_shards(run, model))
+    continues = keeps_state(run.settings.run.on_failure, run.ranks)
+    if keeps_weights(run.settings.health, run.ranks) or continues:
+        found.append(_kept_shards(run, model) if continues else _kept_state(run, model))
     return found + (_stage_buffers(run, model) if run.parallel.pipe > 1 else [])
 
 
@@ -144,7 +143,7 @@ def _kept_shards(run: PlannedRun, model: RankModel) -> MemoryItem:
     """Return the two copies of the shards that change; without shards, other ranks have all but the buffers."""
     states, groups = _states(run, model.strategy.trained_bytes), model.strategy.groups
     if not groups:
-        return MemoryItem("buffers", model.buffer_bytes)
+        return _kept_state(run, model) if run.parallel.splits_model else MemoryItem("buffers", model.buffer_bytes)
     # Copies on other nodes: two of its own that a rank sends, and two of another rank that it holds.
     copies = 3 if run.settings.checkpoint.replicate and run.nodes > 1 else 1
     shards = sum((2 if one.trained else 1) * one.shard for one in groups)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mesh import AXES, Mesh
+from hpctrain.comm.tolerant import TolerantCommunicator
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.clip import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.config import ParallelSettings, shape_of
@@ -27,7 +29,7 @@ from hpctrain.parallel.meta_init import is_meta
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.pipeline import Pipeline
-from hpctrain.parallel.pipeline.stage import TiedGradients
+from hpctrain.parallel.pipeline.stage import StageSplit
 from hpctrain.parallel.rng import synchronize_generators
 from hpctrain.parallel.strategy import SplitStrategy, Strategy, SyncStrategy, WholeTensors
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -38,7 +40,7 @@ from hpctrain.parallel.tensor.plan_source import Plan, plan_of
 from hpctrain.parallel.tensor.sharding import TensorSplit
 from hpctrain.parallel.tensor.whole_model import whole_copy
 from hpctrain.plain_tensors import on_shards
-from hpctrain.shard import Shard, Split, WholeStates
+from hpctrain.shard import Split
 
 _HOOKS = "the gradients of a slice or of a microbatch are not what one process gives to it"
 Attach = Callable[[nn.Module, Communicator, ParallelSettings, torch.device], Strategy]
@@ -65,8 +67,7 @@ class ModelParallel(SplitStrategy):
         _check_hooks(model)
         _broadcast_values(model, comm)
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
-        coordinates = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
-        self.place = ", ".join(f"{axis} {coordinates[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
+        coordinates = self._locate()
         self.stage = coordinates["pipe"]
         self.pipe = self.mesh.pipe if settings.pipe > 1 else None
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
@@ -94,6 +95,8 @@ class ModelParallel(SplitStrategy):
         assert isinstance(inner, SyncStrategy), "other strategies do not support split models"
         self.inner, self._sharding = inner, inner if isinstance(inner, SplitStrategy) else None
         self.gradients, self.early_updates, self.copies = inner.gradients, inner.early_updates, inner.copies
+        self.continues = inner.continues and self._sharding is None and settings.schedule != "pipedream"
+        self.replica = coordinates["data"], settings.pipe * settings.tensor
         self.reduces_early = self._pipeline is None and inner.reduces_early
         if not self._shards()[1] and self.mesh.data.size == 1:
             # Without a reduction, autograd would call the hooks with the gradient of a slice, or of
@@ -125,9 +128,26 @@ class ModelParallel(SplitStrategy):
             split.separate_backward()
         return split
 
+    def _locate(self) -> dict[str, int]:
+        """Return the coordinates of this rank, and name its place by them."""
+        coordinates = {axis: self.mesh.shape.coordinate(axis, self.comm.rank) for axis in AXES}
+        self.place = ", ".join(f"{axis} {coordinates[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
+        return coordinates
+
     @property
     def data(self) -> Communicator:
         return self.mesh.data
+
+    def rejoin(self) -> None:
+        """Continue with the replicas that are left: the ranks of each of them are all there. Collective."""
+        self.mesh.shape = replace(self.mesh.shape, data=self.mesh.data.size)
+        self.replica = self._locate()["data"], self.settings.pipe * self.settings.tensor
+        self.inner.rejoin()
+        if self._pipeline is not None:
+            self._pipeline.rejoin(self.mesh.data.rank)
+        if self._first_step is not None:
+            self._first_step.close()
+            self._first_step = None
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -137,6 +157,12 @@ class ModelParallel(SplitStrategy):
         Collective. All stages and tensor ranks of the data rank get the same loss, a scalar without
         a graph.
         """
+        if isinstance(self.comm, TolerantCommunicator):
+            compute = partial(self._compute, inputs, targets, objective, weight)
+            return self.comm.attempt_all(compute, lambda: torch.zeros((), device=self.device))
+        return self._compute(inputs, targets, objective, weight)
+
+    def _compute(self, inputs: Any, targets: Any, objective: Objective, weight: float) -> Tensor:
         with self._split_loss(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().forward_backward(inputs, targets, split, weight=weight)
@@ -292,7 +318,7 @@ class ModelParallel(SplitStrategy):
         if self._tensor is not None:
             split = self._tensor.compose(split)
         split = split if split is not None else WholeTensors()  # not all of them are present on every rank
-        return split if self._pipeline is None else _StageSplit(split, self._pipeline.tied)
+        return split if self._pipeline is None else StageSplit(split, self._pipeline.tied)
 
     @contextmanager
     def unshard(self, *, write: bool = False) -> Iterator[None]:
@@ -360,20 +386,3 @@ def _broadcast_values(model: nn.Module, comm: Communicator) -> None:
             f"0 and {seeds[other]} on rank {other}; call torch.manual_seed with one seed on all before job.wrap(model)",
             everywhere=True,
         )
-
-
-class _StageSplit:
-    """``Split`` of a stage: a tensor shared with an earlier stage is written by that stage.
-
-    If two stages shard a tensor that they share, they may cut it in different places.
-    """
-
-    def __init__(self, split: Split, tied: TiedGradients) -> None:
-        self._split, self._tied = split, tied
-
-    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        spare = not self._tied.counts(name)
-        return [replace(shard, spare=spare) for shard in self._split.shards(name, tensor)]
-
-    def holds_state(self, optimizer: torch.optim.Optimizer, name: str) -> bool | None:
-        return self._split.holds_state(optimizer, name) if isinstance(self._split, WholeStates) else None

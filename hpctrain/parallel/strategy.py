@@ -97,6 +97,7 @@ class Strategy(ABC):
     pipe: Communicator | None = None  # stages of the pipeline that forward_backward executes; None without one
     copies: Communicator | None = None  # ranks that must hold the same parameters as this one after an update
     continues = False  # whether it can continue with fewer ranks (``rejoin``)
+    replica: tuple[int, int] | None = None  # this rank's replica of a model that several ranks hold, and their number
     held: Mapping[int, nn.Parameter] | None = None  # parameters trained at attachment, by id; None: unknown
     early_updates: HostOptimizer | None = None  # that updates within a backward pass, before the optimizer's step
     _syncing = True  # whether backward passes are reduced

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 OnFailure = Literal["restart", "shrink"]
 CONTINUES = ("ddp", "zero1", "zero2", "fsdp")  # values of parallel.data with which the other ranks can continue
 ALLOWED = (
-    f"allowed are parallel.data = {', '.join(CONTINUES)} over all ranks, without pipelines, "
-    "tensor parallelism and offload"
+    f"allowed are parallel.data = {', '.join(CONTINUES)} over all ranks (with pipelines or tensor parallelism: ddp), "
+    "without offload"
 )
 RESTART = 'set it to "restart", with which the job ends and a job script starts it again'
 LAUNCHER = "mpiexec --with-ft ulfm"
@@ -29,11 +29,15 @@ SRUN = "SLURM_STEP_ID"  # set in processes that srun has started
 
 def why_not(parallel: ParallelSettings, offload: OffloadSettings) -> str:
     """Return why a run with these settings cannot continue with fewer ranks; empty if it can."""
-    if parallel.data not in CONTINUES or parallel.splits_model:
+    if parallel.data not in CONTINUES:
+        return f'parallel.data = "{parallel.data}"'
+    if parallel.splits_model and parallel.data != "ddp":
         axes = [
             f"parallel.{axis} = {getattr(parallel, axis)}" for axis in ("pipe", "tensor") if getattr(parallel, axis) > 1
         ]
-        return ", ".join(axes) or f'parallel.data = "{parallel.data}"'
+        return f'parallel.data = "{parallel.data}" and {", ".join(axes)}'
+    if parallel.pipe > 1 and parallel.schedule == "pipedream":
+        return 'parallel.schedule = "pipedream"'
     if parallel.data != "ddp" and parallel.shard_within != "world":
         return f'parallel.shard_within = "{parallel.shard_within}"'
     return "offload" if offload.any_update else ""

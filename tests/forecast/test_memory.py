@@ -63,6 +63,17 @@ def test_a_copy_from_which_steps_are_repeated_is_counted(facts: ModelFacts, sect
         assert kept.host["buffers"] - plain.host["buffers"] == pytest.approx(copies * 12 * facts.numel, rel=0.02)
 
 
+def test_a_copy_of_a_part_of_the_model_is_counted(facts: ModelFacts) -> None:
+    """Where several ranks hold a replica, other replicas may be ahead by an update that one rank has not made."""
+    parallel = {"tensor": 2}
+    settings = [
+        build(Settings, {"model": MODEL, "train": {"batch": 16}, "parallel": parallel, "run": {"on_failure": failure}})
+        for failure in ("restart", "shrink")
+    ]
+    ranks = [memory_of(PlannedRun(one, facts, 4, 4, "cpu")).rank.host for one in settings]
+    assert ranks[1]["buffers"] - ranks[0]["buffers"] == pytest.approx(3 * ranks[0]["parameters"], rel=0.02)
+
+
 def test_two_copies_of_shards_are_counted(facts: ModelFacts) -> None:
     parallel = {"data": "fsdp"}
     shrinks = build(

@@ -349,7 +349,8 @@ def test_all_ranks_agree_on_the_last_section_that_must_be_complete() -> None:
     [
         (ParallelSettings(data="easgd"), OffloadSettings(), 'parallel.data = "easgd"'),
         (ParallelSettings(data="fsdp", shard_within="node"), OffloadSettings(), 'parallel.shard_within = "node"'),
-        (ParallelSettings(pipe=2), OffloadSettings(), "parallel.pipe = 2"),
+        (ParallelSettings(data="zero1", pipe=2), OffloadSettings(), 'parallel.data = "zero1" and parallel.pipe = 2'),
+        (ParallelSettings(pipe=2, schedule="pipedream"), OffloadSettings(), 'parallel.schedule = "pipedream"'),
         (ParallelSettings(), OffloadSettings(optimizer=True), "offload"),
     ],
 )
@@ -362,6 +363,7 @@ def test_settings_whose_state_dies_with_a_rank_are_refused(
     check_settings("restart", parallel, offload, "cuda")
     check_settings("shrink", ParallelSettings(reproducible=True), OffloadSettings(), "auto")
     check_settings("shrink", ParallelSettings(data="fsdp"), OffloadSettings(), "auto")
+    check_settings("shrink", ParallelSettings(pipe=2, tensor=2), OffloadSettings(), "auto")
 
 
 def test_copies_on_other_nodes_need_a_run_that_continues() -> None:

@@ -81,6 +81,7 @@ class FailureDetector:
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm, self._base = comm.Dup(), comm.Dup()
         self.hosts: list[str] = comm.allgather(socket.gethostname())
+        self.rank = comm.Get_rank()
         self._lost: frozenset[int] = frozenset()
         self._lock = threading.Lock()
         self.continues = False

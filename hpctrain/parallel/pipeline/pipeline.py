@@ -97,6 +97,11 @@ class Pipeline:
         self._check_inputs = False
         self.check.drop()
 
+    def rejoin(self, replica: int) -> None:
+        """Forget messages of a pass that has failed; ``replica`` is this rank's new index on the data axis."""
+        self._channels.clear()
+        self._generators = PassGenerators(self.device, (self.comm.rank, replica))
+
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def train(self, inputs: Any, targets: Any, objective: Objective, weight: float) -> Tensor:

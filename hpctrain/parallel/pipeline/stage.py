@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hpctrain.parallel.pipeline.layers import Layer, MicrobatchCall, run_layers,
 from hpctrain.parallel.pipeline.skip import carried, carrying
 from hpctrain.parallel.pipeline.split_backward import backward_from
 from hpctrain.parallel.rng import hash32, restored_generators
+from hpctrain.shard import Shard, Split, WholeStates
 
 Tensors = tuple[Tensor, ...]
 NO_ARGUMENTS = MicrobatchCall(())
@@ -253,8 +254,7 @@ class TiedGradients:
                 continue
             group = comm.split(0 if comm.rank in owners else 1)
             if comm.rank not in owners:
-                group.free()
-                continue
+                continue  # the group remains: all parts of a communicator are divided anew when ranks have died
             self._groups.append((each.names[0], group))
             if comm.rank != each.chunks[0] % comm.size:
                 self._counted_elsewhere |= set(each.names)
@@ -271,3 +271,20 @@ class TiedGradients:
     def counts(self, name: str) -> bool:
         """Return whether this stage is the one that counts a parameter, where each parameter counts once."""
         return name not in self._counted_elsewhere
+
+
+class StageSplit:
+    """``Split`` of a stage: a tensor shared with an earlier stage is written by that stage.
+
+    If two stages shard a tensor that they share, they may cut it in different places.
+    """
+
+    def __init__(self, split: Split, tied: TiedGradients) -> None:
+        self._split, self._tied = split, tied
+
+    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
+        spare = not self._tied.counts(name)
+        return [replace(shard, spare=spare) for shard in self._split.shards(name, tensor)]
+
+    def holds_state(self, optimizer: torch.optim.Optimizer, name: str) -> bool | None:
+        return self._split.holds_state(optimizer, name) if isinstance(self._split, WholeStates) else None

@@ -11,10 +11,14 @@ nodes have the shards.
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
 from hpctrain.comm.transport.waiting import interruption, waiting
@@ -104,6 +108,7 @@ class Recovery:
         self._handed: dict[int, Any] = {}  # results of sections that another rank has completed
         self._step_began: int | None = None  # section in which the current step began, within a step
         self._prepares = False  # whether a step is about to begin
+        self._left: list[int] = []  # ranks that have ended because their replica was incomplete
         self._began = 0.0  # when the recovery began whose step has not ended yet
         self._batches = 0  # batches of the current step that have begun
         self._accumulates = False  # whether a step has had several batches
@@ -263,6 +268,7 @@ class Recovery:
     def _continue(self, comm: MPI.Intracomm) -> bool:
         """Make all parts of the run work with the ranks of a communicator; return whether the step is repeated."""
         size = self._job.size
+        self._leave_incomplete(comm)
         self._join(self._job, comm)
         for each in self._comms:
             each.failed = each.tolerates = False
@@ -295,6 +301,28 @@ class Recovery:
             call()
         return repeats
 
+    def _leave_incomplete(self, comm: MPI.Intracomm) -> None:
+        """End this rank if others that held its replica of a model have died; else wait for the end of such ranks.
+
+        Collective. Raises ``RankFailedError`` on the ranks that are left if any have ended, and
+        ``CommunicationError`` on all ranks if no replica is complete.
+        """
+        replica = next((one.replica for one in self._strategies if one.replica is not None), None)
+        if replica is None:
+            return
+        everyone = comm.allgather((replica[0], self._detector.rank))
+        count = Counter(number for number, _ in everyone)
+        leaving = sorted(rank for number, rank in everyone if count[number] < replica[1])
+        if len(leaving) == len(everyone):
+            raise CommunicationError("no replica of the model is left whose ranks all live; the job must start again")
+        if not leaving:
+            return
+        self._left += leaving
+        if self._detector.rank in leaving:
+            logger.warning("this rank leaves the job: a rank has died that held another part of the same replica")
+            leave()
+        raise RankFailedError("ranks of incomplete replicas have left")
+
     def _hand_over(self, everyone: Sequence[Progressed], agreed: int, *, repeats: bool) -> None:
         """Give the ranks that are behind the results of the sections that they have not completed. Collective."""
         behind = [each.section for each in everyone if each.section <= agreed and each.step_began != agreed]
@@ -314,13 +342,15 @@ class Recovery:
     def _tell(self, lost: Sequence[int], seconds: float, before: int, *, repeats: bool) -> None:
         """Log and record a recovery; ``before`` is the number of steps before it."""
         step, back = before + 1, before - self._copy.present_step if self.went_back else 0
+        left, self._left = self._left, []
         hosts = [self._detector.hosts[rank] for rank in lost]
         facts = {"ranks": list(lost), "hosts": hosts, "step": step, "seconds": round(seconds, 3)}
+        facts |= {"left": left} if left else {}
         self._record({**facts, "repeated_steps": back + int(repeats), "ranks_left": self._job.size})
         if self._job.rank == 0:
             logger.warning(
                 "%s in step %d: %s after %s%s",
-                self._detector.describe(lost) if lost else "a rank has died",
+                _losses(self._detector.describe, lost, left),
                 step,
                 f"{counted(self._job.size, 'rank')} continue" if self._job.size > 1 else "1 rank continues",
                 format_seconds(seconds),
@@ -332,6 +362,21 @@ class Recovery:
                     counted(self._batches, "batch"),
                     step,
                 )
+
+
+def _losses(describe: Callable[[Sequence[int]], str], lost: Sequence[int], left: Sequence[int]) -> str:
+    """Return which ranks have died, and which have left because they held other parts of the same replicas."""
+    died = [rank for rank in lost if rank not in left]
+    told = describe(died) if died else "a rank has died"
+    return f"{told} and {counted(len(left), 'rank')} of the same replica left" if left else told
+
+
+def leave() -> NoReturn:
+    """End this process as if it were killed: other ends of a process are not reported to the other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("killed")
 
 
 def _repetition(back: int, step: int, ranks: int) -> str:

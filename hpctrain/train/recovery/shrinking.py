@@ -90,7 +90,8 @@ class Shrinking:
         recovery = Recovery(job, rest, shards, strategies, run_folder.recovered)
         recovery.partner = self._partner_copies(state, shards)
         recovery.logs_alike = self._microbatches is not None
-        recovery.replicas = Replicas(state, rest) if shards is None else None
+        if not any(isinstance(one, SplitStrategy) for one in strategies):
+            recovery.replicas = Replicas(state, rest)
         run_folder.share_holder(job.comm)
 
         recovery.rejoin += [self._divide, steps.rejoin, updates.end_checks]
@@ -101,13 +102,15 @@ class Shrinking:
         self._feed.collective = recovery.section
 
     def _shard_copies(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> ShardCopies | None:
-        """Return the copies of shards; None if every rank holds the whole state."""
+        """Return the copies of shards; None if there are none."""
         if not any(isinstance(one, SplitStrategy) for one in self._strategies.values()):
             return None
         from hpctrain.parallel.fsdp.shard_copies import ShardCopies
         from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
         sharded = [one for one in self._strategies.values() if isinstance(one, ShardedDataParallel)]
+        if not sharded:
+            return None
         return ShardCopies(self._job.comm, sharded, optimizers)
 
     def _partner_copies(self, state: TrainState, shards: ShardCopies | None) -> PartnerCopies | None:
