@@ -21,7 +21,7 @@ import hpctrain
 from hpctrain.models.build import build
 from hpctrain.models.settings import ModelSettings
 
-KINDS = ("plain", "batch norm", "dropout", "reproducible", "zero1", "fsdp", "reproducible fsdp")
+KINDS = ("plain", "batch norm", "dropout", "reproducible", "zero1", "fsdp", "reproducible fsdp", "pipe", "tensor")
 COSTS = ("cost", "cost fsdp")  # a GPT with 10.9 million parameters, eight sequences of 128 tokens per rank and step
 REPLICATE = "cost fsdp with replicate"  # the same, every rank on a simulated node of its own
 EVERY = 10  # steps between copies on other nodes
@@ -63,7 +63,10 @@ def main(kind: str, folder: Path, steps: int, on_failure: str) -> None:
     if kind == REPLICATE:
         simulate_nodes()
     data, reproducible = next((one for one in ("zero1", "fsdp") if one in kind), "ddp"), "reproducible" in kind
-    job = hpctrain.init(device="cpu", parallel={"data": data, "reproducible": reproducible})
+    parallel: dict[str, Any] = {"data": data, "reproducible": reproducible}
+    parallel |= {"pipe": 2} if kind == "pipe" else {}
+    parallel |= {"tensor": 2, "tensor_plan": ("3=column", "5=row")} if kind == "tensor" else {}
+    job = hpctrain.init(device="cpu", parallel=parallel)
     torch.manual_seed(0)
     model = job.wrap(model_of(kind))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -77,7 +80,7 @@ def main(kind: str, folder: Path, steps: int, on_failure: str) -> None:
 
     with job.run(model, optimizer, data_of(kind, job.size), checkpoints=str(folder), **options) as run:
         for step, batch in run:
-            if reproducible:
+            if reproducible or kind == "pipe":
                 loss = run.backward(tuple(batch), loss_of)
             else:
                 loss = loss_of(batch)

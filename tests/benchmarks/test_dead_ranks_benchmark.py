@@ -53,6 +53,15 @@ def test_losses_that_differ_and_silent_ends_are_violations(tmp_path: Path) -> No
     said = "hpctrain: rank 1 of 4 on n in step 3 ends the job: rank 0 on n has died"
     (kill,) = killed("plain").checked(written(tmp_path, LOSSES[:3]), 1, said, [0], [0.1], [101.0])
     assert not kill.continued and kill.seconds is None
+    said = "rank 3 of 4 on n in step 3 ends the job: CommunicationError: no replica of the model is left whose ranks"
+    (kill,) = killed("pipe").checked(written(tmp_path, LOSSES[:3]), 1, said, [0], [0.1], [101.0])
+    assert not kill.continued
+
+
+def test_an_average_without_the_samples_of_a_dead_rank_may_differ(tmp_path: Path) -> None:
+    other = [*LOSSES[:-1], LOSSES[-1] * 1.01]
+    (kill,) = killed("plain").checked(written(tmp_path, other, lost_ranks=1), 0, "", [0], [0.1], [101.0])
+    assert kill.continued
 
 
 def test_figures_are_those_of_all_kills() -> None:
