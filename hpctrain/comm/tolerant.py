@@ -60,6 +60,7 @@ class TolerantCommunicator(Communicator):
         """Return what a call with many collectives of this communicator and its parts returns, as ``attempt`` does.
 
         An error that follows from a failed collective counts as well: others have then worked with what it left.
+        The parts, of which the call may have skipped collectives, fail with this communicator.
         """
         if not self.tolerates:
             return call()
@@ -69,7 +70,8 @@ class TolerantCommunicator(Communicator):
             known = isinstance(error, RankFailedError) or waiting.translate(error, "") is not None
             if not (known or any(each.failed for each in self.with_parts())):
                 raise
-            self.failed = True
+            for each in self.with_parts():
+                each.failed = True
             return instead()
 
     # Memory -----------------------------------------------------------------------------------------------------------
@@ -146,6 +148,11 @@ class TolerantCommunicator(Communicator):
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         broadcast_object = super().broadcast_object
         return self.attempt(lambda: broadcast_object(item, root), lambda: item)
+
+
+def tolerating(comm: Communicator | None, call: Callable[[], T], instead: Callable[[], T]) -> T:
+    """Return what a call with many collectives returns; after the death of another rank, what ``instead`` returns."""
+    return comm.attempt_all(call, instead) if isinstance(comm, TolerantCommunicator) else call()
 
 
 def _own(numel: int, dtype: torch.dtype) -> Tensor:

@@ -295,6 +295,8 @@ class DataParallel(SyncStrategy):
         if self._used.get(optimizer, 0) != self._reductions:
             self._used[optimizer] = self._reductions
             return
+        if self.comm.failed:  # within the backward pass: the step is repeated
+            return
         for number in self._held_by(optimizer):
             gradient = self._parameters[number].grad
             if gradient is not None and not self._is_reduced(number, gradient):

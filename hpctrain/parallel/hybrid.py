@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mesh import AXES, Mesh
-from hpctrain.comm.tolerant import TolerantCommunicator
+from hpctrain.comm.tolerant import tolerating
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.clip import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.config import ParallelSettings, shape_of
@@ -157,10 +157,8 @@ class ModelParallel(SplitStrategy):
         Collective. All stages and tensor ranks of the data rank get the same loss, a scalar without
         a graph.
         """
-        if isinstance(self.comm, TolerantCommunicator):
-            compute = partial(self._compute, inputs, targets, objective, weight)
-            return self.comm.attempt_all(compute, lambda: torch.zeros((), device=self.device))
-        return self._compute(inputs, targets, objective, weight)
+        compute = partial(self._compute, inputs, targets, objective, weight)
+        return tolerating(self.comm, compute, lambda: torch.zeros((), device=self.device))
 
     def _compute(self, inputs: Any, targets: Any, objective: Objective, weight: float) -> Tensor:
         with self._split_loss(objective) as split, self.unguarded():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.comm.agreement import agreed
+from hpctrain.comm.tolerant import tolerating
 from hpctrain.data.random_streams import OuterState
 from hpctrain.data.split_loader import cut, rows_of, samples_in
 from hpctrain.errors import UsageError
@@ -48,7 +49,8 @@ def backward(run: Run, batch: Any, compute: Compute, accumulate: int, checked: s
         parts = parts_of(batch, accumulate)
         with run.checks.weighted():
             if strategies[0].pipe is not None:
-                return PipelineBackward(strategies[0], compute, checked, run.options.checks)(parts, weight)
+                passes = PipelineBackward(strategies[0], compute, checked, run.options.checks)
+                return tolerating(strategies[0].comm, partial(passes, parts, weight), lambda: torch.zeros(()))
             return backward_by_parts(strategies, parts, compute, weight)
     finally:
         for strategy in strategies:

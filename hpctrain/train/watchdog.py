@@ -113,7 +113,7 @@ class Watchdog:
     # A rank that raises -----------------------------------------------------------------------------------------------
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, HpctrainError) and error.everywhere:
+        if isinstance(error, HpctrainError) and error.everywhere and not self._has_dead_ranks:
             if self._transport.rank == 0:
                 self._print(kind, error, trace)
             leave_with(error.exit_code, self._on_exit)
@@ -188,7 +188,7 @@ class Watchdog:
     @property
     def _is_last(self) -> bool:
         """Whether all other ranks have died."""
-        return self.detector is not None and self.detector.has_lost and self._transport.size == 1
+        return self.detector is not None and self.detector.is_last
 
     # A rank that leaves early -----------------------------------------------------------------------------------------
 
@@ -205,7 +205,8 @@ class Watchdog:
         self._prepare_finalize()
 
     def _prepare_finalize(self) -> None:
-        if self.detector is not None and (self.detector.has_lost or self.detector.dead()):
+        if self._has_dead_ranks:
+            assert self.detector is not None
             self.detector.skip_finalize_barrier()
 
     # A rank that waits ------------------------------------------------------------------------------------------------
@@ -234,6 +235,11 @@ class Watchdog:
             elif seconds > self._limit:
                 why = f"{operation} has not ended within {self._limit:g} s (HPCTRAIN_TIMEOUT){self._others()}"
                 self._end(why, "", EXIT_FAILURE, stacks=True)
+
+    @property
+    def _has_dead_ranks(self) -> bool:
+        """Whether ranks have died: others may not have an error of all ranks then, or rank 0 may be dead."""
+        return self.detector is not None and (self.detector.has_lost or bool(self.detector.dead()))
 
     @property
     def _continues(self) -> bool:

@@ -20,8 +20,8 @@ import hpctrain
 
 kind, folder = sys.argv[1:3]
 deaths = [death.split(":") for death in sys.argv[3:]]  # rank:step:place
-job = hpctrain.init(parallel={"pipe": {"pipe": 2}, "tensor": {"tensor": 2}}[kind])
-number, now = job.rank, [0]
+job = hpctrain.init(parallel={kind.split()[0]: 2})
+number, now, called = job.rank, [0], [0]
 
 
 def die(place):
@@ -51,7 +51,8 @@ class Net(nn.Module):
 
 def compute(part):
     logits = model(part[0])
-    die("inside")
+    called[0] += 1  # with a pipeline: microbatches of the last stage
+    die("inside" if called[0] == 1 else f"part {called[0]}")
     return cross_entropy(logits.flatten(0, 1), part[1].flatten())
 
 
@@ -64,9 +65,11 @@ tokens = [torch.randint(0, 16, (96, 5), generator=draw) for _ in range(2)]
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*tokens), batch_size=16, shuffle=True)
 with job.run(model, optimizer, loader, checkpoints=folder, every=4, on_failure="shrink", steps=10) as run:
     for now[0], batch in run:
+        called[0] = 0
         loss = run.backward(batch, compute)
         die("backward")
-        run.clip(1.0)
+        if "unclipped" not in kind:
+            run.clip(1.0)
         optimizer.step()
         die("update")
         optimizer.zero_grad()
@@ -96,8 +99,9 @@ def run(launch: Any, folder: Path, kind: str, *deaths: str, ranks: int = 4) -> t
 @pytest.mark.parametrize(
     "kind, deaths, ranks",
     [
-        ("pipe", ("3:4:inside",), 4),
+        ("pipe unclipped", ("3:4:part 4",), 4),  # the first stage has gradients of the first microbatches
         ("tensor", ("0:5:update",), 4),
+        pytest.param("pipe", ("3:4:inside",), 4, marks=pytest.mark.long),
         pytest.param("pipe", ("0:1:backward",), 4, marks=pytest.mark.long),
         pytest.param("pipe", ("4:3:inside", "0:7:update"), 6, marks=pytest.mark.long),
         pytest.param("tensor", ("2:10:backward",), 4, marks=pytest.mark.long),
@@ -118,7 +122,14 @@ def test_whole_replicas_continue_with_the_same_batches(
 
 @needs_tolerance
 @pytest.mark.limit(120)
-def test_without_a_whole_replica_the_job_ends(launch: Any, tmp_path: Path) -> None:
-    result = launch(4, PROGRAM, "pipe", tmp_path, "0:3:backward", "3:3:inside", options=TOLERANT, timeout=60)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        ("0:3:backward", "3:3:inside"),
+        pytest.param(("0:3:backward", "1:5:update"), marks=pytest.mark.long),  # one rank is left, which reports it
+    ],
+)
+def test_without_a_whole_replica_the_job_ends(launch: Any, tmp_path: Path, deaths: tuple[str, ...]) -> None:
+    result = launch(4, PROGRAM, "pipe", tmp_path, *deaths, options=TOLERANT, timeout=60)
     assert result.returncode == 1 and not result.survivors, result
     assert "no replica of the model is left whose ranks all live; the job must start again" in result.stderr

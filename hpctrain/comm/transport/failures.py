@@ -92,6 +92,11 @@ class FailureDetector:
         """Whether the job continues without some of its ranks."""
         return bool(self._lost)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether all other ranks have died."""
+        return len(self._lost) + len(self.dead()) == len(self.hosts) - 1
+
     def dead(self) -> list[int]:
         """Return the ranks that have died since the last ``survivors``; sends no message, and does not wait."""
         with suppress_rank_failures():

@@ -11,20 +11,17 @@ nodes have the shards.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
 from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import CommunicationError, RankFailedError
 from hpctrain.log import logger, renumber
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.recovery.incomplete_replicas import leave_incomplete
 from hpctrain.train.recovery.replicas import Replicas, Standing
 from hpctrain.train.state_copy import StateCopy
 from hpctrain.util.text import counted, format_seconds
@@ -268,7 +265,9 @@ class Recovery:
     def _continue(self, comm: MPI.Intracomm) -> bool:
         """Make all parts of the run work with the ranks of a communicator; return whether the step is repeated."""
         size = self._job.size
-        self._leave_incomplete(comm)
+        if left := leave_incomplete(comm, self._detector.rank, self._strategies):
+            self._left += left
+            raise RankFailedError("ranks of incomplete replicas have left")
         self._join(self._job, comm)
         for each in self._comms:
             each.failed = each.tolerates = False
@@ -300,28 +299,6 @@ class Recovery:
         for call in self.rejoin:
             call()
         return repeats
-
-    def _leave_incomplete(self, comm: MPI.Intracomm) -> None:
-        """End this rank if others that held its replica of a model have died; else wait for the end of such ranks.
-
-        Collective. Raises ``RankFailedError`` on the ranks that are left if any have ended, and
-        ``CommunicationError`` on all ranks if no replica is complete.
-        """
-        replica = next((one.replica for one in self._strategies if one.replica is not None), None)
-        if replica is None:
-            return
-        everyone = comm.allgather((replica[0], self._detector.rank))
-        count = Counter(number for number, _ in everyone)
-        leaving = sorted(rank for number, rank in everyone if count[number] < replica[1])
-        if len(leaving) == len(everyone):
-            raise CommunicationError("no replica of the model is left whose ranks all live; the job must start again")
-        if not leaving:
-            return
-        self._left += leaving
-        if self._detector.rank in leaving:
-            logger.warning("this rank leaves the job: a rank has died that held another part of the same replica")
-            leave()
-        raise RankFailedError("ranks of incomplete replicas have left")
 
     def _hand_over(self, everyone: Sequence[Progressed], agreed: int, *, repeats: bool) -> None:
         """Give the ranks that are behind the results of the sections that they have not completed. Collective."""
@@ -369,14 +346,6 @@ def _losses(describe: Callable[[Sequence[int]], str], lost: Sequence[int], left:
     died = [rank for rank in lost if rank not in left]
     told = describe(died) if died else "a rank has died"
     return f"{told} and {counted(len(left), 'rank')} of the same replica left" if left else told
-
-
-def leave() -> NoReturn:
-    """End this process as if it were killed: other ends of a process are not reported to the other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("killed")
 
 
 def _repetition(back: int, step: int, ranks: int) -> str:
