@@ -9,12 +9,15 @@ replica leaves as well. The job must continue with the remaining ranks to its la
 undisturbed job (reproducible ones: with the same bits), or end with the message that names the dead rank, or
 says that no replica is left. The first violation ends the benchmark with exit code 1.
 
-The time of a kill is that from SIGKILL to the record of the next completed step in ``metrics.jsonl``, minus
-a step. The cost without kills is that of a step of a GPT with 10.9 million parameters, under ``ddp`` and
-``fsdp``, with ``mpiexec --with-ft ulfm`` and ``shrink``, relative to the same step with plain ``mpiexec`` and
-``restart``, and with ``replicate = 10`` on two simulated nodes. Jobs with and without follow each other. For
-each step, the fastest of the jobs counts, and the sums over all steps are compared: other work on the machine
-slows steps by far more than the cost.
+The time of a kill is that from SIGKILL to the record in ``metrics.jsonl`` of the step in which the others have
+continued, minus a step. If torchft is installed in the same environment (``pip install torchft==0.2.0``), the
+same is measured of its replicas (``benchmarks/dead_ranks_torchft.py``).
+
+The cost without kills is that of a step of a GPT with 10.9 million parameters, under ``ddp`` and ``fsdp``, with
+``mpiexec --with-ft ulfm`` and ``shrink``, relative to the same step with plain ``mpiexec`` and ``restart``, and
+with ``replicate = 10`` on two simulated nodes. Jobs with and without follow each other. For each step, the
+fastest of the jobs counts, and the sums over all steps are compared: other work on the machine slows steps by
+far more than the cost.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import dead_ranks_torchft
 from dead_ranks_target import COSTS, EVERY, KINDS, REPLICATE
 from harness import plot
 from harness.ranks import end_child, mpiexec, run_child
@@ -53,6 +57,10 @@ GAPS = (0.0, 0.001, 0.02, 0.1, 0.3)  # seconds between kills that are close to e
 LATEST = 0.9  # of the steps: kills after the last step do not count
 COST_RANKS, COST_STEPS, PAIRS = 2, 24, 5
 MOST_SECONDS, MOST_COST, MOST_REPLICATE = 1.0, 0.02, 0.05
+
+
+Times = Sequence[float | None]  # seconds to the next step; None if there was none
+SPLIT = ("pipe", "tensor")  # kinds of which a job without a whole replica ends
 
 
 class Violation(Exception):
@@ -84,6 +92,14 @@ def tolerant(ranks: int) -> list[str]:
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     with suppress(FileNotFoundError):
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return []
+
+
+def recoveries_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the recoveries of a job, from the record of its start in ``run.json``."""
+    with suppress(FileNotFoundError):
+        attempt = json.loads((folder / "run.json").read_text())["attempts"][-1]
+        return list(attempt.get("recoveries", []))
     return []
 
 
@@ -167,9 +183,11 @@ class Killed:
             raise Violation(f"{self._kind}: exit {code} with {len(rows)} steps after kills of {victims}:\n{said}")
         if continued:
             self._compare(rows, victims)
-        kills = []
+        kills, recoveries = [], recoveries_of(folder)
         for number, (rank, after, killed) in enumerate(zip(victims, moments, times)):
-            later = [row["unix_time"] for row in rows if killed is not None and row["unix_time"] > killed]
+            step = next((each["step"] for each in recoveries if rank in each["ranks"]), None)
+            known = step is not None and killed is not None
+            later = [row["unix_time"] for row in rows if known and row["step"] >= step and row["unix_time"] > killed]
             last = killed is None or any(other is not None and other > killed for other in times[number + 1 :])
             close = last and number + 1 < len(times) and moments[number + 1] - after < 2 * MOST_SECONDS
             seconds = (
@@ -218,6 +236,14 @@ def play(folder: Path, count: int, seed: int) -> list[Kill]:
     return found
 
 
+def play_torchft(count: int, seed: int) -> dict[str, list[float | None]]:
+    """Kill ``count`` replicas of torchft with each of its settings; none if it is not installed."""
+    if not count or not dead_ranks_torchft.available():
+        return {}
+    names = dead_ranks_torchft.SETTINGS
+    return {name: dead_ranks_torchft.seconds_to_next_step(count, seed, name) for name in names}
+
+
 # Cost -----------------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +277,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--kills", type=int, default=200, help="ranks to kill; 0: measure the cost only (default: %(default)s)"
     )
+    parser.add_argument(
+        "--torchft", type=int, default=10, help="replicas of torchft to kill, if it is installed (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of the moments (default: random)")
     return parser.parse_args(argv)
 
@@ -265,10 +294,12 @@ def run(args: argparse.Namespace) -> int:
         except Violation as violation:
             print(f"violated, seed {seed}: {violation}", file=sys.stderr)
             return 1
+        peers = play_torchft(args.torchft if kills else 0, seed)
         pairs = {kind: cost(folder, kind, args.rounds) for kind in (*COSTS, REPLICATE)}
-    figures = list(targets(kills, pairs))
-    content = {"seed": seed, "kills": [asdict(kill) for kill in kills], "cost": pairs}
-    lines = [f"\n{RANKS} ranks, {len(kills)} killed\n", target_table(figures), *([kills_table(kills)] if kills else [])]
+    figures = list(targets(kills, pairs, peers))
+    content = {"seed": seed, "kills": [asdict(kill) for kill in kills], "torchft": peers, "cost": pairs}
+    tables = [kills_table(kills, peers)] if kills else []
+    lines = [f"\n{RANKS} ranks, {len(kills)} killed\n", target_table(figures), *tables]
     name = f"dead-ranks-np{RANKS}-{mpi_slug()}" if kills else f"dead-ranks-cost-{mpi_slug()}"
     finish(args, "dead-ranks", content, lines, file=name, ranks=RANKS, found=figures, draw=draw if kills else None)
     return 0
@@ -278,14 +309,21 @@ def seconds_of(kills: Sequence[Kill]) -> list[float]:
     return sorted(kill.seconds for kill in kills if kill.seconds is not None)
 
 
-def targets(kills: Sequence[Kill], pairs: Mapping[str, Sequence[Pair]]) -> Iterator[Target]:
+def targets(kills: Sequence[Kill], pairs: Mapping[str, Sequence[Pair]], peers: Mapping[str, Times]) -> Iterator[Target]:
     seconds = seconds_of(kills)
-    if kills:
-        yield from at_least("kills after which the job continued", sum(kill.continued for kill in kills), len(kills))
+    whole = [kill for kill in kills if kill.kind not in SPLIT]
+    split = sum(kill.kind in SPLIT for kill in kills)
+    if whole:
+        yield from at_least("kills after which the job continued", sum(kill.continued for kill in whole), len(whole))
+    if split:
+        yield from at_least("the same or no replica left: pipelines, tensor parallelism", split, split)
     if seconds:
         median, p95 = statistics.median(seconds), seconds[min(math.ceil(0.95 * len(seconds)), len(seconds)) - 1]
         yield from at_most("seconds to the next step, without the step: median", median, MOST_SECONDS)
         yield from at_most("the same: 95th percentile", p95, MOST_SECONDS)
+        for name, peer in peers.items():
+            others = statistics.median(math.inf if each is None else each for each in peer)
+            yield from at_least(f"torchft, {name} timeouts, relative to this median", others / median, 1.0)
     for kind, found in pairs.items():
         if found:
             shrink, restart = (sum(map(min, zip(*jobs))) for jobs in zip(*found))
@@ -295,7 +333,7 @@ def targets(kills: Sequence[Kill], pairs: Mapping[str, Sequence[Pair]]) -> Itera
             yield from at_most(f"cost without failures, of a step: {data}", shrink / restart - 1, most)
 
 
-def kills_table(kills: Sequence[Kill]) -> str:
+def kills_table(kills: Sequence[Kill], peers: Mapping[str, Times]) -> str:
     """Return a table: the number of kills per kind of job, how many continued, and their times."""
     rows = [["job", "kills", "continued", "median s", "max s"]]
     for kind in KINDS:
@@ -303,6 +341,10 @@ def kills_table(kills: Sequence[Kill]) -> str:
         times = seconds_of(own)
         shown = [f"{statistics.median(times):.3f}", f"{times[-1]:.3f}"] if times else ["", ""]
         rows.append([kind, str(len(own)), str(sum(kill.continued for kill in own)), *shown])
+    for name, found in peers.items():
+        times = sorted(each for each in found if each is not None)
+        shown = [f"{statistics.median(times):.3f}", f"{times[-1]:.3f}"] if times else ["", ""]
+        rows.append([f"torchft, {name} timeouts", str(len(found)), str(len(times)), *shown])
     return table(rows)
 
 

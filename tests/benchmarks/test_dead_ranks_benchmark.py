@@ -26,12 +26,13 @@ def written(folder: Path, losses: list[float], **last: Any) -> Path:
     rows = [{"step": step, "loss": loss, "unix_time": 100.0 + step} for step, loss in enumerate(losses, 1)]
     rows[-1] |= {"fingerprint": "a", **last}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.json").write_text(json.dumps({"attempts": [{"recoveries": [{"ranks": [2], "step": 12}]}]}))
     return folder
 
 
-def test_the_time_of_a_kill_ends_with_the_next_step(tmp_path: Path) -> None:
+def test_the_time_of_a_kill_ends_with_the_step_in_which_the_others_continue(tmp_path: Path) -> None:
     (kill,) = killed("plain").checked(written(tmp_path, LOSSES), 0, "", [2], [0.5], [110.4])
-    assert kill == Kill("plain", 2, 0.5, 3, pytest.approx(0.59), True)
+    assert kill == Kill("plain", 2, 0.5, 3, pytest.approx(1.59), True)  # not step 11, which the dead rank has completed
     (none,) = killed("plain").checked(written(tmp_path, LOSSES), 0, "", [2], [0.5], [None])
     assert none.seconds is None and none.continued
 
@@ -66,25 +67,29 @@ def test_an_average_without_the_samples_of_a_dead_rank_may_differ(tmp_path: Path
 
 def test_figures_are_those_of_all_kills() -> None:
     kills = [Kill("plain", 0, 0.1, 3, second, True) for second in (0.1, 0.2, 0.3)]
-    kills.append(Kill("dropout", 1, 0.1, 3, None, False))
+    kills += [Kill("dropout", 1, 0.1, 3, None, False), Kill("pipe", 1, 0.1, 3, None, False)]
     assert seconds_of(kills) == [0.1, 0.2, 0.3]
     pairs = {
         "cost": [([1.2, 1.01], [1.0, 3.0]), ([1.02, 9.0], [2.0, 1.0])],  # the fastest of each step
         "cost fsdp": [([1.03], [1.0])],
         "cost fsdp with replicate": [([1.03], [1.0])],
     }
-    found = {each.what: (each.value, each.met) for each in targets(kills, pairs)}
+    found = {each.what: (each.value, each.met) for each in targets(kills, pairs, {"short": [None, 0.4, 0.6]})}
+    assert found["kills after which the job continued"] == (3, False)
+    assert found["the same or no replica left: pipelines, tensor parallelism"] == (1, True)
+    assert found["torchft, short timeouts, relative to this median"] == (pytest.approx(3.0), True)
     assert found["seconds to the next step, without the step: median"] == (0.2, True)
     assert found["cost without failures, of a step: ddp"] == (pytest.approx(0.015), True)
     assert found["cost without failures, of a step: fsdp"] == (pytest.approx(0.03), False)
     assert found["cost without failures, of a step: fsdp with replicate = 10"] == (pytest.approx(0.03), True)
-    assert "plain" in kills_table(kills) and "0.200" in kills_table(kills)
+    shown = kills_table(kills, {"short": [None, 0.4]})
+    assert "plain" in shown and "0.200" in shown and "torchft, short timeouts" in shown and "0.400" in shown
 
 
 @needs_tolerance
 @pytest.mark.limit(200)
 def test_a_few_ranks_are_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = SimpleNamespace(kills=1, seed=3, rounds=0, out=tmp_path, json=False)
+    args = SimpleNamespace(kills=1, seed=3, rounds=0, torchft=0, out=tmp_path, json=False)
     assert dead_ranks.run(args) == 0  # type: ignore[arg-type]
     content = json.loads((tmp_path / "dead-ranks-np4-openmpi.json").read_text())
     assert len(content["kills"]) >= 1 and content["complete"] and content["targets"][0]["met"]
