@@ -142,7 +142,7 @@ def _rows(folder: Path, number: int) -> list[tuple[int, float, int]]:
 
 def train(folder: Path, group_seconds: float, number: int) -> None:
     """Train as one replica until killed."""
-    from torch.distributed.distributed_c10d import TCPStore
+    import torch.distributed as dist
     from torchft import Manager, Optimizer
     from torchft.ddp import PureDistributedDataParallel
     from torchft.process_group import ProcessGroupGloo
@@ -150,7 +150,7 @@ def train(folder: Path, group_seconds: float, number: int) -> None:
     torch.manual_seed(0)
     model = model_of("plain")
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
