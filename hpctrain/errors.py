@@ -66,6 +66,10 @@ class RankFailedError(CommunicationError):
     """Another rank has died, so an operation with it cannot be completed."""
 
 
+class LostReplicasError(CommunicationError):
+    """So many ranks have died that no replica of a split model is complete, so the run cannot continue without them."""
+
+
 class DeadlineError(CommunicationError, TimeoutError):
     """Other ranks did not join a collective in time."""
 

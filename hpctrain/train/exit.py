@@ -17,7 +17,14 @@ from types import TracebackType
 from typing import Any
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
-from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointFaultError, FileSystemError, HpctrainError
+from hpctrain.errors import (
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    CheckpointFaultError,
+    FileSystemError,
+    HpctrainError,
+    LostReplicasError,
+)
 from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request
 from hpctrain.util.text import printable_lines
 
@@ -37,10 +44,10 @@ class LeavingTogether(SystemExit):
 def user_traceback(error: BaseException) -> str:
     """Return an error of the program as a traceback of the program's own frames; empty for other errors.
 
-    Frames of this package do not help to locate such an error. A fault of the file system is printed
-    without frames.
+    Frames of this package do not help to locate such an error. A fault of the file system and the loss
+    of all replicas are printed without frames.
     """
-    if isinstance(error, (FileSystemError, CheckpointFaultError)):
+    if isinstance(error, (FileSystemError, CheckpointFaultError, LostReplicasError)):
         return f"hpctrain: error: {error}\n"
     if not isinstance(error, HpctrainError) or error.exit_code != EXIT_USAGE:
         return ""

@@ -97,20 +97,20 @@ def check_launch(*, reports: bool, library: str, environ: Mapping[str, str] = os
     )
 
 
-def check_options(options: RunOptions, *, splits: bool, loader: Any, continues: bool, on_gpu: bool) -> None:
+def check_options(options: RunOptions, *, splits: bool, loader: Any, lacks: str, on_gpu: bool) -> None:
     """Raise ``UsageError`` on all ranks if a run with these options, loader and strategies cannot continue.
 
-    ``splits``: the run divides the batches of its loader over the ranks. ``continues``: the strategies
-    can continue with fewer ranks.
+    ``splits``: the run divides the batches of its loader over the ranks. ``lacks`` is the
+    setting with which its strategies cannot continue with fewer ranks, if any.
     """
-    for reason in _refused(options, splits=splits, loader=loader, continues=continues, on_gpu=on_gpu):
+    for reason in _refused(options, splits=splits, loader=loader, lacks=lacks, on_gpu=on_gpu):
         raise UsageError(f'a run with on_failure = "shrink" {reason}', everywhere=True)
 
 
-def _refused(options: RunOptions, *, splits: bool, loader: Any, continues: bool, on_gpu: bool) -> Iterator[str]:
+def _refused(options: RunOptions, *, splits: bool, loader: Any, lacks: str, on_gpu: bool) -> Iterator[str]:
     kind = type(loader).__name__
-    if not continues:
-        yield f"and ranks that take parts of the state with them: {ALLOWED}; {RESTART}"
+    if lacks:
+        yield f"and {lacks}: a dead rank takes its part of the state with it; {ALLOWED}; {RESTART}"
     if on_gpu:
         yield f"on GPUs: not supported yet; {RESTART}"
     if not splits:

@@ -21,7 +21,7 @@ from hpctrain.train.exchange import StepExchange, StepRequests, StepState, await
 from hpctrain.train.feed import Feed, Item
 from hpctrain.train.recovery.sections import Recovery, StepRepeatsError
 from hpctrain.train.state import TrainState
-from hpctrain.train.steps import Iteration, Steps
+from hpctrain.train.steps import UNUSED, Iteration, Steps
 from hpctrain.train.stragglers import LOADER
 
 Exchanged = tuple[dict[str, float], StepRequests]
@@ -184,7 +184,7 @@ class Loop:
         try:
             self.feed.begin_pass()
         except StepRepeatsError:
-            raise RankFailedError("a rank has died with gradients that no update has used") from None
+            raise RankFailedError(UNUSED) from None
         self._exhausted = False
         began, steps = self.feed.batches, self.state.step
         self._next_item = self._fetch()
@@ -383,7 +383,7 @@ class Loop:
             try:
                 averages, requests = self.steps.collective(exchange)
             except StepRepeatsError:
-                raise RankFailedError("a rank has died with gradients that no update has used") from None
+                raise RankFailedError(UNUSED) from None
         self.steps.add_to_row(averages)
         return requests
 

@@ -63,9 +63,8 @@ class Run:
 
     With ``for epoch in run.epochs(n)`` around the loop, the run makes n passes over the loader. To
     end the loop early, use ``break`` on all ranks together, or ``run.stop``. A step still counts if
-    its update was made before. A loader with ``state_dict`` and ``load_state_dict`` resumes at its
-    position. Any other loader is started as in the interrupted run, and batches up to the position
-    are skipped.
+    its update was made before. A loader with ``state_dict`` and ``load_state_dict`` resumes at its position.
+    Any other loader is started as in the interrupted run, and batches up to the position are skipped.
     """
 
     def __init__(
@@ -263,8 +262,8 @@ class Run:
 
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
         """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
-        self._check_call("run.evaluate")
-        result = self._updates.verified(lambda: self._evaluation(what, compute), again=not isinstance(what, Iterator))
+        inside = self._loop.inside
+        result = self._measure(what, compute) if inside else self._steps.measured(self._measure, what, compute)
         self._steps.log.note({}, self._steps.metrics())
         return result
 
@@ -344,6 +343,10 @@ class Run:
         visible = self.job.rank == 0 and not self.finished
         self._steps.progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
 
+    def _measure(self, what: Any, compute: Measure | None) -> Any:
+        self._check_call("run.evaluate")
+        return self._updates.verified(lambda: self._evaluation(what, compute), again=not isinstance(what, Iterator))
+
     def _check_call(self, call: str) -> None:
         at = f"in step {self.step + 1}" if self._loop.inside else f"after step {self.step}"
         check_call(self.job.comm, self.strategies.values(), f"{call} {at}")
@@ -353,8 +356,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and error is self._steps.leaving:
-            error = None
+        error = None if error is self._steps.leaving else error
         try:
             # The other ranks may not know of an error on this rank, so after an error no collective may follow.
             if error is None:
@@ -393,6 +395,6 @@ class Run:
                 self.job.guard.failure_record = None  # the receipt has the reason, or another failed rank reports it
             if error is not None:
                 self._run_folder.close_after(error, self.step, self.job.rank)
-            else:
-                status = "stopped" if self.stopped_by else "finished"
-                self._run_folder.close(status, self.step, self.stopped_by or self.state.stopped)
+                return
+            status = "stopped" if self.stopped_by else "finished"
+            self._run_folder.close(status, self.step, self.stopped_by or self.state.stopped)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.comm.transport.waiting import waiting
-from hpctrain.errors import EXIT_REQUEUE, NonFiniteError
+from hpctrain.errors import EXIT_REQUEUE, NonFiniteError, RankFailedError
 from hpctrain.parallel.strategy import metrics_of
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.async_control import synchronize
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hpctrain.train.recovery.sections import Recovery
 
 T = TypeVar("T")
+UNUSED = "a rank has died with gradients that no update has used"
 KEPT_ROWS = 8  # more than the rows that rank 0 may not have written when it dies
 
 
@@ -95,6 +96,18 @@ class Steps:
     def collective(self, call: Callable[[], T]) -> T:
         """Return what a collective call returns; if other ranks die meanwhile, it may be repeated without them."""
         return call() if self.recovery is None else self.recovery.section(call)
+
+    def measured(self, measure: Callable[[Any, Any], T], what: Any, compute: Any) -> T:
+        """Return what ``measure(what, compute)`` returns between steps; repeat it if other ranks die meanwhile."""
+        if self.recovery is None:
+            return measure(what, compute)
+        from hpctrain.train.recovery.measuring import measured
+        from hpctrain.train.recovery.sections import StepRepeatsError
+
+        try:
+            return measured(self.recovery, lambda: measure(what, compute), what)
+        except StepRepeatsError:
+            raise RankFailedError(UNUSED) from None
 
     def rejoin(self) -> None:
         """Count the ranks that are left, after others have died; forget the step in progress if it is repeated."""

@@ -252,8 +252,13 @@ def _recoveries(given: Any) -> Iterator[dict[str, Any]]:
             found = {name: _whole(each, name) for name in ("step", "repeated_steps", "ranks_left")}
             lists: list[Any] = [each.get("ranks"), each.get("hosts")]
             ranks, hosts = (one if isinstance(one, list) else [] for one in lists)
-            named = [f"{rank} on {shorten(str(host), 100)}" for rank, host in zip(ranks, hosts) if type(rank) is int]
-            yield {**found, "ranks": named, "seconds": maybe(each, "seconds")}
+            given_left: Any = each.get("left")
+            left = given_left if isinstance(given_left, list) else []
+            named = {
+                rank: f"{rank} on {shorten(str(host), 100)}" for rank, host in zip(ranks, hosts) if type(rank) is int
+            }
+            died, others = ([named[rank] for rank in named if (rank in left) is gone] for gone in (False, True))
+            yield {**found, "ranks": died, "left": others, "seconds": maybe(each, "seconds")}
 
 
 def _counted(facts: Facts, rows: Sequence[Row]) -> tuple[float, int]:

@@ -124,11 +124,14 @@ def _slow_ranks(attempt: Attempt) -> Iterator[str]:
 def _recoveries(attempt: Attempt) -> Iterator[str]:
     """Yield a line for each time that the run continued without ranks that had died."""
     for one in attempt.recoveries:
-        step, left = ("unknown" if one[name] is None else one[name] for name in ("step", "ranks_left"))
+        step = "unknown" if one["step"] is None else one["step"]
+        left = "fewer ranks" if one["ranks_left"] is None else counted(one["ranks_left"], "rank")
         repeated = one["repeated_steps"] or 0
-        lost = f", {repeated} steps repeated" if repeated > 1 else ""
+        lost = f", {counted(repeated, 'step')} repeated" if repeated else ""
         lost += "" if one["seconds"] is None else f", {duration(one['seconds'])} lost"
-        yield f"died: rank {', '.join(one['ranks']) or 'unknown'} in step {step}, continued with {left} ranks{lost}"
+        same = f" (rank {', '.join(one['left'])} of the same replica left)" if one["left"] else ""
+        died = ", ".join(one["ranks"]) or "unknown"
+        yield f"died: rank {died} in step {step}{same}, continued with {left}{lost}"
 
 
 def sentence(together: Totals) -> str:

@@ -79,7 +79,9 @@ class Replicas:
             return
         self._unclear |= failed and not self._copy.weights
         if calls != self._calls:
-            self._needs_copies("the program computes gradients after the update", unclear=False)
+            self._needs_copies(
+                "the program computes gradients or evaluates after the update, within the loop", unclear=False
+            )
         elif self._first and not self._copy.weights and self._changed(self._after):
             self._needs_copies("the program changes weights after the update", unclear=False)
 

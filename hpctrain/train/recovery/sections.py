@@ -20,8 +20,8 @@ from hpctrain.comm.tolerant import TolerantCommunicator, continue_with
 from hpctrain.comm.transport.waiting import interruption, waiting
 from hpctrain.errors import CommunicationError, RankFailedError
 from hpctrain.log import logger, renumber
+from hpctrain.parallel.incomplete_replicas import leave_incomplete, losses
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.train.recovery.incomplete_replicas import leave_incomplete
 from hpctrain.train.recovery.replicas import Replicas, Standing
 from hpctrain.train.state_copy import StateCopy
 from hpctrain.util.text import counted, format_seconds
@@ -111,7 +111,7 @@ class Recovery:
         self._accumulates = False  # whether a step has had several batches
 
     @property
-    def _comms(self) -> list[TolerantCommunicator]:
+    def comms(self) -> list[TolerantCommunicator]:
         """The communicators of the strategies, and those that they have split from them."""
         own = [one.comm for one in self._strategies if isinstance(one.comm, TolerantCommunicator)]
         return [each for comm in own for each in comm.with_parts()]
@@ -119,7 +119,7 @@ class Recovery:
     @property
     def _calls(self) -> int:
         """The number of collectives that strategies have begun in bodies of the loop."""
-        return sum(comm.calls for comm in self._comms)
+        return sum(comm.calls for comm in self.comms)
 
     # Sections ---------------------------------------------------------------------------------------------------------
 
@@ -138,15 +138,19 @@ class Recovery:
         """
         self._prepares = True
         try:
-            if self._shards is not None and self._shards.outdated:
-                take = self._shards.take
-                self.section(lambda: take(self._section))
+            self.renew_copies()
             if self.partner is not None:
                 self._advance(self.partner)
                 if self.partner.due:
                     self.section(self.partner.take)
         finally:
             self._prepares = False
+
+    def renew_copies(self) -> None:
+        """Copy shards that have changed other than in a step. Collective."""
+        if self._shards is not None and self._shards.outdated:
+            take = self._shards.take
+            self.section(lambda: take(self._section))
 
     def _advance(self, partner: PartnerCopies) -> None:
         try:
@@ -164,7 +168,7 @@ class Recovery:
 
     def begin_body(self) -> None:
         """Let the body of the loop run: from here on, failures are not raised in collectives of strategies."""
-        for comm in self._comms:
+        for comm in self.comms:
             comm.tolerates = True
         self._batches += 1
         self._accumulates |= self._batches > 1
@@ -186,8 +190,8 @@ class Recovery:
         Shards are copied before it, if parameters were ``updated``.
         """
         if self.replicas is not None:
-            self.replicas.end_body(self._calls, failed=any(comm.failed for comm in self._comms))
-        for comm in self._comms:
+            self.replicas.end_body(self._calls, failed=any(comm.failed for comm in self.comms))
+        for comm in self.comms:
             comm.tolerates = False
         self._section += 1
         if self._shards is None:
@@ -214,13 +218,13 @@ class Recovery:
     @property
     def failed(self) -> bool:
         """Whether another rank has died since the last recovery, as far as this rank knows."""
-        return bool(interruption.reason) or any(comm.failed for comm in self._comms)
+        return bool(interruption.reason) or any(comm.failed for comm in self.comms)
 
     def contain(self, error: Exception) -> None:
         """Mark the current step as failed; raise the error if it does not mean the death of a rank in the body."""
-        if not (isinstance(error, RankFailedError) and any(comm.tolerates for comm in self._comms)):
+        if not (isinstance(error, RankFailedError) and any(comm.tolerates for comm in self.comms)):
             raise error
-        for comm in self._comms:
+        for comm in self.comms:
             comm.failed = True
 
     def _complete(self, call: Callable[[], T]) -> T:
@@ -265,11 +269,11 @@ class Recovery:
     def _continue(self, comm: MPI.Intracomm) -> bool:
         """Make all parts of the run work with the ranks of a communicator; return whether the step is repeated."""
         size = self._job.size
-        if left := leave_incomplete(comm, self._detector.rank, self._strategies):
+        if left := leave_incomplete(comm, self._detector, self._strategies):
             self._left += left
             raise RankFailedError("ranks of incomplete replicas have left")
         self._join(self._job, comm)
-        for each in self._comms:
+        for each in self.comms:
             each.failed = each.tolerates = False
         within = self._step_began is not None
         standing = self.replicas.standing if within and self.replicas is not None else "before"
@@ -327,7 +331,7 @@ class Recovery:
         if self._job.rank == 0:
             logger.warning(
                 "%s in step %d: %s after %s%s",
-                _losses(self._detector.describe, lost, left),
+                losses(self._detector.describe, lost, left),
                 step,
                 f"{counted(self._job.size, 'rank')} continue" if self._job.size > 1 else "1 rank continues",
                 format_seconds(seconds),
@@ -335,17 +339,11 @@ class Recovery:
             )
             if repeats and self._accumulates:
                 logger.warning(
-                    "enumerate(run) has counted %s of step %d twice: decide by run.batch and run.last when to update",
+                    "%s of step %d come again: a loop whose own count of batches decides when to update goes wrong, "
+                    "such as enumerate(run); run.batch and run.last do not",
                     counted(self._batches, "batch"),
                     step,
                 )
-
-
-def _losses(describe: Callable[[Sequence[int]], str], lost: Sequence[int], left: Sequence[int]) -> str:
-    """Return which ranks have died, and which have left because they held other parts of the same replicas."""
-    died = [rank for rank in lost if rank not in left]
-    told = describe(died) if died else "a rank has died"
-    return f"{told} and {counted(len(left), 'rank')} of the same replica left" if left else told
 
 
 def _repetition(back: int, step: int, ranks: int) -> str:

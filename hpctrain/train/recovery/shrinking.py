@@ -10,8 +10,9 @@ from hpctrain.checkpoint.retention import remove_leftovers
 from hpctrain.comm.tolerant import release_former
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.strategy import SplitStrategy, Strategy
-from hpctrain.train.failure_policy import check_launch, check_options
+from hpctrain.train.failure_policy import check_launch, check_options, why_not
 from hpctrain.train.feed import Feed
 from hpctrain.train.metrics import Progress
 from hpctrain.train.receipt.write import FailureRecord
@@ -68,9 +69,16 @@ class Shrinking:
             self._options,
             splits=self._feed.follows_ranks,
             loader=self._feed.loader,
-            continues=all(strategy.continues for strategy in self._strategies.values()),
+            lacks="" if all(each.continues for each in self._strategies.values()) else self._reason(),
             on_gpu=self._job.device.type != "cpu",
         )
+
+    def _reason(self) -> str:
+        """Return the setting with which a strategy of the run cannot continue with fewer ranks."""
+        settings = [getattr(each, "settings", None) for each in self._strategies.values() if not each.continues]
+        known = [each for each in settings if isinstance(each, ParallelSettings)]
+        reasons = (why_not(each, self._job.offload) for each in (*known, self._job.parallel))
+        return next(filter(None, reasons), "these strategies")
 
     def start(
         self,
