@@ -114,3 +114,14 @@ def test_an_iterator_is_not_measured_again(launch: Any, tmp_path: Path) -> None:
     result = launch(2, program, "ddp", tmp_path, "1", "in call 2", options=TOLERANT, timeout=40)
     assert result.returncode == 1 and not result.survivors, result
     assert "while an iterator was measured; pass the loader itself" in result.stderr, result
+
+
+@needs_tolerance
+@pytest.mark.limit(60)
+def test_an_evaluation_by_the_job_ends_it_with_the_name_of_the_dead_rank(launch: Any, tmp_path: Path) -> None:
+    program = "OWN = False\n" + COMMON + PROGRAM.replace("run.evaluate(", "job.evaluate(")
+    result = launch(2, program, "ddp", tmp_path, "1", "before 1", options=TOLERANT, timeout=40)
+    assert result.returncode == 1 and not result.survivors, result
+    assert "rank 1 on " in result.stderr and "ends the job: " in result.stderr, result
+    shown = launch(0, "-m", "hpctrain", "receipt", tmp_path)
+    assert "RankFailedError: " in shown.stdout and ": rank 1 on " in shown.stdout, shown

@@ -175,14 +175,18 @@ def rank_failed(
     error: BaseException, operation: str, classes: Collection[int] = RANK_FAILURES
 ) -> RankFailedError | None:
     """Return the error to raise if an operation has failed because another rank has died; otherwise None."""
-    if is_rank_failure(error, classes) or isinstance(error, MPI.Exception) and _any_dead():
-        return RankFailedError(f"{operation}: another rank has died")
+    if not isinstance(error, MPI.Exception):
+        return None
+    known = _dead()  # then any error of MPI may be due to that
+    if is_rank_failure(error, classes) or known:
+        return RankFailedError(f"{operation}: {known or 'another rank has died'}")
     return None
 
 
-def _any_dead() -> bool:
-    """Return whether a rank has died: then any error of MPI may be due to that."""
-    return bool(interruption.reason) or any(detector.dead() for detector in list(_DETECTORS))
+def _dead() -> str:
+    """Return which ranks have died since the last recovery; empty if this rank knows of none."""
+    named = (detector.describe(dead) for detector in list(_DETECTORS) if (dead := detector.dead()))
+    return interruption.reason or next(named, "")
 
 
 waiting.translate = rank_failed
