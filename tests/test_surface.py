@@ -45,6 +45,7 @@ VERBS = {
     "data show": ["data", "show", "text.h5"],
     "plan": ["plan", "run.toml", "--ranks", "2"],
     "receipt": ["receipt", "run"],
+    "watch": ["watch", "run"],
 }
 
 

@@ -29,6 +29,7 @@ VERBS = {
     "submit": "submit a job to Slurm or PBS",
     "modulefile": "print an environment module for an installed hpctrain",
     "doctor": "find problems of this machine; measure a job's nodes",
+    "watch": "show runs in the terminal: progress, curves, use of time",
     "receipt": "report the time and resources of a run",
     "bench": "measure the collectives, show the measurements",
 }
@@ -41,6 +42,7 @@ examples:
   hpctrain plan big.toml --ranks 64                   does it fit, and how long does it take?
   hpctrain submit slurm big.toml --nodes 2 --time 04:00:00
   hpctrain checkpoint ls runs/gpt-tiny
+  hpctrain watch runs/gpt-tiny                        progress, curves and use of time, in the terminal
   hpctrain receipt runs/gpt-tiny                      time and node-hours so far
 
 hpctrain VERB --help shows details and examples.

@@ -24,6 +24,7 @@ from hpctrain.settings import check_most, names_function, read_toml, suggestion,
 from hpctrain.train.failure_policy import OnFailure, check_replicate
 from hpctrain.train.failure_policy import check_settings as check_failure
 from hpctrain.train.health import HealthSettings, check_health
+from hpctrain.train.metrics import TIMES
 from hpctrain.util.text import short_repr
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ LOGGED_EACH_STEP = ("loss", "learning_rate", "grad_norm")
 LOGGED_EVALUATING = ("validation_loss", "centre_distance", "communication", "staleness", "staleness_most")
 # Values of a step that cannot select the best checkpoint: a checkpoint contains them anyway, or
 # they differ between two otherwise equal runs.
-NOT_JUDGED = ("step", "tokens", "samples", "skipped", "lost_ranks", "step_seconds", "communication_seconds")
+NOT_JUDGED = ("step", "tokens", "samples", "skipped", "lost_ranks", *TIMES)
 
 
 @dataclass(frozen=True)

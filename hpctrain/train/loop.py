@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hpctrain import trace
 from hpctrain.data.split_loader import BatchShare
 from hpctrain.errors import RankFailedError, UsageError
 from hpctrain.log import logger
@@ -234,7 +233,7 @@ class Loop:
         self._next_item = self._fetch()
 
     def _fetch(self) -> Item | None:
-        with trace.span("data"), self.steps.during(LOADER):
+        with self.steps.loading(), self.steps.during(LOADER):
             return self.feed.fetch()
 
     # Iterations -------------------------------------------------------------------------------------------------------

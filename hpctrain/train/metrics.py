@@ -21,8 +21,9 @@ from hpctrain.util.retry import retries
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
 HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are summed over the run
+TIMES = ("step_seconds", "communication_seconds", "data_seconds", "optimizer_seconds")
 # Values of a row without a curve of their own, or with a curve that is added separately.
-_APART = (*CURVES, *HISTOGRAMS, "step", "tokens", "skipped", "lost_ranks", "step_seconds", "communication_seconds")
+_APART = (*CURVES, *HISTOGRAMS, *TIMES, "step", "tokens", "skipped", "lost_ranks")
 LONGEST = 10_000  # points per curve in a checkpoint: more than a plot shows, less than 1 MB in total
 _STEPS = 2**53  # more steps than any run makes
 
@@ -99,7 +100,7 @@ def scan(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         return [], []
     rows, damaged = [], []
     for number, line in enumerate(lines, 1):
-        row = _row(line)
+        row = row_of(line)
         if row is not None:
             rows.append(row)
         elif line is None or line.endswith("\n") and line.strip():
@@ -107,7 +108,7 @@ def scan(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return rows, damaged
 
 
-def _row(line: str | None) -> dict[str, Any] | None:
+def row_of(line: str | None) -> dict[str, Any] | None:
     """Return the object of a line; None if it is not a row of metrics."""
     with suppress(ValueError):
         row = parse_json(line or "")

@@ -172,6 +172,10 @@ class Opening:
         saves = [number(attempt, "last_save_seconds") for attempt in earlier_attempts(self._folder)]
         stops.open(saves, time.time() - self._run_folder.accounting.elapsed)
         known = {**facts, **self._job.circumstances(), "tokens_before": self._state.tokens}
+        if self._options.steps is not None:
+            known["target_step"] = self._options.steps
+        if (deadline := stops.walltime_guard.deadline) is not None:
+            known["job_ends"] = round(deadline.time, 3)
         self._run_folder.open(self._state.step, config, known)
 
 

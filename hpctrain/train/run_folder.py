@@ -61,6 +61,7 @@ class RunFolder:
         self._lost = False
         self._holder: dict[str, Any] | None = None  # what the lock of the rank that holds it contains
         self._recoveries: list[dict[str, Any]] = []
+        self.target_step: int | None = None  # the step after which the run is expected to end
 
     def lock(self) -> None:
         """Lock the folder. Raises ``LockError`` if another job has it."""
@@ -169,6 +170,8 @@ class RunFolder:
         self._update_receipt(slow_ranks=list(self._slow_ranks.values())[-LISTED:])
 
     def _update_receipt(self, **facts: Any) -> None:
+        if self.target_step is not None:
+            facts["target_step"] = self.target_step
         if (receipt := self._receipt) is not None:
             self._note(receipt.path, lambda: receipt.update(**facts))
 

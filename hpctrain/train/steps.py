@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpctrain import trace
 from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import EXIT_REQUEUE, NonFiniteError, RankFailedError
 from hpctrain.parallel.strategy import metrics_of
@@ -65,7 +66,7 @@ class Steps:
         tracing: Tracing,
     ) -> None:
         self._job, self._state, self._healths, self.strategies = job, state, updates.healths, updates.strategies
-        self._corruption = updates.corruption
+        self._corruption, self._take_optimizer_seconds = updates.corruption, updates.take_seconds
         self._options, self._checkpoints, self._stops = options, checkpoints, stops
         self._run_folder, self._tracing = run_folder, tracing
         self.asynchronous = any(strategy.asynchronous for strategy in self.strategies.values())
@@ -80,6 +81,7 @@ class Steps:
         self.went_back = False  # whether the run has gone back to an earlier step, from which the loop must continue
         self._partial: dict[str, list[float]] = {}  # values logged in these iterations
         self._seconds = self._waited = 0.0  # of these iterations, in all and in communication
+        self._loaded = 0.0  # seconds in the loader since the last step
         self.expected: ExpectedUpdates | None = None  # if the number of batches that remain is known
         self.held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
         self.latest: deque[dict[str, Any]] = deque(maxlen=KEPT_ROWS)  # rows that have been written
@@ -164,9 +166,18 @@ class Steps:
 
     def expect(self, expected: ExpectedUpdates) -> None:
         """Display the expected total of steps from now on, unless the caller has given it."""
-        self.expected = expected
+        self.expected, last = expected, self._state.step + expected.remaining
+        self._run_folder.target_step = self._options.steps or last
         if self.progress is not None and self._options.steps is None:
-            self.progress.expect(self._state.step + expected.remaining)
+            self.progress.expect(last)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Count the time of the ``with`` block as that of the loader."""
+        began = time.monotonic()
+        with trace.span("data"):
+            yield
+        self._loaded += time.monotonic() - began
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -234,6 +245,8 @@ class Steps:
         self._stops.walltime_guard.step(seconds)
         row["step_seconds"] = round(seconds, 6)
         row["communication_seconds"] = round(waited, 6)
+        row["data_seconds"], self._loaded = round(self._loaded, 6), 0.0
+        row["optimizer_seconds"] = round(self._take_optimizer_seconds(), 6)
         if any(health.skipped for health in self._healths.values()):
             row["skipped"] = True
         if self.recovery is not None and self.recovery.lost_ranks:

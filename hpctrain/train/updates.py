@@ -207,7 +207,12 @@ class UpdateHooks:
         self.recovery: Recovery | None = None  # if the run continues when other ranks have died
         self._handles: list[RemovableHandle] = []
         self._unwatch: Callable[[], None] = lambda: None
-        self._began = 0.0
+        self._began = self._seconds = 0.0
+
+    def take_seconds(self) -> float:
+        """Return the seconds in optimizers since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def watch_memory(self, state: TrainState, options: RunOptions, record: Record, loader: Iterable[Any]) -> None:
         """Let updates be preceded by a comparison of the replicas, if the options request it."""
@@ -306,7 +311,9 @@ class UpdateHooks:
         if self._is_rank_local:
             return
         note()
-        trace.add("optimizer", self._began, time.monotonic())
+        ended = time.monotonic()
+        self._seconds += ended - self._began
+        trace.add("optimizer", self._began, ended)
         repeats = self.corruption is not None and self.corruption.found
         repeats |= self.recovery is not None and self.recovery.failed
         if self.checks is not None and not repeats:

@@ -62,6 +62,7 @@ NEEDED = {
     "modulefile tcl": ["--root", "/apps/x"],
     "doctor": [],
     "receipt": ["run"],
+    "watch": ["run"],
     "bench calibrate": [],
     "bench show": [],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,12 @@ def runs_in(folder: str | Path) -> list[Path]:
     if (folder / NAME).is_file():
         return [folder]
     below = [path.parent for path in folder.glob(f"*/{NAME}")] if folder.is_dir() else []
-    return sorted(below, key=lambda path: (not path.name.isdecimal(), len(path.name), path.name)) or [folder]
+    return sorted(below, key=_place) or [folder]
+
+
+def _place(path: Path) -> tuple[int, str]:
+    """Return a key that sorts tasks of a job array by number, before other runs by name."""
+    return (int(path.name), "") if path.name.isdecimal() else (sys.maxsize, path.name)
 
 
 def _bring_up_to_date(
@@ -198,7 +204,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
     return Attempt(
         index=index,
         status=text(facts, "status") or "unknown",
-        why=_why(facts),
+        why=why_ended(facts),
         started=began(facts),
         nodes=int(number(facts, "nodes", 1)),
         requested_nodes=requested_range(text(facts, "requested_nodes")),
@@ -216,8 +222,8 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         repeated_steps=int(number(facts, "repeated_steps")),
         memory_errors=int(number(facts, "memory_errors")),
         last_memory_errors=tuple(_listed_errors(facts.get("last_memory_errors"))),
-        slow_ranks=tuple(_slow_ranks(facts.get("slow_ranks"))),
-        recoveries=tuple(_recoveries(facts.get("recoveries"))),
+        slow_ranks=tuple(slow_ranks_in(facts.get("slow_ranks"))),
+        recoveries=tuple(recoveries_in(facts.get("recoveries"))),
         tokens=tokens,
         samples=None if batch is None else steps * int(batch),
         elapsed=_elapsed(facts, useful),
@@ -236,7 +242,7 @@ def _listed_errors(given: Any) -> Iterator[dict[str, Any]]:
             yield {"step": _whole(each, "step"), "rank": _whole(each, "rank"), **found}
 
 
-def _slow_ranks(given: Any) -> Iterator[dict[str, Any]]:
+def slow_ranks_in(given: Any) -> Iterator[dict[str, Any]]:
     """Yield the valid entries of a list of slow ranks."""
     for each in given if isinstance(given, list) else ():
         if isinstance(each, dict):
@@ -245,7 +251,7 @@ def _slow_ranks(given: Any) -> Iterator[dict[str, Any]]:
             yield {**found, **named, "seconds_lost": maybe(each, "seconds_lost")}
 
 
-def _recoveries(given: Any) -> Iterator[dict[str, Any]]:
+def recoveries_in(given: Any) -> Iterator[dict[str, Any]]:
     """Yield the valid entries of a list of recoveries from the death of ranks."""
     for each in given if isinstance(given, list) else ():
         if isinstance(each, dict):
@@ -302,7 +308,7 @@ def _tokens(attempts: Sequence[Facts], rows: Sequence[Row]) -> list[int | None]:
     return found[::-1]
 
 
-def _why(facts: Facts) -> str:
+def why_ended(facts: Facts) -> str:
     """Return in one line how an attempt ended."""
     reason, status = text(facts, "reason") or "", text(facts, "status")
     if status == "stopped":

@@ -1,0 +1,1 @@
+"""Terminal view of runs, from the files in their folders (``hpctrain watch``). Needs neither torch nor MPI."""
