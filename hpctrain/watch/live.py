@@ -26,7 +26,7 @@ KEYS_DETAIL = "c next curve   b all runs   q quit"
 
 
 class View:
-    """What is shown at the moment: the table or the details of the selected run."""
+    """The table of runs, or the details of the selected run."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
@@ -93,7 +93,7 @@ def _keys() -> Iterator[_Pressed]:
 
 
 class _Pressed:
-    """Call that returns the name of the next key that is pressed within some seconds, or nothing."""
+    """Reader of keys: returns the name of the next one pressed within some seconds, or nothing."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

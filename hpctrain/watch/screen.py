@@ -1,4 +1,4 @@
-"""What ``hpctrain watch`` shows: many runs as a table, one run in detail. Adapts to the size of the terminal."""
+"""Screen of ``hpctrain watch``: many runs as a table, one run in detail. It adapts to the size of the terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -159,9 +158,11 @@ def _facts(state: RunState, curves: Mapping[str, Curve], width: int) -> list[Ren
     rate = "" if state.rate is None else f"{state.rate[0]:,.0f} {state.rate[1]}/s"
     eta = "" if state.left is None else f"ETA {duration(state.left)}"
     ends = "" if state.job_left is None else f"job ends in {duration(state.job_left)}"
-    line(f"step {state.step:,}{total}", done, speed, rate, eta, ends)
-    if state.fraction is not None and width >= 30:
-        found.append(ProgressBar(total=1.0, completed=state.fraction, width=min(width - 2, 60)))
+    line(f"step {state.step:,}{total}", done, speed, rate)
+    line(eta, ends)
+    if state.fraction is not None:
+        cells = min(width, 60)
+        line("█" * round(state.fraction * cells) + "░" * (cells - round(state.fraction * cells)))
     values = [f"{name} {value:.5g}" for name, value in list(state.values.items())[:6]]
     line(*values)
     best = [f"{name} {one[1]:.5g} at step {one[0]:,}" for name, one in _best(curves)]

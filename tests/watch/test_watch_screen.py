@@ -41,7 +41,9 @@ def test_one_run_in_detail(
     said = "\n".join(lines)
     for wanted in (
         "8 ranks on n1 and 1 other node  fsdp, cuda  slurm 4711",
-        "step 200 of 1,000  20.0%  2 steps/s  8,192 tokens/s  ETA 6:40  job ends in 5:00",
+        "step 200 of 1,000  20.0%  2 steps/s  8,192 tokens/s",
+        "ETA 6:40  job ends in 5:00",
+        "█" * 12 + "░" * 48,
         "loss 2.015",
         "best  validation_loss 2.22 at step 150",
         "data 5%  communication 10%  optimizer 20%  forward, backward 50%  other 15%",
