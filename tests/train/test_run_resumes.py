@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.training_fixtures import (
     receipt_of,
     seed_everything,
 )
+from torch.utils.data import DataLoader, TensorDataset
 
 from hpctrain.errors import CheckpointError, LockError, UsageError
 from hpctrain.train.exchange import LOGGED
@@ -259,6 +261,27 @@ def test_logged_values_are_averaged(job: Any, shared_tmp_path: Path) -> None:
             assert row[f"v{number:02d}"] == pytest.approx(number + (job.size - 1) / 2, rel=1e-15)
         assert (row["exact"], row["tokens"]) == (0.1, 7 * row["step"])
         assert row["step_seconds"] >= row["communication_seconds"] >= 0
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("epochs", [False, True])
+def test_records_tell_the_last_step_and_the_times_of_each(job: Any, shared_tmp_path: Path, epochs: bool) -> None:
+    loader = DataLoader(TensorDataset(torch.eye(12)[:, :4]), batch_size=4)
+    model = job.wrap(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = {} if epochs else {"steps": 6}
+    with job.run(model, optimizer, loader, checkpoints=shared_tmp_path, **steps) as run:
+        for _ in run.epochs(2) if epochs else [0]:
+            for _, (batch,) in run:
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    job.comm.barrier()
+    (attempt,) = json.loads((shared_tmp_path / "run.json").read_text())["attempts"]
+    assert attempt["target_step"] == 6 and "job_ends" not in attempt
+    rows = metrics_of(shared_tmp_path)
+    assert all(0 < row["optimizer_seconds"] <= row["step_seconds"] for row in rows)
+    assert all(row["data_seconds"] > 0 for row in rows[:-1])  # batches are fetched ahead
 
 
 @pytest.mark.ranks(1, 2)
