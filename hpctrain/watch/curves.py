@@ -3,35 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import plotext
 
 from hpctrain.errors import UsageError
 from hpctrain.train import metrics
-from hpctrain.watch.rows import MetricsFile
+from hpctrain.watch.rows import MetricsFile, Row
 from hpctrain.watch.state import is_validation
 
 Curve = tuple[list[int], list[float]]  # steps and values
 POINTS = 400  # more than a wide terminal has columns of dots
+_MOST_NEW = 4 * 1024 * 1024  # bytes that are read as a whole when a file has grown
 _FEW = 3  # points that a curve must have to be drawn as a line
 _NOT_DRAWN = (*metrics.TIMES[1:], "step", "unix_time", "tokens", "samples", "lost_ranks", "skipped")
 
 
+class CurveReader:
+    """Reader of the curves of a run: at first from parts of the whole file, then from what has been appended to it."""
+
+    def __init__(self, folder: Path, points: int = POINTS) -> None:
+        self._path, self._points = folder / metrics.NAME, points
+        self._rows: dict[int, Row] = {}
+        self._identity: tuple[int, int] | None = None
+        self._end = 0  # bytes of the file that have been read
+
+    def read(self) -> dict[str, Curve]:
+        """Return the curves by name, in the order in which they should be shown. Raises ``UsageError``."""
+        try:
+            with MetricsFile.opened(self._path) as file:
+                self._update(file)
+        except OSError as error:
+            raise UsageError(f"cannot read {self._path}: {error.strerror}") from error
+        return _curves([self._rows[step] for step in sorted(self._rows)])
+
+    def _update(self, file: MetricsFile) -> None:
+        grows = file.identity == self._identity and self._end <= file.size < self._end + _MOST_NEW
+        if grows:
+            rows, self._end = file.after(self._end)
+        else:
+            rows, self._end, self._rows = [*file.rare(self._points), *file.sampled(self._points)], file.end, {}
+        self._identity = file.identity
+        self._rows |= {row["step"]: row for row in rows}
+        if len(self._rows) > 4 * self._points:
+            self._identity = None  # the next call takes fewer points of all of it
+
+
 def read_curves(folder: Path, points: int = POINTS) -> dict[str, Curve]:
-    """Return the curves of a run by name, in the order in which they should be shown."""
-    try:
-        with MetricsFile.opened(folder / metrics.NAME) as file:
-            rows = {row["step"]: row for row in (*file.rare(points), *file.sampled(points))}
-    except OSError as error:
-        raise UsageError(f"cannot read {folder / metrics.NAME}: {error.strerror}") from error
+    """Return the curves of a run by name, in the order in which they should be shown. Raises ``UsageError``."""
+    return CurveReader(folder, points).read()
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, Curve]:
     found: dict[str, Curve] = {}
-    for step in sorted(rows):
-        for name, value in rows[step].items():
+    for row in rows:
+        for name, value in row.items():
             if name not in _NOT_DRAWN and type(value) in (int, float) and math.isfinite(value):
                 steps, values = found.setdefault(name, ([], []))
-                steps.append(step)
+                steps.append(row["step"])
                 values.append(float(value))
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 

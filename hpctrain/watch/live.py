@@ -9,18 +9,20 @@ import termios
 import time
 import tty
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from hpctrain.watch.curves import Curve
-from hpctrain.watch.screen import curves_of, detail, framed, states_of, table
+from hpctrain.errors import UsageError
+from hpctrain.watch.curves import Curve, CurveReader
+from hpctrain.watch.screen import detail, framed, states_of, table
 from hpctrain.watch.state import RunState
 
 ESCAPES = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left", "\x1bOA": "up", "\x1bOB": "down"}
 NAMES = {"k": "up", "j": "down", "\r": "enter", "\n": "enter", "\x1b": "back", "\x7f": "back", "b": "back"}
+PAUSE = 5.0  # least time between two reads, in times of a read
 KEYS_TABLE = "up/down select   enter details   q quit"
 KEYS_DETAIL = "c next curve   b all runs   q quit"
 
@@ -33,11 +35,21 @@ class View:
         self.selected, self.details, self.curve = 0, len(folders) == 1, 0
         self.states: list[RunState] = []
         self._curves: dict[str, Curve] = {}
+        self._reader: CurveReader | None = None
+        self.seconds = 0.0  # of the last read
 
     def read(self) -> None:
         """Read the files of the runs that are shown."""
-        self.states = states_of([self._folders[self.selected]] if self.details else self._folders)
-        self._curves = curves_of(self.states[0]) if self.details else {}
+        began = time.monotonic()
+        folder = self._folders[self.selected]
+        self.states = states_of([folder] if self.details else self._folders)
+        if self.details:
+            self._reader = self._reader or CurveReader(folder)
+            with suppress(UsageError):  # such as a deleted run: its last curves stay
+                self._curves = self._reader.read()
+        else:
+            self._reader, self._curves = None, {}
+        self.seconds = time.monotonic() - began
 
     def press(self, key: str) -> bool:
         """Act on a key; return whether the view ends."""
@@ -76,7 +88,7 @@ def watch(folders: Sequence[Path], every: float, console: Console) -> None:
                 return
             if time.monotonic() >= due:
                 view.read()
-                due = time.monotonic() + every
+                due = time.monotonic() + max(every, PAUSE * view.seconds)  # on slow file systems less often
             live.update(view.shown(console), refresh=True)
 
 

@@ -30,7 +30,9 @@ class MetricsFile:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        self.size = 0 if handle < 0 else os.fstat(handle).st_size
+        status = None if handle < 0 else os.fstat(handle)
+        self.size = 0 if status is None else status.st_size
+        self.identity = None if status is None else (status.st_dev, status.st_ino)
 
     @classmethod
     @contextmanager
@@ -52,6 +54,18 @@ class MetricsFile:
         lines = self._read(begin, self.size - begin).split(b"\n")
         complete = lines[1:-1] if begin else lines[:-1]
         return _rows(complete[-most:])
+
+    def after(self, offset: int) -> tuple[list[Row], int]:
+        """Return the rows after an offset, which is the beginning of a line, and the offset of the next row."""
+        content = self._read(offset, self.size - offset)
+        end = content.rfind(b"\n") + 1
+        return _rows(content[:end].split(b"\n")), offset + end
+
+    @property
+    def end(self) -> int:
+        """Offset after the last complete line."""
+        begin = max(self.size - _LONGEST, 0)
+        return begin + self._read(begin, self.size - begin).rfind(b"\n") + 1
 
     def sampled(self, most: int) -> list[Row]:
         """Return about ``most`` rows at even distances of bytes, with the first and the last one."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.watch.curves import best_of, drawn, read_curves, shown_together
+from hpctrain.watch.curves import CurveReader, best_of, drawn, read_curves, shown_together
 from hpctrain.watch.rows import MetricsFile, Row
 
 STEPS = 20_000
@@ -73,6 +73,27 @@ def test_curves_have_the_points_of_the_file_and_losses_come_first(large: tuple[P
     assert shown_together("loss", curves) == ["loss", "val"] and shown_together("grad_norm", curves) == ["grad_norm"]
     assert best_of("val", curves["val"]) == (STEPS, 2.0 / STEPS)
     assert best_of("val_accuracy", curves["val"]) == (250, 2.0 / 250)
+
+
+def test_a_file_that_grows_is_read_from_where_it_ended(large: tuple[Path, list[Row]], tmp_path: Path) -> None:
+    path, new = tmp_path / "metrics.jsonl", [{"step": STEPS + number, "loss": 5.0} for number in (1, 2, 3)]
+    path.write_bytes(large[0].read_bytes())
+    reader = CurveReader(tmp_path, 100)
+    before = reader.read()["loss"]
+    with open(path, "a") as file:
+        file.write(json.dumps(new[0]) + "\n" + json.dumps(new[1])[:9])
+    steps, values = reader.read()["loss"]
+    assert steps == [*before[0], STEPS + 1] and values == [*before[1], 5.0]
+    with open(path, "a") as file:
+        file.write(json.dumps(new[1])[9:] + "\n" + json.dumps(new[2]) + "\n")
+    assert reader.read()["loss"][0] == [*before[0], STEPS + 1, STEPS + 2, STEPS + 3]
+    path.write_text(json.dumps(new[2]) + "\n")  # the run has gone back: a shorter file
+    assert reader.read() == {"loss": ([STEPS + 3], [5.0])}
+    (tmp_path / "new").write_bytes(large[0].read_bytes())  # a run replaces its file when it goes back
+    (tmp_path / "new").replace(path)
+    assert reader.read()["loss"] == before
+    path.unlink()
+    assert reader.read() == {}
 
 
 @pytest.mark.parametrize("width, height", [(30, 8), (80, 12), (160, 20)])
