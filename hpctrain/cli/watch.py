@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from hpctrain.train.receipt.read import runs_in
     from hpctrain.watch.state import read_state
 
-    folders = list(dict.fromkeys(folder for named in args.runs for folder in sorted(runs_in(named))))
+    folders = list(dict.fromkeys(folder for named in args.runs for folder in runs_in(named)))
     if args.json:
         states = [{**asdict(read_state(folder)), "folder": str(folder)} for folder in folders]
         print(json.dumps(states, indent=2))

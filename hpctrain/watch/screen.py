@@ -23,7 +23,6 @@ PLOT_HEIGHT, MOST_HEIGHT, MOST_WIDTH = 8, 20, 160  # lines of a picture at least
 _COLUMNS = ("done", "loss", "ETA", "valid.", "step", "rate", "job ends", "note")  # the most important ones first
 _SHOWN = ("step", "done", "loss", "valid.", "rate", "ETA", "job ends", "note")
 _LEAST = 12  # columns of a note
-_SHORTER = {"forward and backward": "forward, backward"}
 
 
 def states_of(folders: Sequence[Path]) -> list[RunState]:
@@ -167,7 +166,7 @@ def _facts(state: RunState, curves: Mapping[str, Curve], width: int) -> list[Ren
     line(*values)
     best = [f"{name} {one[1]:.5g} at step {one[0]:,}" for name, one in _best(curves)]
     line("best", *best) if best else None
-    line(*(f"{_SHORTER.get(name, name)} {share:.0%}" for name, share in state.shares.items()), style="dim")
+    line(*(f"{name} {share:.0%}" for name, share in state.shares.items()), style="dim")
     for said in _times(state):
         line(said, style="dim")
     for note in _warnings(state):

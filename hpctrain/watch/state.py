@@ -61,7 +61,8 @@ def read_state(folder: Path, now: float | None = None) -> RunState:
     except OSError:
         rows = []
     step = rows[-1]["step"] if rows else int(number(last, "step", number(last, "first_step", 1) - 1))
-    own = [row for row in rows if maybe(row, "unix_time") is not None]
+    begun = number(last, "unix_time")
+    own = [row for row in rows if number(row, "unix_time", -1.0) >= begun]  # of this start
     speed, rate = _rates(own, last)
     target = maybe(last, "target_step")
     runs = status == "running"
@@ -107,15 +108,13 @@ def _settled(folder: Path, last: dict[str, Any]) -> str:
 
 def _rates(rows: Sequence[Row], attempt: Mapping[str, Any]) -> tuple[float | None, tuple[float, str] | None]:
     """Return steps per second, and tokens or samples per second, over the last rows of this start."""
-    begun = number(attempt, "unix_time")
-    own = [row for row in rows if row["unix_time"] >= begun]
-    if len(own) < 2:
+    if len(rows) < 2:
         return None, None
-    seconds, steps = own[-1]["unix_time"] - own[0]["unix_time"], own[-1]["step"] - own[0]["step"]
+    seconds, steps = rows[-1]["unix_time"] - rows[0]["unix_time"], rows[-1]["step"] - rows[0]["step"]
     if seconds <= 0 or steps <= 0:
         return None, None
     for name in ("tokens", "samples"):
-        first, final = maybe(own[0], name), maybe(own[-1], name)
+        first, final = maybe(rows[0], name), maybe(rows[-1], name)
         if first is not None and final is not None and final > first:
             return steps / seconds, ((final - first) / seconds, name)
     batch = maybe(attempt, "batch")
@@ -144,10 +143,10 @@ def _shares(rows: Sequence[Row]) -> dict[str, float]:
     whole = rows[-1]["unix_time"] - rows[0]["unix_time"]
     if whole <= 0:
         return {}
-    steps, communication, data, optimizer = (sum(number(row, name) for row in rows[1:]) for name in metrics.TIMES)
-    found = {"data": data, "communication": communication, "optimizer": optimizer}
-    found["forward and backward"] = max(min(steps, whole) - found["communication"] - found["optimizer"], 0.0)
-    found["other"] = max(whole - sum(found.values()), 0.0)
+    parts = ("data", "communication", "optimizer")
+    found = {name: sum(number(row, f"{name}_seconds") for row in rows[1:]) for name in parts}
+    # Step_seconds cannot tell more: they contain the loading of batches that are fetched ahead.
+    found["forward, backward and other"] = max(whole - sum(found.values()), 0.0)
     total = sum(found.values())
     return {name: seconds / total for name, seconds in found.items()}
 

@@ -22,8 +22,21 @@ def test_rates_and_remaining_time_follow_from_the_rows(make_run: MakeRun) -> Non
     assert state.rate is not None and state.rate[0] == pytest.approx(2 * 4096) and state.rate[1] == "tokens"
     assert state.job_left == pytest.approx(300.0) and state.silent is None
     assert state.values["loss"] == pytest.approx(2.015) and state.values["validation_loss"] == pytest.approx(2.715)
-    shares = {"data": 0.05, "communication": 0.1, "optimizer": 0.2, "forward and backward": 0.5, "other": 0.15}
+    shares = {"data": 0.05, "communication": 0.1, "optimizer": 0.2, "forward, backward and other": 0.65}
     assert state.shares == pytest.approx(shares)
+
+
+def test_times_before_this_start_do_not_count(make_run: MakeRun) -> None:
+    folder = make_run()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for one in rows[:-20]:
+        one["unix_time"] -= 3600.0  # the job has waited in the queue meanwhile
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    content = json.loads((folder / "run.json").read_text())
+    content["attempts"][-1]["unix_time"] = rows[-20]["unix_time"] - 1.0
+    (folder / "run.json").write_text(json.dumps(content))
+    state = read_state(folder)
+    assert state.steps_a_second == pytest.approx(2.0) and state.shares["data"] == pytest.approx(0.05)
 
 
 def test_samples_count_if_there_are_no_tokens(make_run: MakeRun) -> None:
