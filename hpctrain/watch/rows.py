@@ -50,8 +50,11 @@ class MetricsFile:
 
     def last(self, most: int) -> list[Row]:
         """Return the last rows, at most this many, in their order."""
-        begin = max(self.size - _BLOCK, 0)
-        lines = self._read(begin, self.size - begin).split(b"\n")
+        for length in (512 * most, _BLOCK):  # the first one is enough for rows of few values
+            begin = max(self.size - length, 0)
+            lines = self._read(begin, self.size - begin).split(b"\n")
+            if len(lines) > most + 1 or not begin:
+                break
         complete = lines[1:-1] if begin else lines[:-1]
         return _rows(complete[-most:])
 
