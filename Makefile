@@ -55,7 +55,7 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-ecosystem test-ecosystem-fast test-gpu test-install lint types layers floors bench docs \
+.PHONY: help env lock train report digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-ecosystem test-ecosystem-fast test-gpu test-install lint types layers floors bench docs \
     install uninstall clean
 
 help: ## list the targets and variables
@@ -135,6 +135,10 @@ reproduce: env ## train the sample on 1, 2, 3 and 4 ranks, and compare every bit
 	$(BIN)/hpctrain data pack $(CORPUS) -o runs/reproduce.h5
 	@MPIEXEC='$(MPIEXEC)' $(BIN)/python jobs/reproduce.py $(BIN)/hpctrain train jobs/gpt-tiny.toml \
 	    --set data.files=runs/reproduce.h5
+
+report: env ## write a page about the run of make train, which a browser shows
+	@test -e $(RUN)/run.json || $(MAKE) --no-print-directory train MPI=$(MPI) RUN=$(RUN)
+	$(BIN)/hpctrain report $(RUN)
 
 digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/digits.toml
 	@$(BIN)/python -c 'import sklearn' 2>/dev/null || $(BIN)/pip install --quiet --editable '.[digits]'

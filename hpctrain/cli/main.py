@@ -30,6 +30,7 @@ VERBS = {
     "modulefile": "print an environment module for an installed hpctrain",
     "doctor": "find problems of this machine; measure a job's nodes",
     "watch": "show runs in the terminal: progress, curves, use of time",
+    "report": "write a page about runs: curves, use of time, scaling",
     "receipt": "report the time and resources of a run",
     "bench": "measure the collectives, show the measurements",
 }
@@ -43,6 +44,7 @@ examples:
   hpctrain submit slurm big.toml --nodes 2 --time 04:00:00
   hpctrain checkpoint ls runs/gpt-tiny
   hpctrain watch runs/gpt-tiny                        progress, curves and use of time, in the terminal
+  hpctrain report runs/gpt-tiny                       the same as a page for a browser
   hpctrain receipt runs/gpt-tiny                      time and node-hours so far
 
 hpctrain VERB --help shows details and examples.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.main import add_verb
 from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.watch.state import RunState
 
 _EPILOG = """\
 examples:
@@ -44,6 +48,12 @@ def _seconds(text: str) -> float:
     return found
 
 
+def _plain(state: RunState) -> dict[str, Any]:
+    """Return the facts of a state for JSON, without those of earlier starts."""
+    facts = asdict(replace(state, attempts=())) | {"folder": str(state.folder), "starts": state.starts}
+    return {name: value for name, value in facts.items() if name != "attempts"}
+
+
 def run(args: argparse.Namespace) -> int:
     """Show the runs; return the exit code."""
     from hpctrain.train.receipt.read import runs_in
@@ -51,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     folders = list(dict.fromkeys(folder for named in args.runs for folder in runs_in(named)))
     if args.json:
-        states = [{**asdict(read_state(folder)), "folder": str(folder)} for folder in folders]
+        states = [_plain(read_state(folder)) for folder in folders]
         print(json.dumps(states, indent=2))
         return 0
     if len(folders) == 1:
@@ -59,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from rich.console import Console
 
+        importlib.import_module("plotext")  # imported for the first picture only
         from hpctrain.watch.live import watch
         from hpctrain.watch.screen import picture, states_of
     except ImportError as error:

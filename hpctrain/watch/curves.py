@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import plotext
-
 from hpctrain.errors import UsageError
 from hpctrain.train import metrics
 from hpctrain.watch.rows import MetricsFile, Row
@@ -36,7 +34,7 @@ class CurveReader:
                 self._update(file)
         except OSError as error:
             raise UsageError(f"cannot read {self._path}: {error.strerror}") from error
-        return _curves([self._rows[step] for step in sorted(self._rows)])
+        return curves_of_rows([self._rows[step] for step in sorted(self._rows)])
 
     def _update(self, file: MetricsFile) -> None:
         grows = file.identity == self._identity and self._end <= file.size < self._end + _MOST_NEW
@@ -55,7 +53,8 @@ def read_curves(folder: Path, points: int = POINTS) -> dict[str, Curve]:
     return CurveReader(folder, points).read()
 
 
-def _curves(rows: Sequence[Row]) -> dict[str, Curve]:
+def curves_of_rows(rows: Sequence[Row]) -> dict[str, Curve]:
+    """Return the curves of the values in rows by name, in the order in which they should be shown."""
     found: dict[str, Curve] = {}
     for row in rows:
         for name, value in row.items():
@@ -88,6 +87,8 @@ def best_of(name: str, curve: Curve) -> tuple[int, float]:
 
 def drawn(names: list[str], curves: Mapping[str, Curve], width: int, height: int, *, colour: bool) -> str:
     """Return a picture of some curves in characters, with ANSI colours if requested."""
+    import plotext
+
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, height)

@@ -73,7 +73,7 @@ class MetricsFile:
     def sampled(self, most: int) -> list[Row]:
         """Return about ``most`` rows at even distances of bytes, with the first and the last one."""
         if self.size <= max(most * 512, _SMALL):
-            return _thinned(_rows(self._read(0, self.size).split(b"\n")[:-1]), most)
+            return thinned(_rows(self._read(0, self.size).split(b"\n")[:-1]), most)
         found = _rows(self._read(0, _LONGEST).split(b"\n")[:1])
         for number in range(1, most):
             found += _rows(self._line_after(number * self.size // most))
@@ -92,7 +92,7 @@ class MetricsFile:
                     at = content.find(b"\n", at)
                     if at < 0:
                         break
-            chosen = _thinned(sorted(offsets), most)
+            chosen = thinned(sorted(offsets), most)
             return _ordered(_rows([_line(content, offset) for offset in chosen]))
         return []  # the file has become shorter
 
@@ -126,7 +126,7 @@ def _ordered(rows: Sequence[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _thinned(items: Sequence[Any], most: int) -> list[Any]:
+def thinned(items: Sequence[Any], most: int) -> list[Any]:
     """Return at most ``most`` items at even distances, with the first and the last one."""
     if len(items) <= most:
         return list(items)

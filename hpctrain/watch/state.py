@@ -37,9 +37,13 @@ class RunState:
     job_left: float | None  # seconds to the end of the job
     shares: dict[str, float] = field(default_factory=dict)  # fractions of the time of the last rows, by what it was for
     attempt: Mapping[str, Any] = field(default_factory=dict)  # facts of the last start
-    starts: int = 0
+    attempts: tuple[Mapping[str, Any], ...] = ()  # facts of all starts
     failures: int = 0  # earlier starts that failed or were killed
     notes: tuple[str, ...] = ()  # what a reader should know: slow ranks, dead ranks, memory errors, failed saves
+
+    @property
+    def starts(self) -> int:
+        return len(self.attempts)
 
     @property
     def fraction(self) -> float | None:
@@ -84,7 +88,7 @@ def read_state(folder: Path, now: float | None = None) -> RunState:
         job_left=max(ends - now, 0.0) if runs and ends is not None else None,
         shares=_shares(own),
         attempt=last,
-        starts=len(attempts),
+        attempts=(*attempts[:-1], last),
         failures=sum(one.get("status") in ("failed", "killed", "running") for one in attempts[:-1]),
         notes=tuple(_notes(last, attempts)),
     )

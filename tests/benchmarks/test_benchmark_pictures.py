@@ -42,6 +42,7 @@ def draw(name: str, result: dict[str, Any], path: Path) -> str:
     return "\n".join(texts_of(file) for file in files if file.suffix == ".svg")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_name_all_candidates_and_units(name: str, tmp_path: Path) -> None:
     found = results(name)

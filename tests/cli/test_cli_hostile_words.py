@@ -63,6 +63,7 @@ NEEDED = {
     "doctor": [],
     "receipt": ["run"],
     "watch": ["run"],
+    "report": ["run"],
     "bench calibrate": [],
     "bench show": [],
 }

@@ -92,7 +92,7 @@ def test_losses_and_names_equal_those_of_torchs_own_gloo(launch: Any, program: A
     stock = sorted(rank.communicate()[0] for rank in ranks)
     assert [line[:17] for line in stock] == ["0 gloo [2.0, 2.0,", "1 gloo [2.0, 2.0,"]
     assert all("'gloo_num_threads': 2, 'gloo_socket_ifname': 'lo'" in line for line in stock)
-    for words, name in [(["gloo"], "gloo"), (["mpi"], "mpi"), (["hpctrain"], "hpctrain"), ([], "undefined")]:
+    for words, name in [(["gloo"], "gloo"), (["mpi"], "mpi"), ([], "undefined")]:
         result = started(launch, 2, path, *words, env=interface)
         expected = stock
         if name != "gloo":  # DDP's log has settings of gloo for this name only
@@ -132,6 +132,7 @@ def test_paths_of_a_script_are_those_of_python(launch: Any, program: Any) -> Non
     assert own.stdout == found.stdout and own.stdout.count(" folder/paths.py True <class 'module'>") == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["run", "name"])
 def test_a_rank_that_has_destroyed_its_groups_and_left_is_named(launch: Any, program: Any, how: str) -> None:
     path = program("""
@@ -193,6 +194,7 @@ dist.all_reduce(torch.ones(3))
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "code", "text"),
     [

@@ -78,6 +78,8 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ["receipt", "RUN"],
         ["receipt", "RUN", "RUN"],
         ["receipt", "RUN", "--json"],
+        ["report", "RUN"],
+        ["report", "RUN", "-o", ESCAPE],
         ["watch", "RUN", "--once"],
         ["watch", "RUN", "RUN", "--once"],
         ["watch", "RUN", "--json"],

@@ -134,7 +134,7 @@ def expect(job: Job, model: nn.Module, plain: nn.Module, tolerance: float = 1e-1
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("form", ["before", "after", "in place", "blocks before", "blocks after", "function"])
 def test_compiled_models_have_one_graph_and_the_numbers_of_one_process(comm: Any, strategy: str, form: str) -> None:

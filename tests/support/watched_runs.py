@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 MakeRun = Callable[..., Path]
 
 
@@ -35,3 +37,13 @@ def write_run(folder: Path, steps: int = 200, *, ago: float = 1.0, every: float 
     (folder / "lock.json").write_text(json.dumps(holder))
     (folder / "run.json").write_text(json.dumps({"status": known["status"], "attempts": [known]}))
     return folder
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Return a function that writes the folder of a run, by its name, and returns its path."""
+
+    def make(name: str = "run", *given: Any, **facts: Any) -> Path:
+        return write_run(tmp_path / name, *given, **facts)
+
+    return make

@@ -80,7 +80,7 @@ def test_two_names_of_the_section_end_a_verb_with_one_line(tmp_path: Path, capsy
 def test_a_plan_warns_too(tmp_path: Path) -> None:
     code = "import sys; from hpctrain.cli.main import main; sys.exit(main(sys.argv[1:]))"
     (tmp_path / "run.toml").write_text("[server]\nperiod = 1\n")
-    words = [sys.executable, "-c", code, "plan", str(tmp_path / "run.toml")]
+    words = [sys.executable, "-c", code, "plan", str(tmp_path / "run.toml"), "--machine", "A100"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, SECTION), done
 

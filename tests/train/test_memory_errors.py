@@ -25,7 +25,7 @@ def numbers(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 @EVERYWHERE
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("every", (1, 5))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_run_with_changed_bits_ends_like_an_undisturbed_one(

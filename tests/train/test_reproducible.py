@@ -26,9 +26,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.limit(180)
-@pytest.mark.parametrize(
-    "ranks", (1, 2, 3, pytest.param(5, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.long))
-)
+@pytest.mark.parametrize("ranks", (2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3, 5, 8))))
 def test_every_bit_is_that_of_a_plain_loop_over_the_microbatches(launch: Any, tmp_path: Path, ranks: int) -> None:
     torch.set_num_threads(1)
     env = {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}

@@ -78,7 +78,7 @@ HARMS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", HARMS)
 def test_a_failing_rank_ends_the_run(launch: Any, tmp_path: Path, name: str) -> None:
     harm, folder = HARMS[name], tmp_path / "run"

@@ -124,6 +124,7 @@ def test_permanent_faults_end_a_run_with_one_line(shim: Path, tmp_path: Path, ca
 
 
 @pytest.mark.limit(120)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("background", [False, True])
 def test_a_disk_that_stays_full_has_the_exit_code_after_which_a_job_restarts(
     shim: Path, tmp_path: Path, background: bool

@@ -63,6 +63,7 @@ def test_a_program_stops_resumes_and_finishes(launch: Any, tmp_path: Path) -> No
         assert one.startup + one.useful + one.saves + one.other == pytest.approx(one.elapsed, abs=0.01)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_bad_input_has_the_exit_code_that_is_not_requeued(launch: Any, tmp_path: Path, ranks: int) -> None:
     result = launch(ranks, PROGRAM, "--folder", "run", "--steps", "0", env=NOBODY, cwd=tmp_path)

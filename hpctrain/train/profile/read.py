@@ -16,6 +16,14 @@ LARGEST = 2**28  # bytes
 
 
 @dataclass(frozen=True)
+class TraceTimes:
+    """Use of the time of each traced step on each rank: seconds by name, without those of spans inside."""
+
+    ranks: tuple[str, ...]  # the rank and its mesh coordinates
+    steps: dict[int, tuple[dict[str, float], ...]]  # for each step, one for each rank
+
+
+@dataclass(frozen=True)
 class TracedStep:
     """One step of a run: its number, and a timeline of every rank in milliseconds."""
 
@@ -43,6 +51,48 @@ def read(run: str | Path, step: int | None = None) -> TracedStep:
     if chosen not in known:
         raise UsageError(f"{path} holds no step {chosen}: it holds {known[0]} to {known[-1]}")
     return TracedStep(path, chosen, _names(events, ranks), _timeline(spans, windows[chosen], ranks))
+
+
+def read_times(run: str | Path) -> TraceTimes:
+    """Return the use of time in all steps of a run folder or trace file that all ranks recorded.
+
+    A span counts without the spans inside it, so the times of a step add up to its duration; ``step`` is what no span
+    covers. Only the thread that computes counts.
+    """
+    path = Path(run) / NAME if Path(run).is_dir() else Path(run)
+    events = _events(path)
+    spans = [event for event in events if event["ph"] == "X"]
+    ranks = tuple(sorted({int(event["args"]["rank"]) for event in spans}))
+    found: dict[int, dict[int, dict[str, float]]] = {}
+    for rank in ranks:
+        own = [event for event in spans if event["args"]["rank"] == rank and event.get("tid", rank) == rank]
+        for step, times in _own_times(own).items():
+            found.setdefault(step, {})[rank] = times
+    complete = {step: times for step, times in sorted(found.items()) if set(times) == set(ranks)}
+    if not complete:
+        raise UsageError(f"{path} holds no complete step")
+    steps = {step: tuple(times[rank] for rank in ranks) for step, times in complete.items()}
+    return TraceTimes(_names(events, ranks), steps)
+
+
+def _own_times(spans: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return the seconds of each name in each step of one thread, in which spans are nested."""
+    found: dict[int, dict[str, float]] = {}
+    open_spans: list[tuple[float, str, dict[str, float]]] = []  # end, name and step's times, the innermost last
+    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+        begin, seconds, name = event["ts"], event["dur"] / 1e6, event["name"]
+        while open_spans and open_spans[-1][0] <= begin:
+            open_spans.pop()
+        if name == "step" and isinstance(event["args"].get("step"), int):
+            times = found.setdefault(event["args"]["step"], {})
+        elif open_spans:
+            _, around, times = open_spans[-1]
+            times[around] = times.get(around, 0.0) - seconds
+        else:
+            continue  # between two steps
+        times[name] = times.get(name, 0.0) + seconds
+        open_spans.append((begin + event["dur"], name, times))
+    return {step: {name: max(seconds, 0.0) for name, seconds in times.items()} for step, times in found.items()}
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

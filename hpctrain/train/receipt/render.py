@@ -222,7 +222,6 @@ _COLOURS = {
 }  # in drawing order: repeated steps were the last ones of an attempt
 _BAR = 0.7
 _ROW, _TALLEST = 0.34, 20.0  # inches
-_UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 def draw(receipts: Sequence[RunReceipt], path: str | Path) -> None:
@@ -241,17 +240,23 @@ def figure(receipts: Sequence[RunReceipt]) -> Any:
     rows = [(_label(receipts, receipt, one), one) for receipt in receipts for one in receipt.attempts]
     zero = min((one.started for _, one in rows if one.started is not None), default=0.0)
     ends = [(one.started or zero) - zero + one.elapsed for _, one in rows]
-    unit = next((name for name, seconds in _UNITS.items() if max(ends) >= 2 * seconds), "seconds")
+    unit, scale = unit_of(max(ends))
     found = new_figure(10, min(_ROW * len(rows) + 1.6, _TALLEST))
     axis = found.subplots()
     for index, (_, one) in enumerate(rows):
-        _draw_attempt(axis, index, one, zero, _UNITS[unit])
+        _draw_attempt(axis, index, one, zero, scale)
     axis.set_yticks(range(len(rows)), [label for label, _ in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
     axis.set_xlabel(f"{unit} since the first start")
     axis.set_title(sentence(totals(receipts)), loc="left", fontsize=11, color=INK)
     _draw_frame(axis)
     return found
+
+
+def unit_of(seconds: float) -> tuple[str, float]:
+    """Return the unit for an axis of this length, and its seconds."""
+    units = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0}
+    return next(((name, length) for name, length in units.items() if seconds >= 2 * length), ("seconds", 1.0))
 
 
 def _label(receipts: Sequence[RunReceipt], receipt: RunReceipt, one: Attempt) -> str:

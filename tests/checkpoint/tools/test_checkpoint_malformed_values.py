@@ -51,7 +51,7 @@ def test_unusual_root_attributes_are_shown_or_one_line_of_error(
         told(path, capsys, ["diff", str(path), str(other)])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("key", TRAIN)
 def test_unusual_values_of_the_training_loop_are_shown_or_one_line_of_error(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
