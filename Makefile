@@ -55,7 +55,7 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train report digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-ecosystem test-ecosystem-fast test-gpu test-install lint types layers floors bench docs \
+.PHONY: help env lock train report digits dist site test-dist test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-ecosystem test-ecosystem-fast test-gpu test-install lint types layers floors bench docs \
     install uninstall clean
 
 help: ## list the targets and variables
@@ -144,6 +144,27 @@ digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/di
 	@$(BIN)/python -c 'import sklearn' 2>/dev/null || $(BIN)/pip install --quiet --editable '.[digits]'
 	@$(BIN)/python jobs/digits.py runs/digits.h5
 
+dist: env _dist-tools ## build a wheel and a source archive in dist/, and check their descriptions
+	@$(MAKE) --no-print-directory _dist MPI=$(MPI)
+
+.PHONY: _dist _dist-tools
+_dist-tools: env
+	@$(BIN)/python -c 'import build, twine' 2>/dev/null || $(BIN)/pip install --quiet 'build>=1' 'twine>=6'
+
+_dist:
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+
+SITE_TOOLS = 'sphinx>=8' 'myst-parser>=4' 'furo>=2024.8' 'sphinx-copybutton>=0.5'
+site: env _site-tools ## build the documentation as web pages in build/site, with a reference from the docstrings
+	$(BIN)/sphinx-build -W --keep-going -q -c docs . build/site
+	@echo "build/site/docs/index.html"
+
+.PHONY: _site-tools
+_site-tools: env
+	@$(BIN)/python -c 'import furo, myst_parser, sphinx_copybutton' 2>/dev/null || $(BIN)/pip install --quiet $(SITE_TOOLS)
+
 # Tests --------------------------------------------------------------------------------------------------------------
 
 # Runs write many small files and wait until each is on the disk: in memory, the rank tests take a third less time.
@@ -155,7 +176,7 @@ TESTING = TMPDIR=$(FOLDER) $(PYTEST)
 RANKED  = TMPDIR=$(FOLDER) $(MPIEXEC)
 
 test: env ## run the tests: single-process tests on JOBS workers, then rank tests on 2 ranks
-	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not ecosystem and not long" -n $(JOBS) --cases few
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not dist and not slurm and not pbs and not ecosystem and not long" -n $(JOBS) --cases few
 	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow" --cases few
 
 test-busy: env ## run make test next to processes that use all cores
@@ -165,7 +186,7 @@ test-jobs: env ## run the single-process tests that start jobs of several ranks
 	$(TESTING) $(TESTS) -m "jobs and not benchmark and not ecosystem and not long" -n $(JOBS) --cases $(CASES)
 
 test-long: env ## run what make test leaves out: sweeps, and all cases of parametrized tests
-	$(TESTING) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not ecosystem" -n $(JOBS) --cases rest \
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not dist and not slurm and not pbs and not ecosystem" -n $(JOBS) --cases rest \
 	    $(if $(COUNTS),--counts=$(COUNTS))
 	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
 
@@ -213,6 +234,9 @@ _ecosystem: env
 
 test-install: env ## run make install, and use it under both module systems, in a temporary folder
 	$(PYTEST) tests/modules -m install
+
+test-dist: env _dist-tools _site-tools ## build wheel, source archive and web pages, and use them in a temporary folder
+	$(PYTEST) tests/modules/test_dist.py tests/modules/test_site.py -m dist
 
 test-gpu: env ## run the tests that need a GPU, in one process and on 2 ranks
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \

@@ -321,7 +321,7 @@ def targets(kills: Sequence[Kill], pairs: Mapping[str, Sequence[Pair]], peers: M
         median, p95 = statistics.median(seconds), seconds[min(math.ceil(0.95 * len(seconds)), len(seconds)) - 1]
         yield from at_most("seconds to the next step, without the step: median", median, MOST_SECONDS)
         yield from at_most("the same: 95th percentile", p95, MOST_SECONDS)
-        for name, peer in peers.items():
+        for name, peer in ((name, peer) for name, peer in peers.items() if peer):
             others = statistics.median(math.inf if each is None else each for each in peer)
             yield from at_least(f"torchft, {name} timeouts, relative to this median", others / median, 1.0)
     for kind, found in pairs.items():

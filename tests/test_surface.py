@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from support import surface
 
+from hpctrain import log
 from hpctrain.cli.main import main
 from hpctrain.train.config import load
 
@@ -47,6 +48,13 @@ VERBS = {
     "receipt": ["receipt", "run"],
     "watch": ["watch", "run"],
 }
+
+
+@pytest.fixture(autouse=True)
+def no_late_warnings() -> Iterator[None]:
+    """Drop the warnings about former names, which would be printed by a later test in this process."""
+    yield
+    log.early_warnings()
 
 
 @contextmanager

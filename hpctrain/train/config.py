@@ -115,6 +115,8 @@ class TrainSettings:
     # First and last step to trace, counted from this start. Few steps keep the file small. The
     # first two steps are slower than all others.
     trace_steps: tuple[int, ...] = (3, 12)
+    # Write the metrics as events for TensorBoard, too, into the folder tensorboard of the run.
+    tensorboard: bool = False
     # Prompt that a byte-level language model continues when training ends; empty: none.
     prompt: str = ""
 

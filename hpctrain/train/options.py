@@ -26,7 +26,9 @@ from hpctrain.settings import unknown
 from hpctrain.train.config import check_trace_steps
 from hpctrain.train.failure_policy import OnFailure, check_replicate
 from hpctrain.train.health import OnCorruption, check_straggler
+from hpctrain.train.metrics import Metrics
 from hpctrain.train.schedulers import free_name
+from hpctrain.train.tensorboard import MetricsWithEvents, check_installed
 from hpctrain.train.updates import Policy
 from hpctrain.util.text import short_repr
 
@@ -170,6 +172,7 @@ class RunOptions:
     microbatch: int = 0  # samples per microbatch (parallel.reproducible); 0: an eighth of the batch, rounded up
     trace: bool = False  # write trace.json: a timeline of every rank in some steps
     trace_steps: Sequence[int] = (3, 12)  # the first and the last of these steps, counted from this start
+    tensorboard: bool = False  # write events for TensorBoard into the folder, too
 
     def __post_init__(self) -> None:
         self._convert()
@@ -188,6 +191,8 @@ class RunOptions:
         check_replicate(self.replicate, self.on_failure, "a run with ")
         check_straggler(self.straggler_factor, self.straggler_steps, "a run with ")
         check_trace_steps(self.trace_steps, "a run with trace_steps")
+        if self.tensorboard:
+            check_installed()
 
     def _convert(self) -> None:
         """Convert each option to its type, in place. Raises ``UsageError`` for a value of another type."""
@@ -206,6 +211,12 @@ class RunOptions:
         if not all(map(all, pairs)):
             raise UsageError(f"a run with hints {list(self.hints)}: give each as name=value", everywhere=True)
         return Storage(self.io, self.alignment, {name: value for name, _, value in pairs})
+
+    @property
+    def records(self) -> dict[str, Any]:
+        """Return how the records in the folder are written."""
+        writer = MetricsWithEvents if self.tensorboard else Metrics
+        return {"lenient": self.on_error == "continue", "metrics": writer}
 
     @property
     def traced(self) -> Sequence[int] | None:

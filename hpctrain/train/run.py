@@ -99,7 +99,7 @@ class Run:
         self._stops = StopSaveFlags(
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
         )
-        self._run_folder = RunFolder(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
+        self._run_folder = RunFolder(self.folder, job.launch.job_id, **options.records)
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._run_folder)
         compare = self._updates.compare_replicas
         self._checkpoints = RunCheckpoints(self.state, options, self._run_folder, self._stops, compare)
