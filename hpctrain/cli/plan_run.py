@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hpctrain.errors import EXIT_FAILURE, SettingsError, UsageError
+from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.forecast import report
 from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
+from hpctrain.forecast.earlier import check_functions
 from hpctrain.forecast.machine import preset
 from hpctrain.forecast.run import Device, PlannedRun, facts_of
 from hpctrain.jobs.request import node_range
-from hpctrain.settings import check_code
-from hpctrain.train.config import LOSSES, Settings, check_node_counts
+from hpctrain.train.config import Settings, check_node_counts
 from hpctrain.util.text import columns, format_bytes, parse_bytes, printable_lines
 
 
@@ -72,21 +72,6 @@ def planned_run(args: argparse.Namespace, settings: Settings, limits: MemoryLimi
             raise UsageError(f"{option} {number}: must be at {bound}")
     facts, per_node = facts_of(settings), per_node or ranks or 1
     return PlannedRun(settings, facts, ranks or 1, per_node, device_of(settings, limits, args.machine))
-
-
-def check_functions(settings: Settings) -> None:
-    """Raise ``SettingsError`` if the settings name external code, which planning would run."""
-    named = {
-        "model.factory": settings.model.factory,
-        "optimizer.factory": settings.optimizer.factory,
-        "train.loss": None if settings.train.loss in LOSSES else settings.train.loss,
-    }
-    for setting, path in named.items():
-        if path is not None:
-            check_code(path, setting)
-            # torch.load and torch.hub.load run the code that their arguments name.
-            if path.startswith(("torch.", "torch:")) and not path.startswith(("torch.nn", "torch.optim")):
-                raise SettingsError(f"{setting} {path} is a function of torch: read the config, then add --allow-code")
 
 
 def device_of(settings: Settings, limits: MemoryLimits, machine: str | None = None) -> Device:

@@ -48,9 +48,10 @@ def add_parser(verbs: Any) -> None:
 
 def sections_of(runs: Sequence[ReportedRun]) -> list[Section]:
     """Return the sections of a page about some runs, in their order."""
-    from hpctrain.report import curves, summary, times
+    from hpctrain.report import curves, memory, summary, times
 
-    return [summary.overview(runs), *curves.sections(runs), *times.sections(runs), *summary.sections(runs)]
+    parts = (curves.sections, times.sections, memory.sections, summary.sections)
+    return [summary.overview(runs), *(section for sections in parts for section in sections(runs))]
 
 
 def run(args: argparse.Namespace) -> int:

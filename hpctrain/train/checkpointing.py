@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hpctrain import trace
 from hpctrain.checkpoint.local_state import Models
@@ -17,6 +18,7 @@ from hpctrain.log import logger
 from hpctrain.plain_tensors import on_shards
 from hpctrain.train.control import StopSaveFlags
 from hpctrain.train.options import RunOptions
+from hpctrain.train.receipt.resources import ResourceUse
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import TrainState
 from hpctrain.util.retry import patience, retries
@@ -49,11 +51,14 @@ class RunCheckpoints:
         self.fingerprint: str | None = None  # the last one that was taken
         self._retries, self._retry_later = 0, False
         self._is_first = True
+        self._resources: ResourceUse | None = None
+        self._used: dict[str, Any] = {}  # memory and energy, as of the checkpoint in progress
 
     def open(self) -> None:
         """Create the saver; with ``background``, start the writer process."""
         self._saver = Saver(self._state.comm, self._options.storage, background=self._options.background)
         self._saver.claim = self._run_folder.claim
+        self._resources = self._resources or ResourceUse(self._state.comm)
 
     @property
     def busy(self) -> bool:
@@ -93,7 +98,7 @@ class RunCheckpoints:
 
     def rejoin(self) -> None:
         """Abandon a checkpoint in progress, and make the next ones with the ranks that are left. Collective."""
-        self.close()
+        self._abandon()
         self.open()
 
     @on_shards
@@ -121,6 +126,11 @@ class RunCheckpoints:
 
     def close(self) -> None:
         """Abandon a pending checkpoint; not collective."""
+        self._abandon()
+        if self._resources is not None:
+            self._resources.close()
+
+    def _abandon(self) -> None:
         if self._saver is not None:
             self._saver.close()
         self._saver = self._pending = None
@@ -143,6 +153,8 @@ class RunCheckpoints:
             self._state.find_schedulers()
         step, started = self._state.step, time.monotonic()
         self._check(f"at the checkpoint of step {step}")
+        if self._resources is not None:
+            self._used = self._resources.facts(self._state.comm)
         with self._waiting(step=step), self._state.consensus_view():
             request = self._state.save_request()
             self._saver.start(request)
@@ -196,7 +208,7 @@ class RunCheckpoints:
         self._failed_in_a_row = 0
         seconds = time.monotonic() - started
         self._stops.walltime_guard.save(seconds)
-        self._run_folder.saved(step, seconds)
+        self._run_folder.saved(step, seconds, self._used)
         if self._state.comm.rank == 0:
             try:
                 self._state.retention.apply(verified=self._state.path(step))

@@ -150,9 +150,10 @@ class RunFolder:
             logger.warning("%s: %s left out, the first in line %d", path, count, damaged[0])
         return found
 
-    def saved(self, step: int, seconds: float) -> None:
-        """Record a checkpoint and its duration; the receipt is written, so it survives a kill."""
-        self._update_receipt(saved_step=step, last_save_seconds=round(seconds, 3), **self.accounting.facts())
+    def saved(self, step: int, seconds: float, used: Mapping[str, Any] | None = None) -> None:
+        """Record a checkpoint, its duration, and memory and energy; the receipt is written, so it survives a kill."""
+        facts = {"saved_step": step, "last_save_seconds": round(seconds, 3), **(used or {})}
+        self._update_receipt(**facts, **self.accounting.facts())
 
     def failed_save(self, step: int, reason: str, count: int) -> None:
         """Record a checkpoint that could not be written, the ``count``-th of this attempt."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpctrain.cli.main import main
-from hpctrain.cli.plan_run import check_functions
 from hpctrain.errors import SettingsError
+from hpctrain.forecast.earlier import check_functions
 from hpctrain.settings import check_code, function_named
 from hpctrain.train.config import load
 from hpctrain.util.owner import files_of, foreign_file, is_standard

@@ -46,12 +46,13 @@ _ASKED: Mapping[str, Ask] = {"slurm": ask_slurm, "pbs": ask_pbs}
 
 @dataclass(frozen=True)
 class RunReceipt:
-    """Receipt of a run, and its energy if known."""
+    """Receipt of a run, and its energy if it is known of all attempts, with the source of the number."""
 
     folder: Path
     status: str
     attempts: tuple[Attempt, ...]
     joules: float | None = None
+    energy_source: str = ""  # counters such as rapl and nvml, or sacct
 
 
 def load(folders: Sequence[str | Path], ask: Mapping[str, Ask] = _ASKED) -> list[RunReceipt]:
@@ -82,9 +83,18 @@ def _receipt(folder: Path, attempts: list[dict[str, Any]], accounts: Mapping[str
     _bring_up_to_date(folder, attempts, rows, accounts)
     counted, own_rows = _tokens(attempts, rows), rows_of(attempts, rows)
     accounted = tuple(_attempt(index + 1, one, own_rows[index], counted[index]) for index, one in enumerate(attempts))
-    joules = [accounts[job].joules for job in _jobs(attempts, "slurm") if job in accounts]
-    measured = [each for each in joules if each is not None]
-    return RunReceipt(folder, accounted[-1].status, accounted, sum(measured) if measured else None)
+    joules, source = _joules(accounted, [accounts[job] for job in _jobs(attempts, "slurm") if job in accounts])
+    return RunReceipt(folder, accounted[-1].status, accounted, joules, source)
+
+
+def _joules(attempts: Sequence[Attempt], accounts: Sequence[JobAccount]) -> tuple[float | None, str]:
+    """Return the energy of a run: of its own counters if all attempts have read them, else of Slurm's accounting."""
+    known = [(sum(one.energy.values()), one.energy) for one in attempts if one.energy]
+    if len(known) == len(attempts):
+        sources = dict.fromkeys(source for _, energy in known for source in energy)
+        return sum(joules for joules, _ in known), ", ".join(sources)
+    measured = [account.joules for account in accounts if account.joules is not None]
+    return (sum(measured), "sacct") if measured else (None, "")
 
 
 def _jobs(attempts: Sequence[Mapping[str, Any]], scheduler: str) -> set[str]:
@@ -171,6 +181,9 @@ class Attempt:
     memory_errors: int  # found and repaired (health.fingerprint_every)
     last_memory_errors: tuple[dict[str, Any], ...]  # step, rank, host, tensor and repair of the last of them
     slow_ranks: tuple[dict[str, Any], ...]  # rank, host, cause, first step, steps and seconds lost of the last of them
+    energy: dict[str, float]  # joules by the counters' source, until the last checkpoint; empty if unknown
+    peak_node_bytes: int | None  # host memory of the node that used most, until the last checkpoint
+    peak_device_bytes: int | None  # the same of a GPU
     recoveries: tuple[dict[str, Any], ...]  # dead ranks without which the run continued, their hosts, step, seconds
     tokens: int | None
     samples: int | None
@@ -223,6 +236,9 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         memory_errors=int(number(facts, "memory_errors")),
         last_memory_errors=tuple(_listed_errors(facts.get("last_memory_errors"))),
         slow_ranks=tuple(slow_ranks_in(facts.get("slow_ranks"))),
+        energy=_energy(facts.get("energy")),
+        peak_node_bytes=_whole(facts, "peak_node_bytes"),
+        peak_device_bytes=_whole(facts, "peak_device_bytes"),
         recoveries=tuple(recoveries_in(facts.get("recoveries"))),
         tokens=tokens,
         samples=None if batch is None else steps * int(batch),
@@ -232,6 +248,13 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         repeated=number(facts, "repeated_seconds"),
         saves=number(facts, "save_seconds"),
     )
+
+
+def _energy(given: Any) -> dict[str, float]:
+    """Return the valid entries of a table of joules by source."""
+    table: dict[Any, Any] = given if isinstance(given, dict) else {}
+    known = {name: maybe(table, name) for name in ("pm_counters", "rapl", "nvml", "amdsmi")}
+    return {name: joules for name, joules in known.items() if joules is not None and joules >= 0}
 
 
 def _listed_errors(given: Any) -> Iterator[dict[str, Any]]:

@@ -42,6 +42,7 @@ class Totals:
     cpu_hours: float | None
     gpu_hours: float | None
     joules: float | None
+    energy_source: str
 
     @property
     def node_hours(self) -> float:
@@ -67,7 +68,10 @@ def totals(receipts: Sequence[RunReceipt]) -> Totals:
         samples=_sum(one.samples for one in stepped),
         cpu_hours=_sum(None if one.cpus is None else one.cpus * one.elapsed / 3600 for one in attempts),
         gpu_hours=_sum(None if one.gpus is None else one.gpus * one.elapsed / 3600 for one in attempts),
-        joules=sum(joules) if joules else None,
+        joules=sum(joules) if len(joules) == len(receipts) else None,
+        energy_source=", ".join(
+            dict.fromkeys(receipt.energy_source for receipt in receipts if receipt.joules is not None)
+        ),
     )
 
 
@@ -158,6 +162,7 @@ def to_json(receipts: Sequence[RunReceipt]) -> dict[str, Any]:
             "folder": str(receipt.folder),
             "status": receipt.status,
             "joules": receipt.joules,
+            "energy_source": receipt.energy_source,
             "attempts": [{**asdict(one), "other": one.other, "node_hours": one.node_hours} for one in receipt.attempts],
         }
         for receipt in receipts
@@ -207,8 +212,17 @@ def _totals(together: Totals) -> list[str]:
     hours = [f"{format_number(together.node_hours)} node-hours"]
     hours += [f"{format_number(together.gpu_hours)} GPU-hours"] if together.gpu_hours else []
     hours += [f"{format_number(together.cpu_hours)} CPU-hours"] if together.cpu_hours else []
-    hours += [f"{format_number(together.joules / _WH / 1000)} kWh (sacct)"] if together.joules else []
+    hours += list(_energy(together))
     return [sentence(together), f"lost: {', '.join(lost)}", ", ".join(done), ", ".join(hours)]
+
+
+def _energy(together: Totals) -> Iterator[str]:
+    """Yield the energy, and its part per token or sample, if it is known."""
+    if together.joules:
+        yield f"{format_number(together.joules / _WH / 1000)} kWh ({together.energy_source})"
+        for count, name in ((together.tokens, "token"), (together.samples, "sample")):
+            if count:
+                yield f"{format_number(together.joules / count)} J per {name}"
 
 
 # Timeline chart of the attempts of runs: where the time of each was spent. Needs neither torch nor MPI ----------------
