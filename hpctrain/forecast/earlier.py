@@ -34,7 +34,8 @@ def compare_memory(folder: Path, attempt: Attempt, device: Device) -> MemoryComp
         raise UsageError(f"{path} does not exist: only runs of hpctrain train have settings to forecast from")
     try:
         settings = load(path)
-        check_functions(settings)
+        if functions := _functions_in(settings):
+            raise UsageError(f"setting {next(iter(functions))} names a function, which is not called")
         per_node = -(-attempt.ranks // max(attempt.nodes, 1))
         memory = memory_of(PlannedRun(settings, facts_of(settings), attempt.ranks, per_node, device))
     except HpctrainError as error:
@@ -50,14 +51,18 @@ def compare_memory(folder: Path, attempt: Attempt, device: Device) -> MemoryComp
 
 def check_functions(settings: Settings) -> None:
     """Raise ``SettingsError`` if the settings name external code, which planning would run."""
+    for setting, path in _functions_in(settings).items():
+        check_code(path, setting)
+        # torch.load and torch.hub.load run the code that their arguments name.
+        if path.startswith(("torch.", "torch:")) and not path.startswith(("torch.nn", "torch.optim")):
+            raise SettingsError(f"{setting} {path} is a function of torch: read the config, then add --allow-code")
+
+
+def _functions_in(settings: Settings) -> dict[str, str]:
+    """Return the functions that the settings name, by setting."""
     named = {
         "model.factory": settings.model.factory,
         "optimizer.factory": settings.optimizer.factory,
         "train.loss": None if settings.train.loss in LOSSES else settings.train.loss,
     }
-    for setting, path in named.items():
-        if path is not None:
-            check_code(path, setting)
-            # torch.load and torch.hub.load run the code that their arguments name.
-            if path.startswith(("torch.", "torch:")) and not path.startswith(("torch.nn", "torch.optim")):
-                raise SettingsError(f"{setting} {path} is a function of torch: read the config, then add --allow-code")
+    return {setting: path for setting, path in named.items() if path is not None}

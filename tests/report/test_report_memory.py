@@ -46,11 +46,17 @@ def test_a_run_of_a_program_has_no_forecast(make_run: MakeRun) -> None:
     assert "only runs of hpctrain train" in section.lines[0]
 
 
-def test_no_code_of_a_run_from_others_is_called(make_run: MakeRun, tmp_path: Path) -> None:
-    folder = make_run(status="finished", peak_node_bytes=2**30)
-    (folder / "config.toml").write_text('[model]\nfactory = "torch.hub:load"\n')
-    (section,) = sections(read_runs([folder]))
-    assert section.tables[0].rows[0][3] == "" and "no forecast" in section.lines[0]
+def test_no_function_of_a_config_is_called(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_code.py").write_text("import pathlib; pathlib.Path('called').touch()\ndef make(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    for number, setting in enumerate(("[model]\nfactory", "[optimizer]\nfactory", "[train]\nloss")):
+        folder = make_run(f"run{number}", status="finished", peak_node_bytes=2**30)
+        (folder / "config.toml").write_text(f'{setting} = "their_code:make"\n')
+        (section,) = sections(read_runs([folder]))
+        assert section.tables[0].rows[0][3] == "" and "names a function, which is not called" in section.lines[0]
+    assert not (tmp_path / "called").exists()
 
 
 def test_without_torch_the_measurement_remains(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
