@@ -89,12 +89,14 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
     planned.add_argument("--allow-code", action="store_true", default=None, help=allowing)
     planned.add_argument("--strategies", action="store_true", default=None, help="show all meshes that are possible")
     planned.add_argument("--machine", metavar="NAME", help="estimate time for A100, H100, H200 or MI250X")
+    learning = "runs to correct the forecast by (default: those beside run.folder; none: no correction)"
+    planned.add_argument("--earlier", metavar="FOLDER", help=learning)
     planned.add_argument("--scaling", type=Path, metavar="FILE", help="plot the time per step over the number of ranks")
 
 
 _OF_RUN = (
     *("assignments", "ranks", "nodes", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine"),
-    *("scaling", "allow_code"),
+    *("scaling", "allow_code", "earlier"),
 )
 
 

@@ -6,14 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.forecast import report
 from hpctrain.forecast.candidates import Configuration, MemoryLimits, candidates
-from hpctrain.forecast.earlier import check_functions
+from hpctrain.forecast.earlier import Experience, check_functions, learn
 from hpctrain.forecast.machine import preset
 from hpctrain.forecast.run import Device, PlannedRun, facts_of
+from hpctrain.forecast.time_forecasts import Forecasts
 from hpctrain.jobs.request import node_range
 from hpctrain.train.config import Settings, check_node_counts
 from hpctrain.util.text import columns, format_bytes, parse_bytes, printable_lines
@@ -26,19 +28,22 @@ def plan(args: argparse.Namespace, settings: Settings) -> int:
     limits = MemoryLimits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
     ends = [args] if args.nodes is None else _both_ends(args, settings)
     runs = [planned_run(end, settings, limits) for end in ends]
+    earlier = experience(args, settings, runs[0])
     if sys.stderr.isatty():
         print("estimating; measuring this machine takes seconds ...", file=sys.stderr)
     fits, facts = True, []
     for number, planned in enumerate(runs):
         found = candidates(planned, limits, everything=bool(args.strategies))
         times = report.time_report(planned, args.machine, found)
-        fits = fits and bool(found[0].fits)
+        fits = fits and bool(found[0].fits) and _fits(planned, found[0], earlier)
         _draw(args, planned, found, times)
-        facts.append(_as_dict(planned, found, times))
+        learned = (found[0].memory, planned.device, times.step.seconds, times.whole)
+        facts.append({**_as_dict(planned, found, times), "earlier": earlier.as_dict(*learned)})
         if not args.json:
             if number:
                 print()
             _print(args, planned, found, times)
+            print(printable_lines("\n".join(earlier.lines(*learned))), end="\n" if earlier.folders else "")
     if args.json:
         print(json.dumps(facts[0] if len(runs) == 1 else {"nodes": args.nodes, "plans": facts}, indent=2))
     return 0 if fits else EXIT_FAILURE
@@ -59,6 +64,31 @@ def _both_ends(args: argparse.Namespace, settings: Settings) -> list[argparse.Na
     ends = [least, most] if most else [least]
     each = vars(args)
     return [argparse.Namespace(**{**each, "ranks": end * per_node, "ranks_per_node": per_node}) for end in ends]
+
+
+def experience(args: argparse.Namespace, settings: Settings, planned: PlannedRun) -> Experience:
+    """Return how far forecasts were off for earlier runs, by default those beside the folder of this run."""
+    if args.earlier == "none":
+        return Experience()
+    folder = Path(settings.run.folder).parent if args.earlier is None else Path(args.earlier)
+    if not folder.is_dir():
+        if args.earlier is not None:
+            raise UsageError(f"--earlier {folder}: there is no such folder; name a folder of runs, or none")
+        return Experience()
+    known: list[Forecasts] = []  # this machine is measured once
+
+    def step_seconds(run: PlannedRun) -> float:
+        here = known[0].machine if known and not args.machine else None
+        known.append(Forecasts(run, args.machine, here=here))
+        return known[-1].step(run).seconds
+
+    return learn(folder, planned.device, step_seconds)
+
+
+def _fits(planned: PlannedRun, chosen: Configuration, earlier: Experience) -> bool:
+    """Return whether the corrected memory fits too; a correction to less memory is not relied on."""
+    limit = chosen.limits.device if planned.device == "cuda" else chosen.limits.host
+    return limit is None or earlier.memory_factor <= 1 or earlier.corrected(chosen.memory, planned.device) <= limit
 
 
 def planned_run(args: argparse.Namespace, settings: Settings, limits: MemoryLimits) -> PlannedRun:
