@@ -6,6 +6,7 @@ Needs neither torch nor MPI.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,12 +57,16 @@ def sections_of(runs: Sequence[ReportedRun]) -> list[Section]:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page or the files; return the exit code."""
-    from hpctrain.report.runs import read_runs
+    from hpctrain.report.runs import read_runs, readable
     from hpctrain.train.receipt.read import runs_in
 
-    if args.to == "html" and args.output is not None and args.output.suffix not in (".html", ".htm"):
-        raise UsageError(f"cannot write {args.output}: the name of a page must end in .html")
-    runs = read_runs(list(dict.fromkeys(folder for named in args.runs for folder in runs_in(named))))
+    for form, suffixes in (("html", (".html", ".htm")), ("csv", (".csv",))):
+        if args.to == form and args.output is not None and args.output.suffix not in suffixes:
+            raise UsageError(f"cannot write {args.output}: the name must end in {suffixes[0]}")
+    folders, left_out = readable(list(dict.fromkeys(folder for named in args.runs for folder in runs_in(named))))
+    runs = read_runs(folders)
+    for why in left_out:
+        print(printable(f"warning: left out: {why}"), file=sys.stderr)
     write: Callable[[Sequence[ReportedRun], Path], str]
     if args.to == "html":
         write, name = _to_page, "report.html"

@@ -127,7 +127,11 @@ def scaling_figure(points: Sequence[ScalingPoint]) -> Any:
     ranks = [point.ranks for point in points]
     ideal = [rank / ranks[0] for rank in ranks]
     drawn = new_figure(
-        f"speed-up against {counted(ranks[0], 'rank')}", "ranks", "speed-up", x_axis_type="log", y_axis_type="log"
+        f"speed-up against {counted(ranks[0], 'rank')}, logarithmic",
+        "ranks",
+        "speed-up",
+        x_axis_type="log",
+        y_axis_type="log",
     )
     drawn.xaxis.ticker = drawn.yaxis.ticker = []
     drawn.xaxis.ticker = ranks

@@ -12,6 +12,7 @@ from hpctrain.report.page import Section, Table
 from hpctrain.report.runs import ReportedRun
 from hpctrain.train.receipt.read import Attempt
 from hpctrain.train.receipt.write import text as fact
+from hpctrain.train.run_folder import CONFIG
 from hpctrain.util.text import format_bytes
 
 MOST_FORECASTS = 8  # each takes a second
@@ -32,7 +33,7 @@ def sections(runs: Sequence[ReportedRun]) -> Iterator[Section]:
     for number, (run, attempt) in enumerate(measured):
         node: int | None = None
         gpu: int | None = None
-        if forecasts and number < MOST_FORECASTS:
+        if forecasts and number < MOST_FORECASTS and (run.state.folder / CONFIG).exists():
             try:
                 node, gpu = _forecast(run, attempt)
             except UsageError as error:
@@ -48,6 +49,8 @@ def sections(runs: Sequence[ReportedRun]) -> Iterator[Section]:
                 bars.append((f"{run.name}, {where}" if where == "GPU" else run.name, found, expected))
     if not forecasts:
         notes.append("Forecasts need torch, which is not installed here.")
+    elif any(not (run.state.folder / CONFIG).exists() for run, _ in measured):
+        notes.append("Runs of programs have no forecast: only those of hpctrain train have settings to forecast from.")
     table = Table(("run", "of a", "measured", "forecast", "measured / forecast"), rows)
     yield Section("Memory", _ABOUT, lines=notes, tables=[table], figures=[_figure(bars)])
 

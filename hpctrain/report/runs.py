@@ -59,6 +59,22 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
     return [_read(name, state, receipt) for name, state, receipt in zip(names_of(folders), states, receipts)]
 
 
+def readable(folders: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Return the folders of runs that can be read, and why others cannot. Raises ``UsageError`` if none can."""
+    found, reasons = [], []
+    for folder in folders:
+        try:
+            read_state(folder)
+            found.append(folder)
+        except UsageError as error:
+            if len(folders) == 1:
+                raise
+            reasons.append(str(error))
+    if not found:
+        raise UsageError(f"no run can be read: {reasons[0]}")
+    return found, reasons
+
+
 def drawn_points(runs: Sequence[ReportedRun]) -> int:
     """Return how many points of each curve a page of these runs has room for."""
     curves = sum(len(run.curves) for run in runs)

@@ -71,7 +71,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
         "strategy": fact(attempt, "parallel") or "",
         "loss": f"{state.values['loss']:.4g}" if "loss" in state.values else "",
         "best validation": _best(run),
-        "rate": "" if rate is None else f"{rate[0]:,.1f} {rate[1]}/s",
+        "median rate": "" if rate is None else f"{rate[0]:,.1f} {rate[1]}/s",
         "node-hours": format_number(together.node_hours),
         "useful": f"{together.share('useful'):.0%}",
         "energy": "" if together.joules is None else f"{format_number(together.joules / 3.6e6)} kWh",

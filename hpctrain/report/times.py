@@ -28,10 +28,8 @@ from hpctrain.watch.rows import Row
 
 MOST_DETAILED = 8  # runs with figures of their own in a page of several
 _MOST_SPANS = 3000
-_ABOUT = (
-    "data: waiting for the loader; communication: waiting for other ranks. Figures of single ranks and passes need a "
-    "trace (train.trace = true)."
-)
+_ABOUT = "data: waiting for the loader; communication: waiting for other ranks."
+_UNTRACED = " Figures of single ranks and passes need a trace (train.trace = true)."
 
 
 def sections(runs: Sequence[ReportedRun]) -> Iterator[Section]:
@@ -44,6 +42,7 @@ def sections(runs: Sequence[ReportedRun]) -> Iterator[Section]:
         drawn = [each for each in (use_over_steps(run), use_of_ranks(run), use_of_steps(run), step) if each is not None]
         if drawn:
             title, about = (f"Use of time of {run.name}", "") if several else ("Use of time", _ABOUT)
+            about += "" if several or run.times is not None else _UNTRACED
             yield Section(title, about, figures=drawn, closed=several)
 
 

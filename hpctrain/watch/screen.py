@@ -185,7 +185,7 @@ def _times(state: RunState) -> Iterator[str]:
     if elapsed:
         names = {"start-up": "startup_seconds", "steps": "step_seconds", "checkpoints": "save_seconds"}
         shares = [f"{name} {(maybe(state.attempt, key) or 0.0) / elapsed:.0%}" for name, key in names.items()]
-        yield f"of {duration(elapsed)}: {', '.join(shares)}"
+        yield f"of {duration(elapsed)} until the last checkpoint: {', '.join(shares)}"
     if saved is not None and saved >= first:
         took = maybe(state.attempt, "last_save_seconds")
         yield f"newest checkpoint: step {int(saved):,}" + (f", written in {duration(took)}" if took else "")

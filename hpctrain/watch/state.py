@@ -55,8 +55,7 @@ def read_state(folder: Path, now: float | None = None) -> RunState:
     now = time.time() if now is None else now
     attempts = list(read_receipt(folder).get("attempts", ()))
     if not attempts:
-        there = "has not begun: it" if folder.is_dir() else "is no run: the folder"
-        raise UsageError(f"{folder} {there} has no {NAME}; name the folder of a run, as runs/gpt-tiny")
+        raise UsageError(f"{folder} {_missing(folder)}; name the folder of a run, as runs/gpt-tiny")
     last = dict(attempts[-1])
     status = _settled(folder, last)
     try:
@@ -92,6 +91,12 @@ def read_state(folder: Path, now: float | None = None) -> RunState:
         failures=sum(one.get("status") in ("failed", "killed", "running") for one in attempts[:-1]),
         notes=tuple(_notes(last, attempts)),
     )
+
+
+def _missing(folder: Path) -> str:
+    if folder.is_dir():
+        return f"is no run, or has not begun: it has no {NAME}"
+    return "is a file" if folder.exists() else "does not exist"
 
 
 def unreadable(folder: Path, why: str) -> RunState:

@@ -43,12 +43,12 @@ def test_memory_of_a_gpu_has_a_row_of_its_own(make_run: MakeRun) -> None:
 def test_a_run_of_a_program_has_no_forecast(make_run: MakeRun) -> None:
     (section,) = sections(read_runs([make_run(status="finished", peak_node_bytes=2**30)]))
     assert section.tables[0].rows == [("run", "node", "1.00 GiB", "", "")]
-    assert "only runs of hpctrain train" in section.lines[0]
+    assert section.lines == [
+        "Runs of programs have no forecast: only those of hpctrain train have settings to forecast from."
+    ]
 
 
-def test_no_function_of_a_config_is_called(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_function_of_a_config_is_called(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "their_code.py").write_text("import pathlib; pathlib.Path('called').touch()\ndef make(): ...\n")
     monkeypatch.chdir(tmp_path)
     for number, setting in enumerate(("[model]\nfactory", "[optimizer]\nfactory", "[train]\nloss")):

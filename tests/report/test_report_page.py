@@ -140,19 +140,36 @@ def test_all_runs_below_a_folder_are_in_the_page(make_run: MakeRun, tmp_path: Pa
     assert "<title>2 runs" in (tmp_path / "report.html").read_text()
 
 
+def test_a_run_that_cannot_be_read_is_left_out(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run("a"), make_run("b"), make_run("damaged")
+    (tmp_path / "damaged" / "run.json").write_text("{")
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("warning: left out: ") and "damaged" in said
+    assert "<title>2 runs" in (tmp_path / "report.html").read_text()
+    for name in ("a", "b"):
+        (tmp_path / name / "run.json").write_text("{")
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "none.html")]) == 2
+    assert "no run can be read" in capsys.readouterr().err and not (tmp_path / "none.html").exists()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["RUN", "-o", "a.pdf"], "the name of a page must end in .html"),
+        (["RUN", "-o", "a.pdf"], "the name must end in .html"),
         (["RUN", "-o", "nowhere/a.html"], "cannot write nowhere/a.html"),
-        (["nothing"], "is no run"),
+        (["nothing"], "nothing does not exist; name the folder of a run"),
+        (["RUN/run.json"], "run.json is a file"),
+        (["RUN", "--to", "csv", "-o", "a.html"], "must end in .csv"),
     ],
 )
 def test_wrong_input_is_one_line(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     folder = make_run()
-    assert main(["report", *(str(folder) if word == "RUN" else word for word in arguments)]) == 2
+    assert main(["report", *(word.replace("RUN", str(folder)) for word in arguments)]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 

@@ -49,7 +49,7 @@ def test_metrics_that_cannot_be_read_are_a_note(make_run: MakeRun) -> None:
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no run"):
+    with pytest.raises(UsageError, match="does not exist"):
         read_runs([tmp_path / "nothing"])
 
 

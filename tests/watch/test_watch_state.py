@@ -102,9 +102,9 @@ def test_a_run_without_rows_has_begun(make_run: MakeRun) -> None:
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, make_run: MakeRun) -> None:
-    with pytest.raises(UsageError, match="is no run: the folder has no run.json"):
+    with pytest.raises(UsageError, match="does not exist"):
         read_state(tmp_path / "missing")
-    with pytest.raises(UsageError, match="has not begun: it has no run.json"):
+    with pytest.raises(UsageError, match="is no run, or has not begun: it has no run.json"):
         read_state(tmp_path)
     folder = make_run()
     (folder / "run.json").write_text("{")

@@ -67,7 +67,8 @@ def load(folders: Sequence[str | Path], ask: Mapping[str, Ask] = _ASKED) -> list
         if not attempts:
             hint = "a run's folder has one from its first start on"
             if not folder.is_dir():
-                hint = "there is no such folder; name that of a run, as runs/gpt-tiny"
+                hint = "it is a file" if folder.exists() else "there is no such folder"
+                hint += "; name that of a run, as runs/gpt-tiny"
             raise UsageError(f"{folder} holds no {NAME} that can be read: {hint}")
     accounts: dict[str, JobAccount] = {}
     for scheduler, ask_scheduler in ask.items():
