@@ -1,10 +1,11 @@
-"""Time and memory of ``hpctrain watch`` with many long runs, from the start of the command to its end.
+"""Time and memory of ``hpctrain watch`` and ``report`` with long runs, from the start of the command to its end.
 
     make -C benchmarks watch
 
 The runs have 100,000 steps each; a file of metrics has about 24 MB. The files of all runs are links to one, so that
 they fit on a disk: they are as long, but are read from memory. The table is that of all runs, the detail that of one
-of them with its curves. Memory is the largest resident set of the process.
+of them with its curves. The page of ``report`` is that of one of them. Memory is the largest resident set of
+``watch``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from harness.turns import interleave
 
 from hpctrain.errors import UsageError
 
-SECONDS, MIB = 1.0, 150.0  # at most
+SECONDS, MIB, REPORT_SECONDS = 1.0, 150.0, 10.0  # at most
+
+REPORT = "report of one run"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -73,14 +76,14 @@ sys.exit(code)
 """
 
 
-def watched(folder: Path) -> list[float]:
-    """Return the seconds of a call, and its largest resident set in MiB."""
+def called(*words: str | Path) -> list[float]:
+    """Return the seconds of a call of hpctrain, and its largest resident set in MiB."""
     began = time.perf_counter()
-    command = [sys.executable, "-c", PROGRAM, "watch", str(folder), "--once"]
+    command = [sys.executable, "-c", PROGRAM, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     seconds = time.perf_counter() - began
     if done.returncode:
-        raise UsageError(f"hpctrain watch failed:\n{done.stderr}")
+        raise UsageError(f"hpctrain {words[0]} failed:\n{done.stderr}")
     return [seconds, int(done.stderr.split()[-1]) / 1024]
 
 
@@ -91,14 +94,16 @@ def run(args: argparse.Namespace) -> None:
         write_runs(folder, args.runs, args.steps)
         size = (folder / "rows").stat().st_size
         paths = [folder / "runs", folder / "runs" / "sweep-000"]
-        turns = {name: (lambda _, path=path: watched(path)) for name, path in zip(names, paths)}
+        turns = {name: (lambda _, path=path: called("watch", path, "--once")) for name, path in zip(names, paths)}
+        turns[REPORT] = lambda _: called("report", paths[1], "-o", folder / "page.html")
         measured = interleave(turns, args.rounds, what="rounds")
-    seconds = {name: [each[0] for each in measured[name]] for name in names}
+    seconds = {name: [each[0] for each in measured[name]] for name in (*names, REPORT)}
     memory = max(each[1] for name in names for each in measured[name])
     found = [target for name in names for target in at_most(f"seconds: {name}", _median(seconds[name]), SECONDS)]
-    found += at_most("MiB of memory", memory, MIB)
+    found += at_most(f"seconds: {REPORT}", _median(seconds[REPORT]), REPORT_SECONDS)
+    found += at_most("MiB of memory of watch", memory, MIB)
     rows = [["", "median s", "min", "max"]]
-    rows += [[name, *(f"{one(seconds[name]):.2f}" for one in (_median, min, max))] for name in names]
+    rows += [[name, *(f"{one(seconds[name]):.2f}" for one in (_median, min, max))] for name in seconds]
     content = {"runs": args.runs, "steps": args.steps, "bytes": size, "seconds": seconds, "mib": memory}
     finish(args, "watch", content, [target_table(found), table(rows)], file="watch", found=found)
 

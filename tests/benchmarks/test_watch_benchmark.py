@@ -16,5 +16,5 @@ def test_a_few_short_runs_are_watched(tmp_path: Path, capsys: pytest.CaptureFixt
     watch.run(args)  # type: ignore[arg-type]
     content = json.loads((tmp_path / "watch.json").read_text())
     assert content["complete"] and content["runs"] == 3 and 5 < content["mib"] < 500
-    assert {"table of 3 runs", "one run in detail"} == set(content["seconds"])
+    assert {"table of 3 runs", "one run in detail", "report of one run"} == set(content["seconds"])
     assert "MiB of memory" in capsys.readouterr().out
