@@ -94,8 +94,9 @@ def run(args: argparse.Namespace) -> None:
         write_runs(folder, args.runs, args.steps)
         size = (folder / "rows").stat().st_size
         paths = [folder / "runs", folder / "runs" / "sweep-000"]
-        turns = {name: (lambda _, path=path: called("watch", path, "--once")) for name, path in zip(names, paths)}
-        turns[REPORT] = lambda _: called("report", paths[1], "-o", folder / "page.html")
+        calls = {name: ["watch", path, "--once"] for name, path in zip(names, paths)}
+        calls[REPORT] = ["report", paths[1], "-o", folder / "page.html"]
+        turns = {name: (lambda _, words=words: called(*words)) for name, words in calls.items()}
         measured = interleave(turns, args.rounds, what="rounds")
     seconds = {name: [each[0] for each in measured[name]] for name in (*names, REPORT)}
     memory = max(each[1] for name in names for each in measured[name])

@@ -9,10 +9,9 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.report.figures import MOST_ROWS, add_legend, new_figure, plain, rows_of_bars
 from hpctrain.report.page import Section, Table
-from hpctrain.report.runs import ReportedRun
+from hpctrain.report.runs import CONFIG, ReportedRun
 from hpctrain.train.receipt.read import Attempt
 from hpctrain.train.receipt.write import text as fact
-from hpctrain.train.run_folder import CONFIG
 from hpctrain.util.text import format_bytes
 
 MOST_FORECASTS = 8  # each takes a second

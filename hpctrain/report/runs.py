@@ -21,6 +21,7 @@ from hpctrain.watch.curves import Curve, curves_of_rows
 from hpctrain.watch.rows import MetricsFile, Row
 from hpctrain.watch.state import RunState, read_state
 
+CONFIG = "config.toml"  # the settings of a run
 MOST_RUNS = 1000
 _POINTS = 25_000  # of all curves in a page
 _LEAST, POINTS = 20, 500  # points of a curve in a page, at least; points that are read
@@ -99,7 +100,7 @@ def _read(name: str, state: RunState, receipt: RunReceipt) -> ReportedRun:
         notes.append(f"{folder / metrics.NAME} cannot be read ({error.strerror}): no curves")
         rare = []
     by_step = {row["step"]: row for row in (*rare, *rows)}
-    settings, missing = _settings(folder / "config.toml")
+    settings, missing = _settings(folder / CONFIG)
     step = times = None
     if (folder / TRACE).exists():
         try:
