@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hpctrain.errors import UsageError
+from hpctrain.settings import flatten
 from hpctrain.train import metrics
 from hpctrain.train.profile.read import NAME as TRACE
 from hpctrain.train.profile.read import TracedStep, TraceTimes, read, read_times
@@ -124,22 +126,13 @@ def _read(name: str, state: RunState, receipt: RunReceipt) -> ReportedRun:
 def _settings(path: Path) -> tuple[dict[str, str], list[str]]:
     """Return the settings of a run, and a note if they cannot be read; a program's run may have none."""
     try:
-        return dict(flattened(tomllib.loads(read_text(path)))), []
+        return {name: printable(value) for name, value in flatten(tomllib.loads(read_text(path))).items()}, []
     except FileNotFoundError:
         return {}, []
     except OSError as error:
         return {}, [f"{path} cannot be read: {error.strerror}"]
     except (ValueError, RecursionError):
         return {}, [f"{path} is no TOML file: settings are not shown"]
-
-
-def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted names and values of nested settings."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", printable(value)
 
 
 def _environment(attempt: Mapping[str, Any]) -> dict[str, str]:
@@ -173,13 +166,6 @@ def work_per_second(run: ReportedRun) -> tuple[float, str] | None:
             return (last - first) / steps / seconds, name
     batch = maybe(run.state.attempt, "batch")
     return (batch / seconds, "samples") if batch else (1 / seconds, "steps")
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median of at least one value."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def _differences(runs: Sequence[ReportedRun]) -> Iterator[Section]:
         rows = [(name, *values) for name, values in differences(run.environments).items()]
         if rows:
             head = ("", *(f"start {number}" for number in range(1, len(run.environments) + 1)))
-            yield Section("Differences between starts", tables=[Table(head, rows)], closed=len(rows[0]) > 12)
+            yield Section("Differences between starts", tables=[Table(head, rows)], closed=len(run.environments) > 10)
         yield Section("Environment", tables=[Table((), list(run.environments[-1].items()))], closed=True)
         if run.settings:
             yield Section("Settings", tables=[Table((), list(run.settings.items()))], closed=True)

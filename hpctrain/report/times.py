@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from bokeh.models import FactorRange, HoverTool, NumeralTickFormatter
@@ -20,7 +21,7 @@ from hpctrain.report.figures import (
     rows_of_bars,
 )
 from hpctrain.report.page import Section
-from hpctrain.report.runs import ReportedRun, median
+from hpctrain.report.runs import ReportedRun
 from hpctrain.train.metrics import TIMES
 from hpctrain.train.profile.read import TracedStep
 from hpctrain.train.receipt.write import maybe
@@ -166,11 +167,9 @@ def _stack(drawn: Any, columns: Mapping[str, Any], x: str, uses: Sequence[str], 
 
 def step_timeline(step: TracedStep) -> Any:
     """Return a timeline of the passes and waits of each rank in one step."""
-    spans = [
-        (names, span)
-        for names, row in zip(step.names[:MOST_ROWS], step.timeline.rows)
-        for span in row[: _MOST_SPANS // min(len(step.names), MOST_ROWS)]
-    ]
+    most = _MOST_SPANS // min(len(step.names), MOST_ROWS)
+    shown = list(zip(step.names[:MOST_ROWS], step.timeline.rows))
+    spans = [(name, span) for name, row in shown for span in row[:most]]
     begin = step.timeline.start
     columns: dict[str, list[Any]] = {
         "rank": [plain(name) for name, _ in spans],
@@ -183,6 +182,8 @@ def step_timeline(step: TracedStep) -> Any:
     }
     ranks = [plain(name) for name in step.names[:MOST_ROWS]]
     title = f"step {step.step:,}: idle {step.timeline.bubble:.0%} of the time of all ranks"
+    if any(len(row) > most for _, row in shown):
+        title += f" (the first {most:,} passes and waits of each rank)"
     drawn = new_figure(title, "milliseconds", "", **rows_of_bars(ranks))
     items = []
     for name in dict.fromkeys(columns["name"]):

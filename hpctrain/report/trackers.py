@@ -10,18 +10,16 @@ import csv
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.report.runs import ReportedRun
 from hpctrain.train import metrics
-from hpctrain.train.metrics import row_of
 from hpctrain.train.receipt.write import maybe
 from hpctrain.train.tensorboard import EventFile, scalars_of
 from hpctrain.util import atomic
-from hpctrain.util.reading import read_lines
 from hpctrain.util.text import counted
 
 PROJECT = "hpctrain"  # experiment of MLflow, project of Weights & Biases
@@ -33,15 +31,11 @@ Row = dict[str, Any]
 Write = Callable[[Sequence[ReportedRun], Path], str]
 
 
-def all_rows(run: ReportedRun) -> Iterator[Row]:
-    """Yield all rows of a run's metrics; damaged lines are skipped. Raises ``UsageError``."""
+def all_rows(run: ReportedRun) -> list[Row]:
+    """Return all rows of a run's metrics. Raises ``UsageError``."""
     path = run.state.folder / metrics.NAME
     try:
-        for line in read_lines(path):
-            if line is not None and (row := row_of(line)) is not None:
-                yield row
-    except FileNotFoundError:
-        return
+        return metrics.read(path)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
 
@@ -149,7 +143,7 @@ def _facts(run: ReportedRun) -> dict[str, str]:
 def to_wandb(runs: Sequence[ReportedRun], output: Path) -> str:
     """Write an offline run of Weights & Biases for each run into a folder; ``WANDB_MODE=online`` sends it at once.
 
-    The id follows from the folder of the run, so that a later one replaces it.
+    The id follows from the folder of the run: with ``online``, a later report continues the same run.
     """
     import wandb
 

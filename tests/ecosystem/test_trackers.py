@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ def test_without_its_package_a_tracker_is_one_line(
 ) -> None:
     folder = make_run()
     for name, package in (("mlflow", "mlflow"), ("wandb", "wandb")):
-        monkeypatch.setitem(__import__("sys").modules, package, None)
+        monkeypatch.setitem(sys.modules, package, None)
         assert main(["report", str(folder), "--to", name, "-o", os.devnull + "x"]) == 2
         said = capsys.readouterr().err
         assert f"hpctrain report --to {name} needs {package}" in said and "hpctrain[trackers]" in said

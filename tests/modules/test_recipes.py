@@ -51,6 +51,10 @@ def test_the_easyconfig_has_the_file_name_that_easybuild_expects(easyconfig: dic
         assert isinstance(easyconfig[mandatory], str)
 
 
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_the_easyconfig_contains_all_requirements(
     easyconfig: dict[str, Any], wanted: dict[str, Requirement]
 ) -> None:

@@ -33,7 +33,6 @@ class ResourceUse:
     """Counters of this rank; those of the node are read by the first of its ranks."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
         self._gpu = torch.cuda.is_available() and torch.cuda.memory_reserved() > 0  # the model is on the GPU
         counters = node_counters() if comm.local_rank == 0 else []
         if self._gpu:
