@@ -164,6 +164,7 @@ def to_wandb(runs: Sequence[ReportedRun], output: Path) -> str:
             values: Mapping[str, Any] = dict(scalars_of(row))
             tracked.log({**values, "_timestamp": maybe(row, "unix_time") or 0.0}, step=row["step"])
         tracked.finish(exit_code=int(run.state.status in ("failed", "killed")))
+    wandb.teardown()  # waits for its process, which writes the last block of a file after finish() has returned
     sent = "sent" if mode == "online" else "wrote"
     how = "" if mode == "online" else f": wandb sync {output}/wandb/offline-run-*"
     return f"{sent} {counted(len(runs), 'run')} into {output}{how}"
