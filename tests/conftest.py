@@ -30,6 +30,7 @@ from hpctrain.cluster.launcher import detect
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _COMM = pytest.StashKey[Any]()
 _DONT_WRITE = pytest.StashKey[bool]()
+_STARTUP = str(Path(__file__).with_name("support") / "startup")  # of the processes that tests start
 _MANY = 100  # tests, compared with which the time to import a compiler is negligible
 _COLLECTING = 300.0  # seconds; every rank imports every test file on few cores
 
@@ -52,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     nothing = tempfile.TemporaryDirectory(prefix="hpctrain-no-calibration-")
     config.add_cleanup(nothing.cleanup)
     os.environ["HPCTRAIN_CALIBRATION"] = nothing.name
+    if _STARTUP not in (path := os.environ.get("PYTHONPATH", "")):  # a worker inherits it
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, path]))
     os.environ["HPCTRAIN_FILE_PATIENCE"] = "0"  # injected faults are permanent; tests of temporary ones set it
     config.addinivalue_line("markers", "limit(seconds): end the session with all stacks if the test takes longer")
     # Container images disable bytecode; but then each worker and rank would compile all tests again.
