@@ -40,20 +40,24 @@ class Recording:
 
 
 recording = False  # whether spans are recorded; tested before anything is computed for a span
+_ranges: Any = None  # where spans are also ranges, as torch.cuda.nvtx
 _spans: list[Span] = []
 _limit, _dropped = LIMIT, 0
 
 
-def start(limit: int = LIMIT) -> None:
-    """Start recording at most ``limit`` spans; spans that were recorded and not taken are discarded."""
-    global recording, _spans, _limit, _dropped
-    _spans, _limit, _dropped, recording = [], limit, 0, True
+def start(limit: int = LIMIT, *, ranges: Any = None) -> None:
+    """Start recording at most ``limit`` spans; spans that were recorded and not taken are discarded.
+
+    Each ``with`` block is also a range of ``ranges``, such as ``torch.cuda.nvtx``, by ``range_push`` and ``range_pop``.
+    """
+    global recording, _spans, _limit, _dropped, _ranges
+    _spans, _limit, _dropped, _ranges, recording = [], limit, 0, ranges, True
 
 
 def take() -> Recording:
     """Stop recording and return the spans, in the order in which they ended."""
-    global recording, _spans, _dropped
-    found, recording = Recording(_spans, _dropped), False
+    global recording, _spans, _dropped, _ranges
+    found, recording, _ranges = Recording(_spans, _dropped), False, None
     _spans, _dropped = [], 0
     return found
 
@@ -83,18 +87,23 @@ def span(name: str, **facts: Any) -> AbstractContextManager[None]:
 class _Open:
     """Span that has not ended; a class instead of a generator, which costs three times as much."""
 
-    __slots__ = ("_name", "_facts", "_began")
+    __slots__ = ("_name", "_facts", "_began", "_opened")
 
     def __init__(self, name: str, facts: dict[str, Any]) -> None:
         self._name, self._facts = name, facts
 
     def __enter__(self) -> None:
+        self._opened = _ranges
+        if self._opened is not None:
+            self._opened.range_push(" ".join([self._name, *(f"{key}={fact}" for key, fact in self._facts.items())]))
         self._began = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         add(self._name, self._began, time.monotonic(), **self._facts)
+        if self._opened is not None:
+            self._opened.range_pop()
 
 
 _NOTHING = nullcontext()

@@ -115,6 +115,11 @@ class TrainSettings:
     # First and last step to trace, counted from this start. Few steps keep the file small. The
     # first two steps are slower than all others.
     trace_steps: tuple[int, ...] = (3, 12)
+    # Write trace-kernels.json.gz, too: the same timeline with the operators and GPU kernels of these
+    # steps, recorded by torch.profiler. Steps take longer while it records.
+    trace_kernels: bool = False
+    # Ranks whose operators and kernels are recorded; empty: the first eight.
+    kernel_ranks: tuple[int, ...] = ()
     # Write the metrics as events for TensorBoard, too, into the folder tensorboard of the run.
     tensorboard: bool = False
     # Prompt that a byte-level language model continues when training ends; empty: none.

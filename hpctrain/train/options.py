@@ -27,6 +27,7 @@ from hpctrain.train.config import check_trace_steps
 from hpctrain.train.failure_policy import OnFailure, check_replicate
 from hpctrain.train.health import OnCorruption, check_straggler
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.profile.kernels import KernelRecorder
 from hpctrain.train.schedulers import free_name
 from hpctrain.train.tensorboard import MetricsWithEvents, check_installed
 from hpctrain.train.updates import Policy
@@ -139,6 +140,9 @@ _ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 
+_PROFILED = 8  # ranks whose operators are recorded by default: a step of one has thousands
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Options of ``job.run``: how long a run trains, when it saves, and how it reacts to errors."""
@@ -172,6 +176,8 @@ class RunOptions:
     microbatch: int = 0  # samples per microbatch (parallel.reproducible); 0: an eighth of the batch, rounded up
     trace: bool = False  # write trace.json: a timeline of every rank in some steps
     trace_steps: Sequence[int] = (3, 12)  # the first and the last of these steps, counted from this start
+    trace_kernels: bool = False  # also record the operators and GPU kernels of these steps, by torch.profiler
+    kernel_ranks: Sequence[int] = ()  # the ranks to record them on; empty: the first eight
     tensorboard: bool = False  # write events for TensorBoard into the folder, too
 
     def __post_init__(self) -> None:
@@ -221,7 +227,14 @@ class RunOptions:
     @property
     def traced(self) -> Sequence[int] | None:
         """Return the first and the last step to trace, or None."""
-        return self.trace_steps if self.trace else None
+        return self.trace_steps if self.trace or self.trace_kernels else None
+
+    def kernels(self, rank: int, size: int) -> KernelRecorder | None:
+        """Return the recorder of operators and kernels if this rank has one. Raises ``UsageError``."""
+        if wrong := [each for each in self.kernel_ranks if not 0 <= each < size]:
+            text = f"a run with kernel_ranks = {wrong}: this job has the ranks 0 to {size - 1}"
+            raise UsageError(text, everywhere=True)
+        return KernelRecorder() if self.trace_kernels and rank in (self.kernel_ranks or range(_PROFILED)) else None
 
     @property
     def retention(self) -> RetentionPolicy:

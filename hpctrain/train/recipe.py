@@ -191,6 +191,8 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
         microbatch=settings.train.microbatch,
         trace=settings.train.trace,
         trace_steps=settings.train.trace_steps,
+        trace_kernels=settings.train.trace_kernels,
+        kernel_ranks=settings.train.kernel_ranks,
         tensorboard=settings.train.tensorboard,
         config=to_toml(to_tree(settings)),
         provenance={"parallel": settings.parallel.data, "batch": settings.train.batch},

@@ -104,8 +104,8 @@ class Run:
         compare = self._updates.compare_replicas
         self._checkpoints = RunCheckpoints(self.state, options, self._run_folder, self._stops, compare)
         self._updates.watch_memory(self.state, options, self._run_folder.memory_error, loader)
-        synchronize = lambda point: self._steps.synchronize(point)
-        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, synchronize)
+        traced = options.traced, strategy.place, options.kernels(job.rank, job.size)
+        self._tracing = Tracing(job.comm, self.folder, *traced, lambda point: self._steps.synchronize(point))
         self.checks = self._updates.checks = FirstStepChecks(
             job.comm,
             self.models,

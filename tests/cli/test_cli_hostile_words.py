@@ -62,6 +62,7 @@ NEEDED = {
     "modulefile tcl": ["--root", "/apps/x"],
     "doctor": [],
     "receipt": ["run"],
+    "run": ["a.txt"],
     "watch": ["run"],
     "report": ["run"],
     "bench calibrate": [],
@@ -71,6 +72,7 @@ NEEDED = {
 BEFORE = {
     "doctor": {"--script", "--seconds", "--device", "--picture"},
     "bench calibrate": {"--seconds", "--sizes"},
+    "run": {"--backend"},
 }
 # Words that may be valid: a name, a text, a folder to create, a file that is looked for and not found.
 TAKEN = {0, 1, 2}

@@ -209,7 +209,7 @@ def test_events_have_the_format_of_chrome() -> None:
     assert names["process_name", 0, None] == {"name": "node 0 (n1)"}  # the last one is used
     assert names["thread_name", 0, 0] == {"name": "rank 0"}
     assert names["thread_name", 0, 1] == {"name": "rank 1 (pipe 1)"}
-    assert names["thread_sort_index", 0, 1] == {"sort_index": 1}
+    assert names["thread_sort_index", 0, 1] == {"sort_index": 1000}, "all rows of rank 0 come first"
     step, reduce, forward = [event for event in found if event["ph"] == "X"]
     assert (step["name"], step["cat"], step["ts"], step["dur"], step["tid"]) == ("step", "step", 0, 5, 0)
     assert (reduce["cat"], reduce["ts"], reduce["dur"]) == ("communication", 1, 1.5)

@@ -12,6 +12,7 @@ from hpctrain.util.reading import read_json
 from hpctrain.util.text import printable, shorten
 
 NAME = "trace.json"
+KERNELS = "trace-kernels.json.gz"  # the same spans, with the operators and kernels of the ranks
 LARGEST = 2**28  # bytes
 
 

@@ -6,11 +6,14 @@ times (``comm.clock_offset``).
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from hpctrain.comm.composite import Clock, answer_clock, ask_clock, offset
 from hpctrain.log import logger
 from hpctrain.trace import LIMIT, Recording, Span
 from hpctrain.train.profile import read
+from hpctrain.train.profile.kernels import Activities, KernelRecorder, file_events
 from hpctrain.util import atomic
 
 ROUNDS = 24
@@ -58,6 +62,7 @@ def _ahead(comm: Communicator, peer: int, clock: Clock) -> float:
 # ``X`` per span, times in microseconds. ``hpctrain plan --measured`` draws the same file.
 
 FORMAT = "hpctrain-trace"
+_MOST_ROWS = 1000  # of a rank, so that the rows of a rank follow one another
 _CATEGORIES = {
     "step": ("step",),
     "communication": ("send", "receive", "reduce", "wait"),
@@ -76,11 +81,12 @@ def merge_traces(
     coordinates: str = "",
     host: str = "",
     ahead: float | None = None,
+    activities: Activities | None = None,
 ) -> None:
-    """Write the recordings of all ranks into a file. Collective.
+    """Write the recordings of all ranks into a file, and with their activities, if any, into a second one. Collective.
 
     ``coordinates`` are those of this rank in the mesh, as text. ``ahead`` is the number of seconds
-    by which this rank's clock is ahead of rank 0's; by default it is measured. If the file cannot be written, a
+    by which this rank's clock is ahead of rank 0's; by default it is measured. If a file cannot be written, a
     warning is logged and the run continues.
     """
     if ahead is None:
@@ -92,13 +98,22 @@ def merge_traces(
         "coordinates": coordinates,
         "dropped": recording.dropped,
         "spans": [_plain(span, ahead) for span in recording.spans],
+        "ahead": round(ahead * 1e9),
+        "activities": None if activities is None else asdict(activities),
     }
     reports = _gathered(comm, report)
     if comm.rank == 0:
         if dropped := sum(each["dropped"] for each in reports):
             logger.warning("%s lacks %d spans, beyond %d per rank: trace fewer steps", path, dropped, LIMIT)
         try:
-            _write(path, reports)
+            _write(path, reports, events(reports))
+            if recorded := [each["rank"] for each in reports if each["activities"] is not None]:
+                path = path.with_name(read.KERNELS)
+                if dropped := sum(reports[rank]["activities"]["dropped"] for rank in recorded):
+                    logger.warning(
+                        "%s lacks %d activities, beyond %d per rank: trace fewer steps", path, dropped, LIMIT
+                    )
+                _write(path, reports, events(reports, kernels=True), compress=True)
         except OSError as error:
             logger.warning("cannot write %s: %s; continuing without", path, error.strerror)
 
@@ -122,25 +137,35 @@ def _gathered(comm: Communicator, report: Report) -> list[Report]:
     return [json.loads(zlib.decompress(part[:size].numpy().tobytes())) for part, size in zip(parts, sizes)]
 
 
-def _write(path: Path, reports: Sequence[Report]) -> None:
+def _write(path: Path, reports: Sequence[Report], found: Iterator[Event], *, compress: bool = False) -> None:
     """Write one event per line, under a temporary name until the file is complete."""
     facts = {"format": FORMAT, "ranks": len(reports), "dropped": sum(each["dropped"] for each in reports)}
     head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(facts)}, "traceEvents": [\n'
-    with atomic.replacing(path) as file:
-        file.write(head.encode())
-        for number, event in enumerate(events(reports)):
-            file.write(((",\n" if number else "") + json.dumps(event)).encode())
-        file.write(b"\n]}\n")
+    with atomic.replacing(path) as file, gzip.open(file, "wb", 6) if compress else nullcontext(file) as text:
+        text.write(head.encode())
+        for number, event in enumerate(found):
+            text.write(((",\n" if number else "") + json.dumps(event)).encode())
+        text.write(b"\n]}\n")
 
 
-def events(reports: Sequence[Report]) -> Iterator[Event]:
-    """Yield the events of all ranks: for each rank the names of its node and threads, then its spans by time."""
-    origin = min((start for report in reports for _, start, *_ in report["spans"]), default=0)
-    for report in reports:
+def events(reports: Sequence[Report], *, kernels: bool = False) -> Iterator[Event]:
+    """Yield the events of all ranks: for each rank the names of its node and threads, then its spans by time.
+
+    With ``kernels``, the activities of each rank follow, on rows of their own.
+    """
+    none = asdict(Activities())
+    found = [(report.get("activities") if kernels else None) or none for report in reports]
+    starts = [start for report in reports for _, start, *_ in report["spans"]]
+    starts += [event[3] - report["ahead"] for report, each in zip(reports, found) for event in each["events"]]
+    origin = min(starts, default=0)
+    for report, activities in zip(reports, found):
         threads = list(dict.fromkeys(thread for *_, thread, _ in _main_first(report["spans"])))
         # The first thread of a rank has the rank's number, others have unique numbers.
-        numbers = {thread: report["rank"] + index * len(reports) for index, thread in enumerate(threads)}
-        yield from _names(report, list(numbers.values()))
+        spare = [
+            report["rank"] + index * len(reports) for index in range(max(len(threads), 1) + len(activities["rows"]))
+        ]
+        numbers, rows = dict(zip(threads, spare)), spare[max(len(threads), 1) :]
+        yield from _names(report, list(numbers.values()), dict(zip(rows, activities["rows"])))
         for name, start, end, thread, facts in sorted(report["spans"], key=lambda span: (span[1], -span[2])):
             yield {
                 "name": name,
@@ -152,6 +177,7 @@ def events(reports: Sequence[Report]) -> Iterator[Event]:
                 "tid": numbers[thread],
                 "args": {"rank": report["rank"], **facts},
             }
+        yield from file_events(report["rank"], report["node"], activities, origin + report.get("ahead", 0), rows)
 
 
 def _main_first(spans: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
@@ -160,14 +186,17 @@ def _main_first(spans: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
     return sorted(spans, key=lambda span: span[3] != main)
 
 
-def _names(report: Report, threads: Sequence[int]) -> Iterator[Event]:
-    node, host = report["node"], report["host"]
+def _names(report: Report, threads: Sequence[int], rows: dict[int, str]) -> Iterator[Event]:
+    """Yield the names of a rank's node, threads and rows of activities, which follow the rank's threads."""
+    node, host, rank = report["node"], report["host"], report["rank"]
     yield _name("process_name", node, None, f"node {node}" + (f" ({host})" if host else ""))
-    for index, thread in enumerate(threads or [report["rank"]]):
-        where = f" ({report['coordinates']})" if report["coordinates"] else ""
-        more = f", thread {index + 1}" if index else ""
-        yield _name("thread_name", node, thread, f"rank {report['rank']}{where}{more}")
-        yield {"name": "thread_sort_index", "ph": "M", "pid": node, "tid": thread, "args": {"sort_index": thread}}
+    where = f" ({report['coordinates']})" if report["coordinates"] else ""
+    for index, thread in enumerate(threads or [rank]):
+        rows = {**rows, thread: f"thread {index + 1}" if index else ""}
+    for index, (thread, title) in enumerate(sorted(rows.items())):
+        yield _name("thread_name", node, thread, f"rank {rank}{where}" + (f", {title}" if title else ""))
+        place = {"sort_index": rank * _MOST_ROWS + index}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": node, "tid": thread, "args": place}
 
 
 def _name(kind: str, pid: int, tid: int | None, text: str) -> Event:
@@ -182,8 +211,8 @@ class Tracing:
 
     Every rank calls ``begin_step`` and ``end_step`` around every step. ``close`` is collective and
     writes the recording of a run that ended early. ``abandon`` is local to a rank. ``coordinates``
-    are those of this rank in the mesh, as text. ``synchronize`` is called before the ranks write
-    together.
+    are those of this rank in the mesh, as text. ``kernels`` records operators and kernels, too.
+    ``synchronize`` is called before the ranks write together.
     """
 
     def __init__(
@@ -192,11 +221,13 @@ class Tracing:
         folder: Path,
         steps: Sequence[int] | None,
         coordinates: str = "",
+        kernels: KernelRecorder | None = None,
         synchronize: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._comm, self._path, self._synchronize = comm, folder / read.NAME, synchronize
         self._coordinates = coordinates
         self._first, self._last = steps or (0, 0)
+        self._kernels = kernels
         self._count = 0
         self._recording = False
         self._began: tuple[int, float] | None = None
@@ -205,7 +236,9 @@ class Tracing:
         """Begin update number ``step``, counted over all resumes."""
         self._count += 1
         if self._count == self._first:
-            trace.start()
+            if self._kernels is not None:
+                self._kernels.start()
+            trace.start(ranges=self._kernels and self._kernels.ranges)
             self._recording = True
         if self._recording:
             self._began = step, time.monotonic()
@@ -222,11 +255,16 @@ class Tracing:
     def close(self) -> None:
         """Write the recording if it has not been written."""
         if self._recording:
-            self._recording = False
+            recording, activities = self._take()
             self._synchronize("the writing of the trace")
-            merge_traces(self._comm, trace.take(), self._path, coordinates=self._coordinates, host=socket.gethostname())
+            host = socket.gethostname()
+            coordinates = self._coordinates
+            merge_traces(self._comm, recording, self._path, coordinates=coordinates, host=host, activities=activities)
 
     def abandon(self) -> None:
         if self._recording:
-            self._recording = False
-            trace.take()
+            self._take()
+
+    def _take(self) -> tuple[Recording, Activities | None]:
+        self._recording = False
+        return trace.take(), None if self._kernels is None else self._kernels.stop()
