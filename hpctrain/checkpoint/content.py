@@ -211,6 +211,22 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the state of the random number generators does not fit: {reason}") from error
 
 
+def text_of_rng(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return captured RNG states as plain values: arrays of bytes as hexadecimal digits."""
+    return {name: each.tobytes().hex() if isinstance(each, np.ndarray) else each for name, each in state.items()}
+
+
+def rng_of_text(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return RNG states from the values of ``text_of_rng``. Raises ``CheckpointError``."""
+    try:
+        return {
+            name: np.frombuffer(bytearray.fromhex(each), np.uint8) if isinstance(each, str) else each
+            for name, each in state.items()
+        }
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"the state of the random number generators does not fit: {error}") from error
+
+
 # Each state is first set on a separate generator: an index beyond the state's end makes NumPy read
 # other memory.
 

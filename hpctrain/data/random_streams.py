@@ -5,7 +5,8 @@ order of samples. These draws are equal on all ranks. Inside a step (dropout) an
 loaded (augmentation), the generators of torch and NumPy are seeded and afterwards restored. The
 seed is derived from the run's seed and the position of the step or sample in the run. So a rank
 draws other masks than its neighbours even if all of them call ``torch.manual_seed(0)``. The draws
-of a step are independent of everything before it, and a resumed run repeats no draws.
+of a step are independent of everything before it, and a resumed run repeats no draws. An evaluation within a step
+draws from the outer stream, as in a plain loop, if a resumed run can repeat that.
 
 In a step Python's ``random`` draws the same numbers on all ranks: scripts use it for decisions that
 must be equal.
@@ -22,7 +23,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,8 +53,11 @@ class RandomStreams:
     """Generators of this process, with an outer stream outside of steps and an inner stream within a step.
 
     ``seed`` is the run's seed. ``coordinates`` distinguishes this rank from those that must draw other
-    numbers: its index on the data axis and its pipeline stage.
+    numbers: its index on the data axis and its pipeline stage. ``drawn`` is called after an evaluation within a step
+    has drawn from the outer stream; without it, evaluations leave the generators as they were.
     """
+
+    entered: ClassVar[RandomStreams | None] = None  # those whose step is under way
 
     def __init__(self, seed: int = 0, coordinates: tuple[int, ...] = (0, 0)) -> None:
         self.seed, self.coordinates = seed, coordinates
@@ -61,6 +65,7 @@ class RandomStreams:
         self._fresh: Tensor | None = None  # state of torch's generator when it was seeded last
         self._iteration, self._passes = 0, 0  # backward passes over a batch since enter_step
         self._saved: _OuterStream | None = None  # state of the outer stream while an inner one is in use
+        self.drawn: Callable[[], object] | None = None
 
     @property
     def inside(self) -> bool:
@@ -101,6 +106,8 @@ class RandomStreams:
         if self._saved is not None:
             self._saved.restore()
             self._saved = None
+            if RandomStreams.entered is self:
+                RandomStreams.entered = None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -135,17 +142,29 @@ class RandomStreams:
                 inner.restore()
 
     @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore the state of all generators at the end of the ``with`` block."""
-        state = OuterState()
+    def evaluating(self) -> Iterator[None]:
+        """Restore all generators at the end of the ``with`` block, if it is within a step that must not notice it."""
+        state = OuterState() if self.inside and self.drawn is None else None
         try:
             yield
         finally:
-            state.restore()
+            if state is not None:
+                state.restore()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Draw from the outer stream in this part of an evaluation."""
+        if not self.inside or self.drawn is None:
+            yield
+            return
+        with self.outer_only():
+            yield
+            self.drawn()
 
     def _save(self) -> None:
         if self._saved is None:
             self._saved = _OuterStream(self._inner)
+            RandomStreams.entered = RandomStreams.entered or self
 
     def _seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)

@@ -1,9 +1,11 @@
 """Evaluation over all ranks: each rank measures its share of the samples; sums and counts are added exactly.
 
-Outside of steps, a loader draws from the program's generators the same numbers as in a plain loop:
-a seed for its workers, and an order if it shuffles. A training loader that shuffles with the same
-generator therefore continues as in a plain program. Within a step, all generators are restored
-after the evaluation. Random numbers drawn by ``compute`` do not come from the program's generators.
+A loader draws from the program's generators the same numbers as in a plain loop: a seed for its
+workers, and an order if it shuffles. A training loader that shuffles with the same generator
+therefore continues as in a plain program, also if the loop over its batches evaluates. (If that
+loader may draw while it is read, an evaluation within a step restores the generators instead: a
+resumed run could not repeat the order of the draws.) Random numbers drawn by ``compute`` do not
+come from the program's generators.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hpctrain.log import logger
 from hpctrain.parallel.reproducible.gradients import ReproducibleStrategy, local_passes
 from hpctrain.parallel.strategy import Strategy, broadcast_buffers, consensus_view
 from hpctrain.train.config import default_microbatch
-from hpctrain.train.feed import Feed
+from hpctrain.train.feed import Feed, Item
 from hpctrain.train.first_step import watching_means
 from hpctrain.train.loader_feed import feed_for
 from hpctrain.train.microbatches import batch_size_of, exact_sum, microbatch_of
@@ -45,7 +47,7 @@ class Evaluation:
         streams: RandomStreams | None = None,
         microbatch: int = 0,
     ) -> None:
-        self._comm, self._strategies, self._outer = comm, strategies, streams or RandomStreams()
+        self._comm, self._strategies, self._streams = comm, strategies, streams
         self._feeds: dict[tuple[int, int, int], Feed] = {}
         self._microbatch = microbatch  # of reproducible strategies; 0: the default for a loader
         self._has_warned = False
@@ -65,12 +67,14 @@ class Evaluation:
         ALLOCATOR.raise_threshold()  # memory of passes is short-lived; a program that only evaluates makes no update
         totals: Totals = {}
         uneven: list[str] = []
-        with self._outer.preserved() if self._outer.inside else nullcontext(), _measuring(strategies):
+        outer = self._streams or RandomStreams.entered or RandomStreams()
+        with outer.evaluating(), _measuring(strategies):
             if compute is None:
-                _add(totals, what(), None, counts=True)
+                with outer.measuring():
+                    _add(totals, what(), None, counts=True)
             else:
                 with nullcontext() if self._has_warned else watching_means(uneven):
-                    self._over(what, compute, totals, strategies[0].data)
+                    self._over(what, compute, totals, strategies[0].data, outer)
         gathered = strategies[0].data.all_gather_object((totals, uneven[:1]))
         everywhere = [loss for _, losses in gathered for loss in losses]
         if everywhere and not self._has_warned and self._comm.rank == 0:
@@ -82,12 +86,18 @@ class Evaluation:
         self._has_warned |= bool(everywhere)
         return _means([each for each, _ in gathered])
 
-    def _over(self, loader: Any, compute: Measure, totals: Totals, data: Communicator) -> None:
+    def _over(self, loader: Any, compute: Measure, totals: Totals, data: Communicator, outer: RandomStreams) -> None:
         size = self._size_for(loader)
         feed = self._feed(loader, data, size)
-        feed.begin_pass()
+
+        def fetched() -> Item | None:
+            with outer.measuring():
+                return feed.fetch()
+
+        with outer.measuring():
+            feed.begin_pass()
         try:
-            while (item := feed.fetch()) is not None:
+            while (item := fetched()) is not None:
                 samples = samples_in(item.batch) if item.share is None else item.share.samples
                 feed.streams.enter_step(feed.batches)
                 try:

@@ -5,7 +5,8 @@ trained on. It is saved with the generator states from the beginning of that pas
 states are set, the loader is started again, and the batches that were trained on are skipped. For a
 ``DataLoader`` only their indices are read. The order of the samples is therefore the same, bit for
 bit, even if workers had prefetched other batches. A loader with a state of its own resumes from
-that state instead.
+that state instead. If evaluations within the pass draw from the same generators, the states after the
+last one are saved, too, and set when the loader has been started again.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Feed:
         self.total = 0  # batches of all passes
         self._source: Iterator[Any] | None = None
         self._at_begin: Rng | None = None  # the generator states at the beginning of this pass
+        self._drawn: Rng | None = None  # the generator states after evaluations within this pass
+        self._draws_again = False  # whether the loader has been started again since then
         self._legacy: tuple[Rng, Rng] | None = None  # from an older file, which does not record where passes begin
         # Makes a collective call; a run that survives the death of ranks repeats it then.
         self.collective: Callable[[Callable[[], Any]], Any] = lambda call: call()
@@ -64,6 +67,7 @@ class Feed:
         self._source = self._start(self.batches)
         if old is not None:
             content.restore_rng(old[1])
+        self._draws_again = self._drawn is not None
 
     def fetch(self) -> Item | None:
         """Return the next batch; ``None`` at the end of the pass."""
@@ -73,6 +77,10 @@ class Feed:
                 return Item(next(self._source), self._share())
         except StopIteration:
             return None
+        finally:
+            if self._draws_again and self._drawn is not None:  # a loader may draw its order with the first batch
+                content.restore_rng(self._drawn)
+                self._draws_again = False
 
     def consumed(self) -> None:
         self.batches += 1
@@ -80,7 +88,7 @@ class Feed:
 
     def end_pass(self) -> None:
         self.epoch, self.batches = self.epoch + 1, 0
-        self._source = self._at_begin = None
+        self._source = self._at_begin = self._drawn = None
 
     def restart(self) -> None:
         """Start the loader again at the present position of the pass."""
@@ -159,7 +167,8 @@ class Feed:
 
     def position(self) -> dict[str, Any]:
         """Return the position of the run as plain values."""
-        return {"epoch": self.epoch, "batches": self.batches, "total": self.total, "seed": self.streams.seed}
+        counts = {"epoch": self.epoch, "batches": self.batches, "total": self.total, "seed": self.streams.seed}
+        return counts if self._drawn is None else {**counts, "drawn": content.text_of_rng(self._drawn)}
 
     def resume(self, position: Mapping[str, Any]) -> None:
         """Continue at a position; the caller sets the generators of torch, NumPy and Python."""
@@ -168,6 +177,8 @@ class Feed:
             self.total, self.streams.seed = int(position["total"]), int(position["seed"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's position in the data is incomplete: {error}") from error
+        drawn = position.get("drawn")
+        self._drawn = None if drawn is None else content.rng_of_text(drawn)
         self._source = self._at_begin = None
 
     def resume_old(self, batches: int, fresh: Rng, saved: Rng | None) -> None:

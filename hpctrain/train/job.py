@@ -244,10 +244,8 @@ class Job:
         one of these. Every rank gets the same result.
 
         Wrapped models are in evaluation mode during the call, with the buffers (statistics of batch
-        norms) of the first data rank. Outside of a run's steps, a ``DataLoader`` draws from torch's
-        generator the same numbers as in a plain loop. Inside a step, all generators are restored
-        afterwards. A plain loop that evaluates inside a step has the same batches afterwards only if
-        that loader has a generator of its own.
+        norms) of the first data rank. A ``DataLoader`` draws from torch's generator the same numbers as in a
+        plain loop, also inside a run's loop over its batches.
         """
         from hpctrain.train.evaluation import Evaluation
 

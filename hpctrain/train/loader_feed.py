@@ -10,8 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from hpctrain.checkpoint import content
 from hpctrain.checkpoint.states import Stateful
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.random_streams import OuterState, RandomStreams
@@ -53,6 +62,8 @@ class LoaderFeed(Feed):
         self._generators_at_begin: list[Tensor] = []
         self._reads_samples = isinstance(loader.dataset, IterableDataset)
         self._started = False
+        if splits and _draws_at_once(loader):
+            streams.drawn = self._note_draws
 
     def _divide(self, data: Communicator) -> None:
         self._parts = data.size
@@ -169,9 +180,20 @@ class LoaderFeed(Feed):
             for generator, state in zip(self._generators, states):
                 generator.set_state(state)
 
+    def _note_draws(self) -> None:
+        self._drawn = content.capture_rng()
+
     def _record_generators(self) -> None:
         super()._record_generators()
         self._generators_at_begin = [one.get_state() for one in self._generators]
+
+
+def _draws_at_once(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader draws from the generators only when a pass begins, so that others may draw later."""
+    sampler = loader.sampler
+    known = type(sampler) in (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+    lazy = isinstance(sampler, RandomSampler) and sampler.replacement
+    return known and not lazy and type(loader.batch_sampler) is BatchSampler
 
 
 def feed_for(
