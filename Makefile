@@ -194,7 +194,7 @@ test-%: env ## run the rank tests on N ranks: make test-3
 	$(RANKED) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)" --cases $(CASES)
 
 test-benchmarks: env ## run small benchmarks, and check what they print and write
-	$(PYTEST) tests/benchmarks tests/cli/test_cli_bench.py -m benchmark
+	$(PYTEST) tests/benchmarks tests/cli/test_cli_bench.py -m benchmark --cases $(CASES)
 
 test-multinode: env ## run the rank tests on two simulated nodes, if this machine can
 	$(BIN)/python tests/multinode/run.py $(if $(REQUIRED),,--or-skip)

@@ -98,6 +98,7 @@ assert codes == [0, 1, 1], codes
 
 
 @WHOLE
+@pytest.mark.long
 @pytest.mark.limit(400)
 def test_parts_run_separately_and_wrong_values_end_the_benchmark(launch: JobStarter, tmp_path: Path) -> None:
     before = set(PROGRAM.parent.iterdir())

@@ -245,6 +245,7 @@ def test_a_child_that_takes_too_long_is_ended_with_its_processes() -> None:
 
 @pytest.mark.benchmark
 @pytest.mark.limit(200)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_an_incomplete_result_and_no_rank(number: int, tmp_path: Path) -> None:
     mpiexec = Path(sys.executable).parent / "mpiexec"

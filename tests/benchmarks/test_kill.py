@@ -136,6 +136,7 @@ def test_a_violation_is_exit_code_1_and_keeps_the_folder(tmp_path: Path, capsys:
 
 @pytest.mark.benchmark
 @pytest.mark.limit(400)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_few_kills_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     if not shutil.which("mpiexec", path=str(Path(sys.executable).parent)):
