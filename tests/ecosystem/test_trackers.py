@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.corpus import make_project
 from support.jobs import JobStarter
 from support.watched_runs import MakeRun, make_run  # noqa: F401
 
@@ -69,6 +70,19 @@ def test_events_of_a_running_program_equal_its_metrics(launch: JobStarter, tmp_p
     assert [step for step, _ in found["loss"]] == list(range(1, 11)), "each step once, also those that were repeated"
     for name in ("loss", "grad_norm", "step_seconds"):
         assert found[name] == expected(folder, name)
+
+
+def test_hpctrain_train_writes_events_with_the_setting(launch: JobStarter, tmp_path: Path) -> None:
+    make_project(tmp_path)
+    data = '[data]\nfiles = ["corpus.h5"]\nvalidation_samples = 8\n'
+    settings = '[train]\nbatch = 12\nsteps = 3\nevaluate_every = 3\ntensorboard = true\n[run]\nfolder = "run"\n'
+    (tmp_path / "gpt.toml").write_text(f'{data}[model]\nname = "gpt-tiny"\n{settings}')
+    command = "import sys; from hpctrain.cli.main import main; sys.exit(main())"
+    done = launch(2, command, "train", "gpt.toml", cwd=tmp_path)
+    assert done.returncode == 0, done
+    found = curves(tmp_path / "run" / "tensorboard")
+    for name in ("loss", "validation_loss", "learning_rate"):
+        assert found[name] == expected(tmp_path / "run", name) and found[name][-1][0] == 3
 
 
 def test_events_that_cannot_be_written_do_not_end_a_run(launch: JobStarter, tmp_path: Path) -> None:
