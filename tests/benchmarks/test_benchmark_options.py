@@ -245,7 +245,7 @@ def test_compare_needs_two_results() -> None:
 def test_make_collects_every_file_with_benchmark_tests() -> None:
     """make collects only these files, because importing all of them takes long."""
     root = FOLDER.parent
-    found = re.search(r"^\t\$\(PYTEST\) (.*) -m benchmark$", (root / "Makefile").read_text(), re.M)
+    found = re.search(r"^\t\$\(PYTEST\) (.*) -m benchmark --cases", (root / "Makefile").read_text(), re.M)
     assert found
     places = [root / word for word in found[1].split()]
     marked = [path for path in root.glob("tests/**/test_*.py") if "pytest.mark.benchmark" in path.read_text()]
