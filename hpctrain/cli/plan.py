@@ -17,7 +17,7 @@ from typing import Any
 from hpctrain.cli.main import add_verb, quantity
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.schedules import SCHEDULES, make
-from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
+from hpctrain.parallel.pipeline.timeline import PASSES, Timeline, equal_costs, simulate
 from hpctrain.util.plotting import check_suffix, save_figure
 from hpctrain.util.text import columns, counted, printable_lines
 
@@ -181,6 +181,11 @@ def _measured(args: argparse.Namespace) -> int:
     from hpctrain.train.profile.read import read
 
     found = read(args.measured, args.step)
+    if not any(span.name in PASSES for row in found.timeline.rows for span in row):
+        raise UsageError(
+            f"{found.path} has no passes to draw: in a loop of your own, open a span around each of them, as in "
+            'with hpctrain.trace.span("forward")'
+        )
     facts = {"run": str(args.measured), "step": found.step, "unit": "ms"}
     live = [(name, found.timeline.most_live(row)) for row, name in enumerate(found.names)]
     return _show(args, found.timeline, f"{args.measured}, step {found.step}, measured", facts, live, "ms")

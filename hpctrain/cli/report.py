@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     for form, suffixes in (("html", (".html", ".htm")), ("csv", (".csv",))):
         if args.to == form and args.output is not None and args.output.suffix not in suffixes:
             raise UsageError(f"cannot write {args.output}: the name must end in {suffixes[0]}")
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {args.output}: there is no folder {args.output.parent}")
     folders, left_out = readable(list(dict.fromkeys(folder for named in args.runs for folder in runs_in(named))))
     runs = read_runs(folders)
     for why in left_out:

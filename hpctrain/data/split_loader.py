@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from hpctrain.data.own_generators import Generator, own_generator
 from hpctrain.data.random_streams import RandomStreams, mix_seed, seed_sample
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
@@ -310,12 +311,17 @@ def _splits_by_node(part: Any) -> bool:
     return any("split_by_node" in name or "nodesplitter" in name for name in names)
 
 
-def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that belong to a loader and its samplers, without duplicates."""
+def generators_of(loader: DataLoader[Any]) -> list[Generator]:
+    """Return the generators that belong to a loader and its samplers, without duplicates.
+
+    Those of samplers may be attributes of any name, and generators of NumPy and Python.
+    """
     inner = getattr(loader.batch_sampler, "batches", loader.batch_sampler)
-    owners = [loader, loader.sampler, inner, getattr(inner, "sampler", None)]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    samplers = [loader.sampler, inner, getattr(inner, "sampler", None)]
+    named = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+    others = [value for owner in samplers for value in getattr(owner, "__dict__", {}).values()]
+    found = {id(one): own_generator(one) for one in (*named, *others)}
+    return [one for one in found.values() if one is not None]
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

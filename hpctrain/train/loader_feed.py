@@ -23,6 +23,7 @@ from torch.utils.data import (
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint.states import Stateful
 from hpctrain.comm.communicator import Communicator
+from hpctrain.data.own_generators import own_generator
 from hpctrain.data.random_streams import OuterState, RandomStreams
 from hpctrain.data.split_loader import (
     BatchShare,
@@ -189,11 +190,19 @@ class LoaderFeed(Feed):
 
 
 def _draws_at_once(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader draws from the generators only when a pass begins, so that others may draw later."""
+    """Return whether a loader draws from the program's generators only when a pass begins, so others may draw later.
+
+    A sampler with a generator of its own is taken to draw from that alone.
+    """
     sampler = loader.sampler
+    if type(loader.batch_sampler) is not BatchSampler:
+        return _has_generator(loader.batch_sampler)
     known = type(sampler) in (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-    lazy = isinstance(sampler, RandomSampler) and sampler.replacement
-    return known and not lazy and type(loader.batch_sampler) is BatchSampler
+    return _has_generator(sampler) or known and not (isinstance(sampler, RandomSampler) and sampler.replacement)
+
+
+def _has_generator(sampler: Any) -> bool:
+    return any(own_generator(value) is not None for value in getattr(sampler, "__dict__", {}).values())
 
 
 def feed_for(

@@ -230,11 +230,11 @@ class RunOptions:
         return self.trace_steps if self.trace or self.trace_kernels else None
 
     def kernels(self, rank: int, size: int) -> KernelRecorder | None:
-        """Return the recorder of operators and kernels if this rank has one. Raises ``UsageError``."""
+        """Return this rank's recorder of operators and kernels, None if they are not wanted. Raises ``UsageError``."""
         if wrong := [each for each in self.kernel_ranks if not 0 <= each < size]:
             text = f"a run with kernel_ranks = {wrong}: this job has the ranks 0 to {size - 1}"
             raise UsageError(text, everywhere=True)
-        return KernelRecorder() if self.trace_kernels and rank in (self.kernel_ranks or range(_PROFILED)) else None
+        return KernelRecorder(rank in (self.kernel_ranks or range(_PROFILED))) if self.trace_kernels else None
 
     @property
     def retention(self) -> RetentionPolicy:

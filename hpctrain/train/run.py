@@ -101,10 +101,10 @@ class Run:
         )
         self._run_folder = RunFolder(self.folder, job.launch.job_id, **options.records)
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._run_folder)
-        compare = self._updates.compare_replicas
-        self._checkpoints = RunCheckpoints(self.state, options, self._run_folder, self._stops, compare)
+        records = self._run_folder, self._stops, self._updates.compare_replicas
+        self._checkpoints = RunCheckpoints(self.state, options, *records)
         self._updates.watch_memory(self.state, options, self._run_folder.memory_error, loader)
-        traced = options.traced, strategy.place, options.kernels(job.rank, job.size)
+        traced = options.traced, strategy.place, options.kernels(job.rank, job.size), not strategy.asynchronous
         self._tracing = Tracing(job.comm, self.folder, *traced, lambda point: self._steps.synchronize(point))
         self.checks = self._updates.checks = FirstStepChecks(
             job.comm,

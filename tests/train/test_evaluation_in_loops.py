@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
 from hpctrain.data.random_streams import RandomStreams
 
 SAMPLES, BATCH, EPOCHS = 24, 6, 3
+
+GENERATORS = ("torch", "NumPy", "NumPy's earlier", "Python")
 
 Loaders = tuple[Any, DataLoader[Any]]
 
@@ -32,6 +34,8 @@ def loaders(kind: str) -> Loaders:
         "replacement": lambda: RandomSampler(data, replacement=True, num_samples=SAMPLES),
     }
     validation = DataLoader(dataset(100), 5, shuffle=kind != "ordered")
+    if kind in GENERATORS:
+        return DataLoader(data, BATCH, sampler=Order(kind)), validation
     if kind in samplers:
         return DataLoader(data, BATCH, sampler=samplers[kind]()), validation
     return DataLoader(data, BATCH, shuffle=True, num_workers=2 if kind == "workers" else 0), validation
@@ -187,6 +191,45 @@ def test_draws_of_the_step_are_those_without_an_evaluation(job: Any, shared_tmp_
     everyone = job.comm.all_gather_object([numbers[0] for numbers in with_it])
     assert len({number for numbers in everyone for number in numbers}) == job.size * SAMPLES // BATCH
     assert RandomStreams.entered is None
+
+
+class Order(Sampler[int]):
+    """Sampler that draws its order from a generator of its own, under a name of its own."""
+
+    def __init__(self, kind: str) -> None:
+        makers = {
+            "torch": torch.Generator,
+            "NumPy": lambda: np.random.default_rng(3),
+            "Python": lambda: random.Random(3),
+        }
+        makers["NumPy's earlier"] = lambda: np.random.RandomState(3)
+        self.chance: Any = makers[kind]()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.chance, torch.Generator):
+            yield from torch.randperm(SAMPLES, generator=self.chance).tolist()
+        elif isinstance(self.chance, random.Random):
+            yield from self.chance.sample(range(SAMPLES), SAMPLES)
+        else:
+            yield from self.chance.permutation(SAMPLES).tolist()
+
+
+@pytest.mark.few(4)
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_samplers_with_generators_of_their_own_resume(job: Any, shared_tmp_path: Path, kind: str) -> None:
+    expected = []
+    sampler = Order(kind)
+    for _ in range(EPOCHS):
+        order = list(sampler)
+        expected.append([sorted(map(float, order[at : at + BATCH])) for at in range(0, SAMPLES, BATCH)])
+    first = batches(job, trained_order(job, shared_tmp_path, kind, steps=6))
+    job.comm.barrier()
+    second = batches(job, trained_order(job, shared_tmp_path, kind))
+    assert [begun + rest for begun, rest in zip(first, second)] == expected
 
 
 class Numbers(IterableDataset[Tensor]):

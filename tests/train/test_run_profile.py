@@ -122,6 +122,15 @@ def test_a_measured_step_is_drawn(job: Any, shared_tmp_path: Path) -> None:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_trace_without_passes_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hpctrain.cli.main import main
+
+    spans = [["step", 0, 9_000, 4, {"step": 1}], ["optimizer", 1_000, 2_000, 4, {}]]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": list(events([report(0, spans)]))}))
+    assert main(["plan", "--measured", str(tmp_path)]) == 2
+    assert "trace.json has no passes to draw: in a loop of your own, open a span" in capsys.readouterr().err
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_ends_early_writes_its_spans(job: Any, shared_tmp_path: Path) -> None:
     Traced(job, shared_tmp_path, trace_steps=(7, 20)).go()

@@ -19,9 +19,9 @@ from hpctrain import trace
 from hpctrain.errors import UsageError
 from hpctrain.trace import Recording
 from hpctrain.train.options import RunOptions
-from hpctrain.train.profile.kernels import MARKER, Activities, KernelRecorder, activities_of
+from hpctrain.train.profile.kernels import MARKER, KernelRecorder, activities_of
 from hpctrain.train.profile.read import read
-from hpctrain.train.profile.record import clock_offsets, merge_traces
+from hpctrain.train.profile.record import Tracing, clock_offsets, merge_traces
 
 CLOSE = 200.0  # microseconds between two calls that a busy machine may separate
 
@@ -134,9 +134,56 @@ def test_a_profiler_of_the_program_is_left_alone(caplog: pytest.LogCaptureFixtur
     with profile(activities=[ProfilerActivity.CPU]) as own:
         recorder.start()
         torch.sigmoid(torch.zeros(3))
-        assert recorder.stop() == Activities()
+        assert recorder.stop() is None
     assert "torch.profiler is in use by the program" in caplog.text
     assert "aten::sigmoid" in {each.key for each in own.key_averages()}
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_profiler_that_the_program_starts_meanwhile_is_a_warning(
+    job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    own = profile(activities=[ProfilerActivity.CPU])
+
+    def body(step: int, batch: torch.Tensor) -> None:
+        if step == 4:
+            own.start()
+        if step == 6:
+            own.stop()
+
+    options = {"trace_kernels": True, "trace_steps": (3, 5)}
+    training = Training(job, shared_tmp_path, make_batches(8), steps=8, **options).go(body)
+    job.comm.barrier()
+    assert training.run.step == 8 and "the trace has no kernels of this rank" in caplog.text
+    assert read(shared_tmp_path).step == 5 and not (shared_tmp_path / "trace-kernels.json.gz").exists()
+
+
+class SlowRecorder(KernelRecorder):
+    def start(self) -> None:
+        if self.records:
+            time.sleep(1.0)
+        super().start()
+
+
+@pytest.mark.ranks(2)
+def test_the_start_of_the_profiler_is_not_a_part_of_the_step(comm: Any, shared_tmp_path: Path) -> None:
+    tracing = Tracing(comm, shared_tmp_path, (2, 3), "", SlowRecorder(comm.rank == 1), True)
+    for step in range(1, 5):
+        tracing.begin_step(step)
+        comm.barrier()
+        tracing.end_step()
+    comm.barrier()
+    for rank in range(2):
+        assert all(end - begin < 0.9e6 for begin, end in named(events_of(shared_tmp_path), "step", rank))
+
+
+@pytest.mark.ranks(1, 2)
+def test_steps_beyond_the_end_are_a_warning(job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Training(job, shared_tmp_path, make_batches(8), steps=3, trace_kernels=True, trace_steps=(60, 70)).go()
+    said = "no trace was written: this start of the run had 3 steps, the first one to trace is 60"
+    assert (said in caplog.text) == (job.rank == 0)
 
 
 @pytest.mark.ranks(1, 2)
@@ -147,7 +194,8 @@ def test_wrong_ranks_are_refused(job: Any, shared_tmp_path: Path) -> None:
 
 def test_off_is_the_default_and_the_first_ranks_are_those_that_record() -> None:
     def recording(size: int, **options: Any) -> list[int]:
-        return [rank for rank in range(size) if RunOptions(**options).kernels(rank, size) is not None]
+        recorders = [RunOptions(**options).kernels(rank, size) for rank in range(size)]
+        return [rank for rank, recorder in enumerate(recorders) if recorder is not None and recorder.records]
 
     assert not recording(9) and RunOptions().traced is None
     assert recording(9, trace_kernels=True) == [*range(8)] and RunOptions(trace_kernels=True).traced == (3, 12)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.schedules import LIVE_CHANGE, Action, ActionKind, Schedule
 
+PASSES = ("forward", "backward", "input", "weight")
 WORK = (*(kind.word for kind in ActionKind), "loss", "optimizer")
 WAITS = ("send", "receive", "reduce", "wait")  # idle time, even inside work
 _LIVE = {kind.word: change for kind, change in LIVE_CHANGE.items()}

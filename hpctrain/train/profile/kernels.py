@@ -48,13 +48,19 @@ class Activities:
 
 
 class KernelRecorder:
-    """Recorder of this process. A profiler that the program uses itself at that time makes ``start`` a warning."""
+    """Recorder of this process, which only ``records`` if this rank was chosen.
 
-    def __init__(self) -> None:
+    If the program itself uses torch.profiler at that time, a warning is logged instead.
+    """
+
+    def __init__(self, records: bool = True) -> None:
+        self.records = records
         self._profiler: Any = None
         self._marks: list[tuple[int, int]] = []
 
     def start(self) -> None:
+        if not self.records:
+            return
         from torch.profiler import ProfilerActivity, profile
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes lines about its start and its end
@@ -73,13 +79,20 @@ class KernelRecorder:
         """Where spans are shown to Nsight Systems; None without a GPU."""
         return torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
-    def stop(self) -> Activities:
-        """End the recording and return it; the kernels that were launched are part of it."""
+    def stop(self) -> Activities | None:
+        """End the recording and return it, None without one; the kernels that were launched are part of it."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
-            return Activities()
+            return None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
+        try:
+            return self._taken(profiler)
+        except Exception as error:  # the program may have used torch.profiler itself, which replaces ours
+            logger.warning("the trace has no kernels of this rank, torch.profiler failed or was used twice: %s", error)
+            return None
+
+    def _taken(self, profiler: Any) -> Activities:
         self._marks += _marks()
         profiler.stop()
         with tempfile.TemporaryDirectory(prefix="hpctrain-kernels-") as folder:

@@ -212,7 +212,7 @@ class Tracing:
     Every rank calls ``begin_step`` and ``end_step`` around every step. ``close`` is collective and
     writes the recording of a run that ended early. ``abandon`` is local to a rank. ``coordinates``
     are those of this rank in the mesh, as text. ``kernels`` records operators and kernels, too.
-    ``synchronize`` is called before the ranks write together.
+    With ``together``, all ranks wait until it has started. ``synchronize`` is called before the ranks write together.
     """
 
     def __init__(
@@ -222,12 +222,13 @@ class Tracing:
         steps: Sequence[int] | None,
         coordinates: str = "",
         kernels: KernelRecorder | None = None,
+        together: bool = False,
         synchronize: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._comm, self._path, self._synchronize = comm, folder / read.NAME, synchronize
         self._coordinates = coordinates
         self._first, self._last = steps or (0, 0)
-        self._kernels = kernels
+        self._kernels, self._together = kernels, together
         self._count = 0
         self._recording = False
         self._began: tuple[int, float] | None = None
@@ -238,6 +239,8 @@ class Tracing:
         if self._count == self._first:
             if self._kernels is not None:
                 self._kernels.start()
+            if self._together:  # the first start takes seconds, which are not those of the step
+                self._comm.barrier()
             trace.start(ranges=self._kernels and self._kernels.ranges)
             self._recording = True
         if self._recording:
@@ -260,6 +263,11 @@ class Tracing:
             host = socket.gethostname()
             coordinates = self._coordinates
             merge_traces(self._comm, recording, self._path, coordinates=coordinates, host=host, activities=activities)
+
+        elif 0 < self._count < self._first and self._comm.rank == 0:
+            text = "no trace was written: this start of the run had %d steps, the first one to trace is %d"
+            logger.warning(text, self._count, self._first)
+            self._first = 0
 
     def abandon(self) -> None:
         if self._recording:

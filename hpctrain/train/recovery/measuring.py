@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import DataLoader
 
+from hpctrain.data.own_generators import Generator
 from hpctrain.data.random_streams import OuterState
 from hpctrain.data.split_loader import generators_of
 from hpctrain.errors import CommunicationError, RankFailedError
@@ -24,10 +24,10 @@ T = TypeVar("T")
 class _Generators:
     """States of the program's generators, and of those of the loader that is measured."""
 
-    def __init__(self, own: Sequence[torch.Generator]) -> None:
+    def __init__(self, own: Sequence[Generator]) -> None:
         self._outer, self._own = OuterState(), [one.get_state() for one in own]
 
-    def restore(self, own: Sequence[torch.Generator]) -> None:
+    def restore(self, own: Sequence[Generator]) -> None:
         self._outer.restore()
         for generator, state in zip(own, self._own):
             generator.set_state(state)
