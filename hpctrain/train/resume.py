@@ -41,8 +41,17 @@ FACTS = ("start_from", "start_step", "start_skip")
 # Settings that affect when a run stops, saves, evaluates and logs, but not the numbers that it computes.
 _WITHOUT_EFFECT = {  # besides all of the sections checkpoint and health
     "run": {"folder", "resume", "strict", "walltime", "margin", "oversubscribe", "on_failure"},
-    "train": {"evaluate_every", "start_from", "start_skip", "trace", "trace_steps", "tensorboard", "prompt"}
-    | {"trace_kernels", "kernel_ranks"},
+    "train": {
+        "evaluate_every",
+        "start_from",
+        "start_skip",
+        "trace",
+        "trace_steps",
+        "trace_kernels",
+        "kernel_ranks",
+        "tensorboard",
+        "prompt",
+    },
 }
 # Entries of a param_group that are not compared: its parameters, and how torch computes the update.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}

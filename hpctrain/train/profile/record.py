@@ -260,10 +260,8 @@ class Tracing:
         if self._recording:
             recording, activities = self._take()
             self._synchronize("the writing of the trace")
-            host = socket.gethostname()
-            coordinates = self._coordinates
-            merge_traces(self._comm, recording, self._path, coordinates=coordinates, host=host, activities=activities)
-
+            host, place = socket.gethostname(), self._coordinates
+            merge_traces(self._comm, recording, self._path, coordinates=place, host=host, activities=activities)
         elif 0 < self._count < self._first and self._comm.rank == 0:
             text = "no trace was written: this start of the run had %d steps, the first one to trace is %d"
             logger.warning(text, self._count, self._first)

@@ -1,7 +1,7 @@
-"""Settings of every Python process that tests start, found by PYTHONPATH: importing PyTorch takes a third less time.
+"""Settings of every Python process that tests start, found by PYTHONPATH: a fifth less CPU time in short processes.
 
-Its import makes a million objects that stay until the end: looking through them in vain, then and once more at the
-end, is most of what the collector does in a short process.
+The garbage collector looks in vain through the objects that the import of PyTorch makes, then and once more at the
+end. Over 101 tests that start processes, 403 s of CPU time instead of 495.
 """
 
 import atexit
