@@ -15,6 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.transport.base import TAGS, Work
+from hpctrain.comm.transport.failures import all_complete
 from hpctrain.comm.transport.meeting import Barrier, MpiMessenger
 from hpctrain.comm.transport.mpi import MpiTransport
 from hpctrain.comm.transport.waiting import LATE, limits, timeout_seconds, waiting
@@ -97,7 +98,7 @@ class _Send:
         self._requests, self._tensor, self._peer = requests, tensor, peer
 
     def done(self) -> bool:
-        return bool(MPI.Request.Testall(self._requests))
+        return all_complete(MPI.Request.Testall, self._requests)
 
     def wait(self) -> None:
         with waiting(self.operation):
@@ -128,7 +129,7 @@ class _Receive(_Send):
 
     def _tested(self) -> bool:
         try:
-            return bool(MPI.Request.Testall(self._requests, self._statuses))
+            return all_complete(MPI.Request.Testall, self._requests, self._statuses)
         except MPI.Exception as error:
             if error.Get_error_class() in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
                 raise self._error("more") from error

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpctrain.comm.rma.remote_memory import OPERATIONS, RemoteMemory
 from hpctrain.comm.transport import reserve
+from hpctrain.comm.transport.failures import all_complete
 from hpctrain.comm.transport.mpi import DTYPES, in_elements, memory
 from hpctrain.comm.transport.waiting import SPINS, register_progress, timeout_seconds, until, waiting
 
@@ -118,7 +119,7 @@ class RemoteMemoryByMessages(RemoteMemory):
 
     def _done(self, pending: list[MPI.Request]) -> bool:
         self.progress()
-        return bool(MPI.Request.Testall(pending))
+        return all_complete(MPI.Request.Testall, pending)
 
     # Service of requests ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from mpi4py import MPI
@@ -39,6 +39,26 @@ RANK_FAILURES = frozenset(
 def is_rank_failure(error: BaseException | None, classes: Collection[int] = RANK_FAILURES) -> bool:
     """Return whether an error of MPI means that another rank has died."""
     return isinstance(error, MPI.Exception) and error.Get_error_class() in classes
+
+
+def all_complete(
+    call: Callable[..., bool], requests: Sequence[MPI.Request], statuses: list[MPI.Status] | None = None
+) -> bool:
+    """Return what ``MPI.Request.Waitall`` or ``Testall`` returns; raise ``RankFailedError`` if another rank has died.
+
+    The error of several requests (``ERR_IN_STATUS``) does not tell its cause, unlike that of each of them. A rank
+    whose communicator another one has revoked may not know of a dead rank yet.
+    """
+    if not RANK_FAILURES and statuses is None:
+        return call(requests)
+    found = [MPI.Status() for _ in requests] if statuses is None else statuses
+    try:
+        return call(requests, found)
+    except MPI.Exception as error:
+        if error.Get_error_class() == MPI.ERR_IN_STATUS:
+            if RANK_FAILURES & {MPI.Get_error_class(status.Get_error()) for status in found}:
+                raise RankFailedError("another rank has died") from error
+        raise
 
 
 _REVOCABLE: weakref.WeakValueDictionary[int, MPI.Intracomm] = weakref.WeakValueDictionary()

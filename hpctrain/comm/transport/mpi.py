@@ -252,11 +252,11 @@ class _Requests:
         self._tensor = tensor
 
     def done(self) -> bool:
-        return bool(MPI.Request.Testall(self._requests))
+        return failures.all_complete(MPI.Request.Testall, self._requests)
 
     def wait(self) -> None:
         with waiting(self._operation):
-            MPI.Request.Waitall(self._requests)
+            failures.all_complete(MPI.Request.Waitall, self._requests)
 
 
 def memory(tensor: Tensor) -> MPI.buffer:
