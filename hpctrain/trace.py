@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -81,7 +82,7 @@ def wait(operation: str, began: float, ended: float) -> None:
 
 def span(name: str, **facts: Any) -> AbstractContextManager[None]:
     """Record a ``with`` block as a span, under a name, with facts such as ``microbatch``."""
-    return _Open(name, facts) if recording else _NOTHING
+    return _Open(name, facts) if recording or clock is not None and name in _PASS_OF else _NOTHING
 
 
 class _Open:
@@ -96,14 +97,75 @@ class _Open:
         self._opened = _ranges
         if self._opened is not None:
             self._opened.range_push(" ".join([self._name, *(f"{key}={fact}" for key, fact in self._facts.items())]))
+        if self._name in _PASS_OF and clock is not None:
+            clock.begin(_PASS_OF[self._name])
         self._began = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         add(self._name, self._began, time.monotonic(), **self._facts)
+        if self._name in _PASS_OF and clock is not None:
+            clock.end(_PASS_OF[self._name])
         if self._opened is not None:
             self._opened.range_pop()
 
 
 _NOTHING = nullcontext()
+
+
+# Times of forward and backward passes, also when nothing is recorded --------------------------------------------------
+
+PASSES = ("forward", "backward")
+_PASS_OF = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "backward"}  # by span
+
+
+class PassClock:
+    """Sums of the seconds of forward and backward passes without waits; of nested passes, the outermost counts.
+
+    ``waited`` returns the seconds for which this process has waited so far.
+    """
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        self._waited = waited
+        self._seconds: dict[str, float] = {}
+        self._depth = 0
+        self._began = self._waited_before = 0.0
+
+    def begin(self, kind: str) -> None:
+        """Begin a pass of a kind, which is one of ``PASSES``."""
+        if not self._depth:
+            self._began, self._waited_before = time.monotonic(), self._waited()
+        self._depth += 1
+
+    def end(self, kind: str) -> tuple[float, float] | None:
+        """End a pass; return when it began and ended, or None within another one."""
+        if not self._depth:  # it began before ``take``
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        ended = time.monotonic()
+        seconds = ended - self._began - (self._waited() - self._waited_before)
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + max(seconds, 0.0)
+        return self._began, ended
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each kind since the last call; passes that have not ended are forgotten."""
+        found, self._seconds, self._depth = self._seconds, {}, 0
+        return found
+
+
+clock: PassClock | None = None  # if a run counts the time of passes
+
+
+def begin_pass(kind: str) -> None:
+    """Begin a pass that is not a ``with`` block."""
+    if clock is not None:
+        clock.begin(kind)
+
+
+def end_pass(kind: str) -> None:
+    """End a pass that is not a ``with`` block; unless it is within another one, it is a span."""
+    if clock is not None and (times := clock.end(kind)) is not None:
+        add(kind, *times)

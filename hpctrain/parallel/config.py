@@ -151,6 +151,12 @@ class ParallelSettings:
                 )
 
     @property
+    def summary(self) -> str:
+        """The strategy in a few words, as ``fsdp, pipe 2``."""
+        axes = [f"{axis} {count}" for axis, count in (("pipe", self.pipe), ("tensor", self.tensor)) if count > 1]
+        return ", ".join([self.data, *axes])
+
+    @property
     def splits_model(self) -> bool:
         """Return whether ranks hold parts of the model (pipe, tensor)."""
         return self.pipe * self.tensor > 1

@@ -31,6 +31,8 @@ USES = {
     "wait": "#cc79a7",
     "communication": "#d55e00",
     "checkpoint": "#7a5195",
+    "saving": "#7a5195",
+    "evaluation": "#bc80bd",
     "device": "#a6bddb",
     "other": "#c9c9c9",
 }

@@ -22,12 +22,12 @@ from hpctrain.report.figures import (
 )
 from hpctrain.report.page import Section
 from hpctrain.report.runs import ReportedRun
-from hpctrain.train.metrics import TIMES
+from hpctrain.train.metrics import uses_of
 from hpctrain.train.profile.read import TracedStep
 from hpctrain.train.receipt.write import maybe
 from hpctrain.watch.rows import Row
 
-MOST_DETAILED = 8  # runs with figures of their own in a page of several
+MOST_DETAILED = 5  # runs with figures of their own in a page of several
 _MOST_SPANS = 3000
 _ABOUT = "data: waiting for the loader; communication: waiting for other ranks."
 _UNTRACED = " Figures of single ranks and passes need a trace (train.trace = true)."
@@ -47,19 +47,26 @@ def sections(runs: Sequence[ReportedRun]) -> Iterator[Section]:
             yield Section(title, about, figures=drawn, closed=several)
 
 
-_OF_ROWS = ("data", "communication", "optimizer", "forward, backward and other")
+_MEASURED = ("step_seconds", "data_seconds", "communication_seconds", "optimizer_seconds")  # by every version
 
 
 def _timed_rows(run: ReportedRun) -> list[Row]:
-    return [row for row in run.rows if all(maybe(row, name) is not None for name in TIMES)]
+    return [row for row in run.rows if all(maybe(row, name) is not None for name in _MEASURED)]
 
 
-def _means(rows: Sequence[Row]) -> list[float]:
+def _means(rows: Sequence[Row]) -> dict[str, float]:
     """Return the mean milliseconds of each use in a step."""
-    names = ("step", *_OF_ROWS[:3])
-    step, data, *others = (1000 * sum(float(row[f"{name}_seconds"]) for row in rows) / len(rows) for name in names)
-    # Batches that are fetched ahead are loaded within the step: the rest is at least zero.
-    return [data, *others, max(step - sum(others), 0.0)]
+    # Batches that are fetched ahead are loaded within the step, others and checkpoints before it.
+    whole = sum(float(row["step_seconds"]) for row in rows)
+    outside = sum(maybe(row, name) or 0.0 for row in rows for name in ("data_seconds", "save_seconds"))
+    found = uses_of(rows, whole + outside)
+    return {use: float(f"{1000 * seconds / len(rows):.4g}") for use, seconds in found.items()}
+
+
+def _columns(means: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the values of each use in some means, in the order of their colours."""
+    known = {use for each in means for use in each}
+    return {use: [each.get(use, 0.0) for each in means] for use in USES if use in known}
 
 
 def use_over_steps(run: ReportedRun) -> Any | None:
@@ -68,35 +75,30 @@ def use_over_steps(run: ReportedRun) -> Any | None:
     if len(rows) < 2:
         return None
     count = min(BUCKETS, len(rows))
-    columns: dict[str, list[float]] = {use: [] for use in _OF_ROWS}
-    steps: list[float] = []
-    for number in range(count):
-        part = rows[number * len(rows) // count : (number + 1) * len(rows) // count]
-        for use, mean in zip(_OF_ROWS, _means(part)):
-            columns[use].append(mean)
-        steps.append(part[len(part) // 2]["step"])
+    parts = [rows[number * len(rows) // count : (number + 1) * len(rows) // count] for number in range(count)]
+    steps = [float(part[len(part) // 2]["step"]) for part in parts]
+    columns = _columns([_means(part) for part in parts])
     width = (steps[-1] - steps[0]) / max(count - 1, 1) * 0.9
     drawn = new_figure("use of the time of a step, on rank 0", "step", "milliseconds")
     drawn.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    _stack(drawn, {"step": steps, **columns}, "step", _OF_ROWS, width)
+    _stack(drawn, {"step": steps, **columns}, "step", list(columns), width)
     limit(drawn, [sum(each) for each in zip(*columns.values())])
     return drawn
 
 
 def use_of_runs(runs: Sequence[ReportedRun]) -> Any | None:
     """Return a figure of the mean use of the time of a step in each run, on rank 0; None if no run has times."""
-    columns: dict[str, list[Any]] = {"run": [], **{use: [] for use in _OF_ROWS}}
+    means: dict[str, dict[str, float]] = {}
     for run in runs[:MOST_ROWS]:
         rows = _timed_rows(run)
         usual = 5 * median([float(row["step_seconds"]) for row in rows]) if rows else 0.0
         if rows := [row for row in rows if row["step_seconds"] <= usual]:
-            columns["run"].append(plain(run.name))
-            for use, mean in zip(_OF_ROWS, _means(rows)):
-                columns[use].append(mean)
-    if not columns["run"]:
+            means[plain(run.name)] = _means(rows)
+    if not means:
         return None
+    columns = _columns(list(means.values()))
     title = "use of the time of a step on rank 0, mean of steps without an evaluation"
-    return _stacked_bars(title, "run", _OF_ROWS, columns)
+    return _stacked_bars(title, "run", list(columns), {"run": list(means), **columns})
 
 
 def use_of_ranks(run: ReportedRun) -> Any | None:

@@ -70,6 +70,7 @@ class Job:
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
         self.node, self.nodes = comm.node, comm.nodes
         self.strategies: dict[int, Strategy] = {}
+        self._wrapped_by: dict[int, str] = {}  # summaries of the strategies
         self._evaluation: Evaluation | None = None
 
     def wrap(
@@ -121,6 +122,7 @@ class Job:
         forget_graphs()
         self.comm.twin()  # created here by all ranks: a later call by one rank alone is then detected
         self.strategies[id(inner)] = strategy
+        self._wrapped_by[id(inner)] = chosen[0].summary
         return model
 
     def _comm_for(self, parallel: ParallelSettings, offload: OffloadSettings) -> Communicator:
@@ -314,9 +316,10 @@ class Job:
         return {**position, "device": str(self.device), "launcher": self.launch.kind}
 
     def circumstances(self) -> Mapping[str, Any]:
-        """Return the cores and GPUs of all ranks, and id, scheduler, restarts and range of nodes of the batch job."""
+        """Return strategies, cores and GPUs of all ranks, and id, scheduler, restarts and range of nodes of the job."""
         launch, requested = self.launch, requested_range(os.environ.get(REQUESTED))
         found = {"job_id": launch.job_id, "scheduler": launch.scheduler, "restart_count": launch.restart_count}
+        found["parallel"] = "; ".join(dict.fromkeys(self._wrapped_by.values())) or None
         found["requested_nodes"] = requested if launch.job_id else None
         found["spare_nodes"] = spare_nodes(os.environ.get(SPARES)) if launch.job_id else None
         return {**self.resources, **{name: value for name, value in found.items() if value is not None}}

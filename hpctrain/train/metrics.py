@@ -21,7 +21,9 @@ from hpctrain.util.retry import retries
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
 HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are summed over the run
-TIMES = ("step_seconds", "communication_seconds", "data_seconds", "optimizer_seconds")
+USES = ("data", "forward", "backward", "communication", "optimizer", "save", "evaluation")
+TIMES = ("step_seconds", *(f"{use}_seconds" for use in USES))
+_SHOWN = {"save": "saving"}
 # Values of a row without a curve of their own, or with a curve that is added separately.
 _APART = (*CURVES, *HISTOGRAMS, *TIMES, "step", "tokens", "skipped", "lost_ranks")
 LONGEST = 10_000  # points per curve in a checkpoint: more than a plot shows, less than 1 MB in total
@@ -124,6 +126,22 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def uses_of(rows: Sequence[Mapping[str, Any]], whole: float) -> dict[str, float]:
+    """Return by use the seconds of some steps, and the rest of ``whole``, in the order in which they should be shown.
+
+    Rows of earlier versions do not have the times of passes.
+    """
+    names = [use for use in USES if any(f"{use}_seconds" in row for row in rows)]
+    found = {_SHOWN.get(use, use): sum(_seconds(row, f"{use}_seconds") for row in rows) for use in names}
+    rest = "other" if "forward" in found else "forward, backward and other"
+    return {**found, rest: max(whole - sum(found.values()), 0.0)}
+
+
+def _seconds(row: Mapping[str, Any], name: str) -> float:
+    value: Any = row.get(name)
+    return max(float(value), 0.0) if type(value) in (int, float) and math.isfinite(value) else 0.0
 
 
 class Curves:

@@ -195,7 +195,7 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
         kernel_ranks=settings.train.kernel_ranks,
         tensorboard=settings.train.tensorboard,
         config=to_toml(to_tree(settings)),
-        provenance={"parallel": settings.parallel.data, "batch": settings.train.batch},
+        provenance={"parallel": settings.parallel.summary, "batch": settings.train.batch},
     )
 
 

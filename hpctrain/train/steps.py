@@ -29,6 +29,7 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.profile.record import Tracing
 from hpctrain.train.run_folder import RunFolder
 from hpctrain.train.state import TrainState
+from hpctrain.train.step_times import StepTimes
 from hpctrain.train.stragglers import SAVING, StragglerMonitor
 from hpctrain.train.updates import UpdateHooks
 
@@ -66,7 +67,8 @@ class Steps:
         tracing: Tracing,
     ) -> None:
         self._job, self._state, self._healths, self.strategies = job, state, updates.healths, updates.strategies
-        self._corruption, self._take_optimizer_seconds = updates.corruption, updates.take_seconds
+        self._corruption = updates.corruption
+        self._times: StepTimes = updates.times
         self._options, self._checkpoints, self._stops = options, checkpoints, stops
         self._run_folder, self._tracing = run_folder, tracing
         self.asynchronous = any(strategy.asynchronous for strategy in self.strategies.values())
@@ -81,7 +83,6 @@ class Steps:
         self.went_back = False  # whether the run has gone back to an earlier step, from which the loop must continue
         self._partial: dict[str, list[float]] = {}  # values logged in these iterations
         self._seconds = self._waited = 0.0  # of these iterations, in all and in communication
-        self._loaded = 0.0  # seconds in the loader since the last step
         self.expected: ExpectedUpdates | None = None  # if the number of batches that remain is known
         self.held_row: dict[str, Any] | None = None  # the row of a step that has not been written yet
         self.latest: deque[dict[str, Any]] = deque(maxlen=KEPT_ROWS)  # rows that have been written
@@ -174,10 +175,8 @@ class Steps:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Count the time of the ``with`` block as that of the loader."""
-        began = time.monotonic()
-        with trace.span("data"):
+        with self._times.counted("data"), trace.span("data"):
             yield
-        self._loaded += time.monotonic() - began
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -186,6 +185,7 @@ class Steps:
         self.flush()
         if not self.pending:
             self._tracing.begin_step(self._state.step + 1)
+            self._times.begin_step()
         self._job.guard.step = self._state.step + 1
         iteration = Iteration(item, time.monotonic(), waiting.total)
         if not self.pending:
@@ -245,8 +245,7 @@ class Steps:
         self._stops.walltime_guard.step(seconds)
         row["step_seconds"] = round(seconds, 6)
         row["communication_seconds"] = round(waited, 6)
-        row["data_seconds"], self._loaded = round(self._loaded, 6), 0.0
-        row["optimizer_seconds"] = round(self._take_optimizer_seconds(), 6)
+        row |= self._times.take()
         if any(health.skipped for health in self._healths.values()):
             row["skipped"] = True
         if self.recovery is not None and self.recovery.lost_ranks:
@@ -306,7 +305,7 @@ class Steps:
         A row with a checkpoint, and the ``last`` row of the run, contain the metrics of the
         strategies, and the fingerprint of models and optimizers.
         """
-        with self.during(SAVING):
+        with self.during(SAVING), self._times.counted("save"):
             self._flush(busy=busy, last=last)
 
     def _flush(self, *, busy: bool, last: bool) -> None:

@@ -15,6 +15,7 @@ from hpctrain import trace
 from hpctrain.checkpoint.states import Stateful
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.transport.base import SingleTransport
+from hpctrain.comm.transport.waiting import waiting
 from hpctrain.errors import NonFiniteError, RankFailedError, SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.clip import element_values
@@ -30,6 +31,7 @@ from hpctrain.train.health import has_majority
 from hpctrain.train.replicas import ReplicaChecks
 from hpctrain.train.state import TrainState
 from hpctrain.train.state_copy import StateCopy
+from hpctrain.train.step_times import StepTimes
 
 if TYPE_CHECKING:
     from hpctrain.train.options import RunOptions
@@ -207,19 +209,16 @@ class UpdateHooks:
         self.recovery: Recovery | None = None  # if the run continues when other ranks have died
         self._handles: list[RemovableHandle] = []
         self._unwatch: Callable[[], None] = lambda: None
-        self._began = self._seconds = 0.0
-
-    def take_seconds(self) -> float:
-        """Return the seconds in optimizers since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        self._began = self._waited = 0.0
+        self.times = StepTimes(list(models.values()))
 
     def watch_memory(self, state: TrainState, options: RunOptions, record: Record, loader: Iterable[Any]) -> None:
         """Let updates be preceded by a comparison of the replicas, if the options request it."""
         self.corruption = corruption_monitor(state, options, record, loader)
         for health in self.healths.values():
+            health.verified = self.verified
             if self.corruption is not None:
-                health.suspect, health.verified = self.corruption.explains_nonfinite, self.verified
+                health.suspect = self.corruption.explains_nonfinite
 
     def compare_replicas(self, when: str) -> None:
         """Repair what has changed since the last step, then compare the parameters. Collective, before a checkpoint."""
@@ -229,11 +228,12 @@ class UpdateHooks:
 
     def verified(self, measure: Callable[[], T], *, again: bool = True) -> T:
         """Return what ``measure`` returns; measure ``again`` if a memory error was found afterwards. Collective."""
-        if self.corruption is None:
-            return measure()
-        self.corruption.repair_now()
-        result = measure()
-        return measure() if self.corruption.repair_now() and again else result
+        with self.times.counted("evaluation"):
+            if self.corruption is None:
+                return measure()
+            self.corruption.repair_now()
+            result = measure()
+            return measure() if self.corruption.repair_now() and again else result
 
     def attach(self, begin: Callable[[], int], note: Callable[[], None]) -> None:
         """Attach the hooks: ``begin`` is called before each update and returns its number, ``note`` after it."""
@@ -244,6 +244,7 @@ class UpdateHooks:
                 optimizer.register_step_post_hook(lambda *_: self._after(note)),
             ]
         self._unwatch = watch_scalers(list(self._optimizers.values()), note)
+        self.times.attach()
         if self.checks is not None:
             self.checks.attach()
 
@@ -257,6 +258,7 @@ class UpdateHooks:
         self._unwatch()
         for handle in self._handles:
             handle.remove()
+        self.times.detach()
         self.end_checks()
 
     @property
@@ -276,7 +278,7 @@ class UpdateHooks:
         if self._is_rank_local:
             return
         step = begin()
-        self._began = time.monotonic()
+        self._began, self._waited = time.monotonic(), waiting.total
         if self.corruption is not None and self.corruption.before_update():
             for strategy in self.strategies.values():
                 strategy.gradients.drop()  # an optimizer does not change parameters without a gradient
@@ -287,7 +289,7 @@ class UpdateHooks:
                 self.recovery.begin_update(has_closure=_has_closure(args, kwargs))
         except RankFailedError as error:
             self._contain(error)
-        self._began = time.monotonic()
+        self._began, self._waited = time.monotonic(), waiting.total
 
     def _inspect(self, healths: Sequence[Health], step: int) -> None:
         """Check the gradients, and in the first step more, before an update. Collective."""
@@ -312,7 +314,7 @@ class UpdateHooks:
             return
         note()
         ended = time.monotonic()
-        self._seconds += ended - self._began
+        self.times.add("optimizer", ended - self._began - (waiting.total - self._waited))
         trace.add("optimizer", self._began, ended)
         repeats = self.corruption is not None and self.corruption.found
         repeats |= self.recovery is not None and self.recovery.failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -138,8 +139,7 @@ def _facts(state: RunState, curves: Mapping[str, Curve], width: int) -> list[Ren
     found: list[RenderableType] = []
 
     def line(*texts: str, style: str = "") -> None:
-        said = "  ".join(printable(one) for one in texts if one)
-        if said:
+        for said in _lines([printable(one) for one in texts if one], width):
             found.append(Text(said, style=style, overflow="ellipsis", no_wrap=True))
 
     attempt = state.attempt
@@ -171,6 +171,17 @@ def _facts(state: RunState, curves: Mapping[str, Curve], width: int) -> list[Ren
         line(said, style="dim")
     for note in _warnings(state):
         line(note, style="yellow")
+    return found
+
+
+def _lines(texts: Sequence[str], width: int) -> list[str]:
+    """Return lines that contain the texts, each as many as fit."""
+    found: list[str] = []
+    for one in texts:
+        if found and len(found[-1]) + 2 + len(one) <= width:
+            found[-1] += "  " + one
+        else:
+            found += textwrap.wrap(one, width)
     return found
 
 

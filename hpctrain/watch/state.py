@@ -152,10 +152,7 @@ def _shares(rows: Sequence[Row]) -> dict[str, float]:
     whole = rows[-1]["unix_time"] - rows[0]["unix_time"]
     if whole <= 0:
         return {}
-    parts = ("data", "communication", "optimizer")
-    found = {name: sum(number(row, f"{name}_seconds") for row in rows[1:]) for name in parts}
-    # Step_seconds cannot tell more: they contain the loading of batches that are fetched ahead.
-    found["forward, backward and other"] = max(whole - sum(found.values()), 0.0)
+    found = metrics.uses_of(rows[1:], whole)
     total = sum(found.values())
     return {name: seconds / total for name, seconds in found.items()}
 

@@ -19,7 +19,8 @@ def row(step: int, *, begun: float, every: float = 0.5) -> dict[str, Any]:
     if step % 10 == 0:
         found["validation_loss"] = 2.2 + 3.0 / step + (0.5 if step > 150 else 0.0)
     times = {"step_seconds": 0.8 * every, "communication_seconds": 0.1 * every, "data_seconds": 0.05 * every}
-    times |= {"optimizer_seconds": 0.2 * every}
+    times |= {"optimizer_seconds": 0.2 * every, "forward_seconds": 0.15 * every, "backward_seconds": 0.3 * every}
+    times |= {"save_seconds": 0.02 * every}
     return {**found, **times, "unix_time": round(begun + every * step, 3)}
 
 

@@ -51,7 +51,7 @@ def test_operators_of_all_ranks_lie_in_the_steps(job: Any, shared_tmp_path: Path
     training = Training(job, shared_tmp_path, make_batches(8), steps=8, trace_kernels=True, trace_steps=(3, 5))
 
     def body(step: int, batch: torch.Tensor) -> None:
-        with trace.span("forward", microbatch=step), record_function(f"batch {step}"):
+        with trace.span("own", microbatch=step), record_function(f"batch {step}"):
             torch.sigmoid(torch.zeros(3))
 
     training.go(body)
@@ -60,7 +60,7 @@ def test_operators_of_all_ranks_lie_in_the_steps(job: Any, shared_tmp_path: Path
     assert rows(events) == [text for rank in range(job.size) for text in (f"rank {rank}", f"rank {rank}, operators")]
     for rank in range(job.size):
         steps = named(events, "step", rank)
-        sigmoids, spans = named(events, "aten::sigmoid", rank), named(events, "forward", rank)
+        sigmoids, spans = named(events, "aten::sigmoid", rank), named(events, "own", rank)
         assert len(steps) == len(sigmoids) == len(spans) == 3
         for (begin, end), (first, last), (opened, closed) in zip(steps, sigmoids, spans):
             assert begin < opened - 1 and closed < end

@@ -46,7 +46,7 @@ def test_one_run_in_detail(
         "█" * 12 + "░" * 48,
         "loss 2.015",
         "best  validation_loss 2.22 at step 150",
-        "data 5%  communication 10%  optimizer 20%  forward, backward and other 65%",
+        "data 5%  forward 15%  backward 30%  communication 10%  optimizer 20%  saving 2%  other 18%",
         "of 2:20 until the last checkpoint: start-up 14%, steps 57%, checkpoints 4%",
         "newest checkpoint: step 200, written in 2.5 s",
         "the job ends before the last step: the run saves, and must be started again",

@@ -22,8 +22,20 @@ def test_rates_and_remaining_time_follow_from_the_rows(make_run: MakeRun) -> Non
     assert state.rate is not None and state.rate[0] == pytest.approx(2 * 4096) and state.rate[1] == "tokens"
     assert state.job_left == pytest.approx(300.0) and state.silent is None
     assert state.values["loss"] == pytest.approx(2.015) and state.values["validation_loss"] == pytest.approx(2.715)
+    shares = {"data": 0.05, "forward": 0.15, "backward": 0.3, "communication": 0.1, "optimizer": 0.2, "saving": 0.02}
+    assert state.shares == pytest.approx({**shares, "other": 0.18})
+    assert list(state.shares) == [*shares, "other"]
+
+
+def test_passes_are_one_share_in_rows_of_earlier_versions(make_run: MakeRun) -> None:
+    folder = make_run()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        for name in ("forward_seconds", "backward_seconds", "save_seconds"):
+            del row[name]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shares = {"data": 0.05, "communication": 0.1, "optimizer": 0.2, "forward, backward and other": 0.65}
-    assert state.shares == pytest.approx(shares)
+    assert read_state(folder).shares == pytest.approx(shares)
 
 
 def test_times_before_this_start_do_not_count(make_run: MakeRun) -> None:
