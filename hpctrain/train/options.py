@@ -234,6 +234,11 @@ class RunOptions:
         if wrong := [each for each in self.kernel_ranks if not 0 <= each < size]:
             text = f"a run with kernel_ranks = {wrong}: this job has the ranks 0 to {size - 1}"
             raise UsageError(text, everywhere=True)
+        if self.kernel_ranks and not self.trace_kernels:
+            text = (
+                f"a run with kernel_ranks = {list(self.kernel_ranks)}: nothing is recorded without trace_kernels = true"
+            )
+            raise UsageError(text, everywhere=True)
         return KernelRecorder(rank in (self.kernel_ranks or range(_PROFILED))) if self.trace_kernels else None
 
     @property

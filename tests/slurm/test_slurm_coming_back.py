@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import pytest
-from batch_jobs import Submitter
+from batch_jobs import Job, Submitter
 from support.paced_runs import EVERY, STEPS
 
 pytestmark = pytest.mark.slurm
@@ -39,8 +41,13 @@ def test_a_signal_from_the_user_saves_and_requeues(submitter: Submitter, referen
 
 @pytest.mark.limit(180)
 def test_a_cancelled_job_saves_and_is_not_requeued(submitter: Submitter) -> None:
+    """Meanwhile it is watched from outside of the job."""
     job = submitter.submit(PACE=PACE)
     job.until_step(5)
+    shown = watched(submitter, job)
+    assert shown["status"] == "running" and 5 <= shown["step"] < shown["target"] == STEPS
+    assert shown["attempt"]["scheduler"] == "slurm" and shown["attempt"]["job_id"] == job.id
+    assert shown["left"] > 0 and shown["job_left"] > 0
     submitter.slurm.command("scancel", job.id)
     assert job.until_over(45) == "CANCELLED"
     job.until(lambda: "saved after step" in job.output, "its checkpoint", 30)
@@ -48,3 +55,12 @@ def test_a_cancelled_job_saves_and_is_not_requeued(submitter: Submitter) -> None
     step = job.attempts[0]["step"]
     assert step % EVERY and (job.folder / f"checkpoints/step_{step:08}.h5").exists()
     assert job.restarts == 0
+    assert watched(submitter, job)["status"] == "stopped"
+    submitter.hpctrain("report", str(job.folder), "-o", str(submitter.folder / "page.html"))
+    assert "stopped" in (submitter.folder / "page.html").read_text()
+
+
+def watched(submitter: Submitter, job: Job) -> dict[str, Any]:
+    """Return what ``hpctrain watch`` tells about the run of a job."""
+    (state,) = json.loads(submitter.hpctrain("watch", str(job.folder), "--json"))
+    return dict(state)

@@ -190,6 +190,8 @@ def test_steps_beyond_the_end_are_a_warning(job: Any, shared_tmp_path: Path, cap
 def test_wrong_ranks_are_refused(job: Any, shared_tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"kernel_ranks = \[7\]: this job has the ranks 0 to {job.size - 1}"):
         Training(job, shared_tmp_path, make_batches(8), trace_kernels=True, kernel_ranks=[0, 7])
+    with pytest.raises(UsageError, match=r"kernel_ranks = \[0\]: nothing is recorded without trace_kernels = true"):
+        Training(job, shared_tmp_path, make_batches(8), trace=True, kernel_ranks=[0])
 
 
 def test_off_is_the_default_and_the_first_ranks_are_those_that_record() -> None:

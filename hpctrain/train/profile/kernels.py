@@ -70,9 +70,13 @@ class KernelRecorder:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             logger.warning("torch.profiler is in use by the program: the trace has no kernels of this rank")
             return
-        self._profiler = profile(activities=activities)
-        self._profiler.start()
-        self._marks = list(_marks())
+        profiler = profile(activities=activities)
+        try:
+            profiler.start()
+        except Exception as error:  # of a driver, or of a library that counts in another way
+            logger.warning("the trace has no kernels of this rank, torch.profiler does not start: %s", error)
+            return
+        self._profiler, self._marks = profiler, list(_marks())
 
     @property
     def ranges(self) -> Any:
