@@ -30,7 +30,7 @@ from hpctrain.watch.rows import Row
 MOST_DETAILED = 5  # runs with figures of their own in a page of several
 _MOST_SPANS = 3000
 _ABOUT = "data: waiting for the loader; communication: waiting for other ranks."
-_UNTRACED = " Figures of single ranks and passes need a trace (train.trace = true)."
+_UNTRACED = " Figures of single ranks need a trace (train.trace = true)."
 
 
 def sections(runs: Sequence[ReportedRun]) -> Iterator[Section]:
