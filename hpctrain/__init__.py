@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpctrain.parallel.asynchronous.config import AsynchronousSettings as AsynchronousSettings
     from hpctrain.parallel.config import ParallelSettings as ParallelSettings
     from hpctrain.parallel.offload.config import OffloadSettings as OffloadSettings
+    from hpctrain.stage.local import staged as staged
     from hpctrain.train.init import init as init
     from hpctrain.train.job import Job as Job
 
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "init",
+    "staged",
 ]
 
 _HOMES = {
@@ -49,6 +51,7 @@ _HOMES = {
     "OffloadSettings": "hpctrain.parallel.offload.config",
     "ParallelSettings": "hpctrain.parallel.config",
     "init": "hpctrain.train.init",
+    "staged": "hpctrain.stage.local",
 }
 _FORMER_NAMES = {"ServerSettings": "AsynchronousSettings"}
 

@@ -29,7 +29,7 @@ TITLES = {"Job": Job, "Run": Run, "JobLoader": JobLoader, "Communicator": Commun
 
 def entries() -> dict[str, Any]:
     """Return the objects that have a heading of their own, by heading."""
-    found: dict[str, Any] = {"hpctrain.init": hpctrain.init}
+    found: dict[str, Any] = {"hpctrain.init": hpctrain.init, "hpctrain.staged": hpctrain.staged}
     for prefix, kind in CLASSES.items():
         for name, member in vars(kind).items():
             if isinstance(member, classmethod):

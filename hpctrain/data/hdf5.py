@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from hpctrain.errors import DataError
+from hpctrain.stage.local import staged
 from hpctrain.util.reading import open_regular
 from hpctrain.util.text import printable, shorten
 
@@ -23,7 +24,7 @@ BLOCK = 4 << 20  # elements per read when a whole dataset is scanned
 
 def open_file(path: str | Path) -> h5py.File:
     """Return the file, opened for reading. Raises ``DataError`` if it is missing or not HDF5."""
-    path = Path(path)
+    path = Path(staged(path))
     if not path.exists():
         raise DataError(f"no data file {path}: create one with hpctrain data pack")
     if not path.is_file():

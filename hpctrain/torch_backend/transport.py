@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 from mpi4py import MPI
@@ -21,6 +22,7 @@ from hpctrain.comm.transport.mpi import MpiTransport
 from hpctrain.comm.transport.waiting import LATE, limits, timeout_seconds, waiting
 from hpctrain.errors import CommunicationError, DeadlineError
 
+MEETING_SECONDS = 2.0  # for ranks that have all come, before a call that cannot be given up
 SPINS = 300  # tests of a request before the core is yielded
 EAGER_SECONDS = 0.02  # how long a core is only yielded between tests; a longer wait sleeps in between
 POLL_SECONDS = 0.0001  # that sleep
@@ -173,8 +175,18 @@ class AnyReceive:
 class _PollingComm(MPI.Intracomm):
     """Communicator of mpi4py whose blocking collectives are nonblocking ones that are polled.
 
-    Calls that have no nonblocking form follow a barrier: once all ranks have come, they return soon.
+    Calls that have no nonblocking form follow a meeting: once all ranks have come, they return soon.
     """
+
+    def _meet(self) -> None:
+        """Wait until all ranks have come, and know that of each other.
+
+        A rank that comes late passes the first barrier alone: the others have sent its messages before they gave up. It
+        fails in the second one, which no rank that has passed the first one gives up soon.
+        """
+        self.Barrier()
+        with limits.extended(MEETING_SECONDS):
+            self.Barrier()
 
     def _finish(self, request: MPI.Request) -> None:
         poll(request.Test)
@@ -198,17 +210,19 @@ class _PollingComm(MPI.Intracomm):
         self._finish(self.Ibarrier())
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
-        self.Barrier()
+        self._meet()
         return MPI.Intracomm(super().Split(color, key))
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
-        self.Barrier()
+        self._meet()
         return MPI.Intracomm(super().Split_type(split_type, key, info))
 
     def allreduce(self, item: Any, op: Any = MPI.SUM) -> Any:
-        """Return the reduced object of all ranks."""
-        self.Barrier()
-        return super().allreduce(item, op)
+        """Return the reduced object of all ranks.
+
+        Not by MPI's own: a rank that comes late passes a barrier which an earlier one has given up.
+        """
+        return reduce(op, self.allgather(item))
 
     def allgather(self, item: Any) -> list[Any]:
         """Return the objects of all ranks: first their sizes, then the pickled objects."""

@@ -251,20 +251,32 @@ def test_detail_compares_the_calls_of_all_ranks(launch: Any) -> None:
 
 
 UNCHECKED = """
-import torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 from datetime import timedelta
 from hpctrain.torch_backend.register import register
 register()
-dist.init_process_group("hpctrain", timeout=timedelta(seconds=2))
+dist.init_process_group("hpctrain", timeout=timedelta(seconds=20))
 rank = dist.get_rank()
+
+
+def late(group):
+    while rank and not os.path.exists(f"given_up_{length}"):
+        time.sleep(0.01)
+    try:
+        dist.all_reduce(torch.ones(length), group=group)
+    finally:
+        open(f"given_up_{length}", "w").close()
+
+
 for length in (3, 10**6):
     for call in (
         lambda group: dist.all_reduce(torch.ones(length + rank * length), group=group),
         lambda group: dist.broadcast(torch.ones(length + rank * length), 0, group=group),
         lambda group: dist.all_gather([torch.ones(length + rank)] * 2, torch.ones(length + rank), group=group),
         lambda group: dist.all_reduce(torch.ones(length), group=group) if rank else group.barrier().wait(),
+        late,
     ):
-        group = dist.new_group(timeout=timedelta(seconds=2))
+        group = dist.new_group(timeout=timedelta(seconds=20))
         group.set_timeout(timedelta(seconds=0.2))
         try:
             call(group)
@@ -279,3 +291,4 @@ print("survived")
 def test_mismatched_sizes_end_within_the_timeout(launch: Any) -> None:
     job = launch(2, UNCHECKED, timeout=100)
     assert job.returncode == 0 and job.stdout.count("survived") == 2, job
+    assert job.stdout.count("error") >= 4, job  # of both ranks, the second of which comes late

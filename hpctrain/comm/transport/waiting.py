@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -170,6 +171,10 @@ class Limit:
         """Return the seconds until the deadline."""
         return self._deadline - time.monotonic()
 
+    def with_at_least(self, seconds: float) -> Limit:
+        """Return a limit of the same operation that has at least these seconds left."""
+        return Limit(max(self.left, seconds), self._operation, self._cancelled)
+
     def expired(self) -> bool:
         """Return whether the time is over; raise ``DeadlineError`` if the operation was cancelled."""
         if self._cancelled is not None and (reason := self._cancelled()):
@@ -192,6 +197,10 @@ class Limits(threading.local):
     def within(self, seconds: float, operation: str, cancelled: Callable[[], str] | None = None) -> Limit:
         """Let waits in a ``with`` block raise ``DeadlineError``: at the deadline, or when ``cancelled()`` says why."""
         return Limit(seconds, operation, cancelled)
+
+    def extended(self, seconds: float) -> AbstractContextManager[object]:
+        """Let waits in a ``with`` block have at least these seconds, if there is a limit."""
+        return nullcontext() if self.current is None else self.current.with_at_least(seconds)
 
     @property
     def exist(self) -> bool:

@@ -1,0 +1,218 @@
+"""Verb ``hpctrain stage``: packs an environment, copies it and data files to the nodes of a job, removes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.cli.main import add_action, add_verb
+from hpctrain.cluster.launcher import detect
+from hpctrain.errors import UsageError
+from hpctrain.stage.local import FOLDER, NodeStorage, default_place
+from hpctrain.util.text import counted, format_bytes, format_seconds, printable
+
+if TYPE_CHECKING:
+    from hpctrain.stage.staging import NodeResult, StageSummary
+
+_EPILOG = f"""\
+examples:
+  hpctrain stage pack                            pack this environment into one file, once, on the login node
+  hpctrain stage pack ~/venv -o /project/me      another environment, another folder for the file
+
+in a job script for Slurm (under PBS: mpiexec with one rank per node):
+  staged=$(srun --ntasks-per-node=1 hpctrain stage copy --env ~/.hpctrain/env-1f3a.tar --data corpus.h5)
+  srun sh -c '[ -r "$0" ] && . "$0"; exec "$@"' "$staged" python train.py
+  srun --ntasks-per-node=1 hpctrain stage remove
+
+Rank 0 reads each file once, the nodes pass it on along a tree, and check it. A node that cannot hold a copy uses the
+original, with a warning. Copies are made in ${FOLDER}, $SLURM_TMPDIR, $TMPDIR or /dev/shm, the first that is set; they
+are used again by the next job on the node, unless the job removes them. docs/stage.md has more.
+"""
+_PACKED = "~/.hpctrain"
+_PACK_EPILOG = f"""\
+examples:
+  hpctrain stage pack                            this environment, to {_PACKED}
+  hpctrain stage pack ~/venv -o /project/me      another one, to another folder
+
+Prints the name of the file, which contains a part of its checksum. Packages that are installed with -e are refused.
+"""
+_COPY_EPILOG = """\
+examples, with one process per node:
+  srun --ntasks-per-node=1 hpctrain stage copy --env ~/.hpctrain/env-1f3a.tar
+  mpiexec -ppn 1 hpctrain stage copy --data corpus.h5 image.sif --to /local
+
+With more processes on a node, one of them copies, and the others wait. --json prints what every node has.
+"""
+_REMOVE_EPILOG = """\
+examples, with one process per node:
+  srun --ntasks-per-node=1 hpctrain stage remove          at the end of a job
+  srun --ntasks-per-node=1 hpctrain stage remove --all    also what killed jobs have left
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    what = "Bring the environment and data files to the nodes' own storage, once per job."
+    actions = add_verb(verbs, "stage", what, _EPILOG).add_subparsers(dest="action", required=True, metavar="ACTION")
+    _add_pack(actions)
+    _add_copy(actions)
+    _add_remove(actions)
+
+
+def _add_pack(actions: Any) -> None:
+    what = "pack an environment (venv or conda) with its Python into one file; the same files are not packed twice"
+    parser = add_action(actions, "pack", what, _PACK_EPILOG, pack)
+    parser.add_argument("environment", nargs="?", type=Path, metavar="FOLDER", help="default: the one of this command")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"for the file (default: {_PACKED})")
+
+
+def _add_copy(actions: Any) -> None:
+    what = "copy to all nodes of this job, and print the shell script by which programs use the copies"
+    parser = add_action(actions, "copy", what, _COPY_EPILOG, copy)
+    parser.add_argument("--env", type=Path, metavar="FILE", help="environment that hpctrain stage pack has packed")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help="data files, containers, ...")
+    _add_place(parser)
+
+
+def _add_remove(actions: Any) -> None:
+    what = "remove what only this job uses, on the node of each process"
+    parser = add_action(actions, "remove", what, _REMOVE_EPILOG, remove)
+    _add_place(parser)
+    parser.add_argument("--all", action="store_true", help="remove all copies of this user, also those of other jobs")
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="on each node (default: see hpctrain stage --help)")
+    parser.add_argument("--job", metavar="NAME", help="name of the job (default: the job's id)")
+
+
+def _place(args: argparse.Namespace) -> Path:
+    return Path(os.path.abspath(args.to or default_place()))
+
+
+def _job(args: argparse.Namespace) -> str:
+    name = args.job or detect().job_id or "none"
+    if not all(character.isalnum() or character in "._-[]" for character in name) or name.startswith("."):
+        raise UsageError(f"--job {printable(name)}: allowed are letters, digits and ._-[]", everywhere=True)
+    return name[:100]
+
+
+def pack(args: argparse.Namespace) -> int:
+    """Pack an environment and print the file's name; return the exit code."""
+    from hpctrain.stage.archive import pack as packed
+    from hpctrain.stage.archive import read_index
+    from hpctrain.stage.environment import find_environment
+
+    folder = args.environment or Path(sys.prefix)
+    with _Bar() as bar:
+        archive = packed(
+            find_environment(folder),
+            args.output or Path(os.path.expanduser(_PACKED)),
+            lambda *done: bar("packing", *done),
+        )
+    index = read_index(archive)
+    _say(f"{folder}: {format_bytes(index.unpacked)} in {counted(index.files, 'file', ',')}")
+    print(json.dumps({"archive": str(archive), **asdict(index)}, indent=1) if args.json else printable(archive))
+    return 0
+
+
+def copy(args: argparse.Namespace) -> int:
+    """Copy to all nodes and print on rank 0 what the job needs; return the exit code."""
+    if args.env is None and not args.data:
+        raise UsageError("nothing to copy: name --env FILE, --data FILE or both", everywhere=True)
+    launch, job, place = detect(), _job(args), _place(args)
+    from mpi4py import MPI
+
+    from hpctrain.stage.staging import JobStaging, sources_of
+
+    world = MPI.COMM_WORLD
+    if launch.size is not None and launch.size != world.Get_size():
+        raise UsageError(
+            f"the launcher has started {counted(launch.size, 'rank')}, and MPI sees {world.Get_size()}: this "
+            "launcher does not fit the MPI library; see hpctrain doctor",
+            everywhere=True,
+        )
+    sources, reason = None, ""
+    if world.Get_rank() == 0:
+        try:
+            sources = sources_of([args.env] if args.env else [], args.data)
+        except UsageError as error:
+            reason = str(error)
+    if reason := world.bcast(reason, 0):
+        raise UsageError(reason, everywhere=True)
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    nodes = world.Split(0 if node.Get_rank() == 0 else MPI.UNDEFINED)
+    if nodes != MPI.COMM_NULL:
+        with _Bar(shown=nodes.Get_rank() == 0) as bar:
+            result, summary = JobStaging(nodes, place, job, bar).stage(sources)
+        results = nodes.gather(result, 0)
+        if results is not None:
+            _tell(results, summary, as_json=args.json)
+    node.Barrier()
+    return 0
+
+
+def _tell(results: Sequence[NodeResult], summary: StageSummary, *, as_json: bool) -> None:
+    for host, path, why in summary.failed[:10]:
+        _say(f"warning: {host} uses the original of {path}: {why}")
+    if len(summary.failed) > 10:
+        _say(f"warning: and {len(summary.failed) - 10} more")
+    read = f", {format_bytes(summary.nbytes)} read once" if summary.nbytes else ", nothing read"
+    what = f"{counted(len(summary.files), 'file')} on {counted(summary.nodes, 'node')}"
+    _say(f"staged {what} in {format_seconds(summary.seconds)}{read}")
+    if as_json:
+        print(json.dumps({**asdict(summary), "results": [asdict(each) for each in results]}, indent=1))
+    else:
+        print(printable(next((each.script for each in results if each.script), "")))
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr)
+
+
+def remove(args: argparse.Namespace) -> int:
+    """Remove copies on this node; return the exit code."""
+    place = _place(args)
+    try:
+        removed = NodeStorage(place, create=False).remove(None if args.all else _job(args))
+    except FileNotFoundError:
+        removed = []
+    except OSError as error:
+        raise UsageError(f"cannot remove copies in {place}: {error.strerror or error}") from error
+    if args.json:
+        print(json.dumps({"removed": removed}))
+    else:
+        _say(f"removed from {place}: {', '.join(removed) or 'nothing'}")
+    return 0
+
+
+class _Bar:
+    """Progress bar on a terminal, for one file after the other."""
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self._shown = shown and sys.stderr.isatty()
+        self._bar: Any = None
+        self._what = ""
+
+    def __enter__(self) -> Callable[[str, int, int], None]:
+        return self._update
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _update(self, what: str, done: int, total: int) -> None:
+        if not self._shown:
+            return
+        if what != self._what:
+            from tqdm import tqdm
+
+            self.__exit__()
+            self._what = what
+            self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, dynamic_ncols=True)
+        self._bar.update(done - self._bar.n)

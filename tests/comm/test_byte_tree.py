@@ -1,0 +1,72 @@
+"""Broadcast of bytes along a tree: what arrives, the number of messages, an error while rank 0 reads."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hpctrain.comm.byte_tree import ByteTree, depth
+
+
+def _world() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def _pieces(count: int) -> Iterator[bytes]:
+    draw = random.Random(0)
+    for number in range(count):
+        yield draw.randbytes(1000 if number % 3 else 7)
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 8)
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_every_rank_gets_the_bytes_of_rank_0(count: int) -> None:
+    comm = _world()
+    tree = ByteTree(comm)
+    found = hashlib.sha256()
+    for piece in tree.broadcast(_pieces(count) if comm.rank == 0 else None, 1000):
+        found.update(piece)
+    assert found.digest() == hashlib.sha256(b"".join(_pieces(count))).digest()
+    # A message per piece and child, and one at the end.
+    assert tree.sent == len(tree.children) * (count + 1) and len(tree.children) <= 2
+    assert tree.received == (0 if comm.rank == 0 else count + 1)
+    assert comm.allreduce(tree.sent) == (comm.size - 1) * (count + 1)
+
+
+@pytest.mark.ranks(1, 2, 3, 4, 8)
+def test_a_piece_passes_as_many_ranks_as_the_tree_has_levels() -> None:
+    comm = _world()
+    parents = comm.allgather(ByteTree(comm).parent)
+
+    def distance(rank: int) -> int:
+        return 0 if rank == 0 else 1 + distance(parents[rank])
+
+    assert max(map(distance, range(comm.size))) == depth(comm.size)
+
+
+@pytest.mark.parametrize(("size", "levels"), [(1, 0), (2, 1), (3, 1), (4, 2), (7, 2), (8, 3), (1023, 9), (1024, 10)])
+def test_the_depth_grows_as_the_logarithm(size: int, levels: int) -> None:
+    assert depth(size) == levels
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_an_error_of_rank_0_is_raised_on_all_ranks() -> None:
+    comm = _world()
+
+    def broken() -> Iterator[bytes]:
+        yield b"something"
+        raise OSError(5, "Input/output error", "/shared/file")
+
+    taken = []
+    with pytest.raises(OSError, match="Input/output error: '/shared/file'"):
+        for piece in ByteTree(comm).broadcast(broken() if comm.rank == 0 else None):
+            taken.append(bytes(piece))
+    assert taken == [b"something"]
+    comm.Barrier()  # the tree is usable afterwards
+    assert [bytes(each) for each in ByteTree(comm).broadcast([b"x"] if comm.rank == 0 else None)] == [b"x"]
