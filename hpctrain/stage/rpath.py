@@ -34,7 +34,7 @@ def search_paths(content: bytes | memoryview) -> list[SearchPath]:
         return []
     try:
         return list(_found(content))
-    except (struct.error, ValueError, StopIteration):
+    except (struct.error, ValueError, OverflowError):
         return []
 
 
@@ -49,7 +49,10 @@ def _found(content: bytes | memoryview) -> Iterator[SearchPath]:
         table = next((value for tag, value in entries if tag == _STRINGS), None)
         if table is None:
             return
-        strings = next(at + table - address for at, address, length in loads if 0 <= table - address < length)
+        inside = (at + table - address for at, address, length in loads if 0 <= table - address < length)
+        strings = next(inside, None)
+        if strings is None:
+            return
         for tag, value in entries:
             if tag in (_RPATH, _RUNPATH):
                 place = strings + value
