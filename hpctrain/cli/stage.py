@@ -15,7 +15,7 @@ from hpctrain.cli.main import add_action, add_verb
 from hpctrain.cluster.launcher import detect
 from hpctrain.errors import UsageError
 from hpctrain.stage.local import FOLDER, NodeStorage, default_place
-from hpctrain.util.text import counted, format_bytes, format_seconds, printable
+from hpctrain.util.text import counted, format_bytes, printable
 
 if TYPE_CHECKING:
     from hpctrain.stage.staging import NodeResult, StageSummary
@@ -162,9 +162,7 @@ def _tell(results: Sequence[NodeResult], summary: StageSummary, *, as_json: bool
         _say(f"warning: {host} uses the original of {path}: {why}")
     if len(summary.failed) > 10:
         _say(f"warning: and {len(summary.failed) - 10} more")
-    read = f", {format_bytes(summary.nbytes)} read once" if summary.nbytes else ", nothing read"
-    what = f"{counted(len(summary.files), 'file')} on {counted(summary.nodes, 'node')}"
-    _say(f"staged {what} in {format_seconds(summary.seconds)}{read}")
+    _say(f"staged {summary.text}")
     if as_json:
         print(json.dumps({**asdict(summary), "results": [asdict(each) for each in results]}, indent=1))
     else:

@@ -216,6 +216,15 @@ def staged(path: str | os.PathLike[str]) -> str:
     return copy if isinstance(copy, str) and os.path.exists(copy) else original
 
 
+def staged_summary() -> str | None:
+    """Return in one line what this job has staged, None if nothing, or if the record is damaged."""
+    try:
+        found = facts_of(os.environ[VARIABLE]).get("summary") if os.environ.get(VARIABLE) else None
+    except UsageError:
+        return None
+    return found if isinstance(found, str) else None
+
+
 def facts_of(record: str) -> dict[str, Any]:
     """Return what a job has staged on this node. Raises ``UsageError`` if the record is damaged."""
     try:

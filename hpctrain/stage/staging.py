@@ -18,6 +18,7 @@ from hpctrain.comm.byte_tree import ByteTree, pieces_of
 from hpctrain.errors import UsageError
 from hpctrain.stage.archive import EnvironmentCopy, EnvironmentIndex, read_index
 from hpctrain.stage.local import ArrivingCopy, FileCopy, NodeStorage, script_of
+from hpctrain.util.text import counted, format_bytes, format_seconds
 
 Progress = Callable[[str, int, int], None]  # what, bytes that have been read, their total
 
@@ -53,6 +54,14 @@ class StageSummary:
     files: tuple[str, ...]
     reused: int  # copies that nodes had before
     failed: tuple[tuple[str, str, str], ...]  # host, file and reason
+
+    @property
+    def text(self) -> str:
+        """The summary in one line."""
+        read = f"{format_bytes(self.nbytes)} read once" if self.nbytes else "nothing read"
+        text = f"{counted(len(self.files), 'file')} on {counted(self.nodes, 'node')} in {format_seconds(self.seconds)}, {read}"
+        hosts = len({host for host, _, _ in self.failed})
+        return text + (f", {counted(hosts, 'node')} without all copies" if hosts else "")
 
 
 def sources_of(archives: Sequence[Path], data: Sequence[Path]) -> list[StageSource]:
@@ -96,15 +105,16 @@ class JobStaging:
             path = self._copy(source)
             if path is not None and source.index is not None:
                 environments.append(path / "env")
-        if self._storage is not None:
-            self._result.script = self._record(self._storage, environments, began)
         results: list[NodeResult] = self._comm.allgather(self._result)
         seconds = max(self._comm.allgather(time.monotonic() - began))
         failed = [(each.host, path, why) for each in results for path, why in each.failed.items()]
         files = tuple(dict.fromkeys(path for each in results for path in (*each.copies, *each.failed)))
         read = self._comm.bcast(self._read, 0)
         reused = sum(len(each.reused) for each in results)
-        return self._result, StageSummary(len(results), seconds, read, files, reused, tuple(failed))
+        summary = StageSummary(len(results), seconds, read, files, reused, tuple(failed))
+        if self._storage is not None:
+            self._result.script = self._record(self._storage, environments, summary)
+        return self._result, summary
 
     def _copy(self, source: StageSource) -> Path | None:
         """Return this node's copy; None if it has none, and must use the original."""
@@ -180,11 +190,11 @@ class JobStaging:
         if done != source.nbytes or os.stat(source.path).st_size != source.nbytes:
             raise OSError(f"{source.path} has changed while it was staged")
 
-    def _record(self, storage: NodeStorage, environments: Sequence[Path], began: float) -> str:
+    def _record(self, storage: NodeStorage, environments: Sequence[Path], summary: StageSummary) -> str:
         """Write the record of this node; return its script."""
         archives = {str(path.parent) for path in environments}
         data = {original: copy for original, copy in self._result.copies.items() if copy not in archives}
-        facts = {**asdict(self._result), "job": self._job, "data": data, "seconds": round(time.monotonic() - began, 3)}
+        facts = {**asdict(self._result), "job": self._job, "data": data, "summary": summary.text}
         record = str(storage.folder / f"job-{self._job}.json")
         script = script_of(record, environments[0] if environments else None)
         try:

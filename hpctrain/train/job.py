@@ -27,6 +27,7 @@ from hpctrain.parallel.offload.config import OffloadSettings, offload_settings
 from hpctrain.parallel.strategy import Strategy, consensus_view
 from hpctrain.parallel.wrap import attach
 from hpctrain.plain_tensors import on_shards
+from hpctrain.stage.local import staged_summary
 from hpctrain.train.async_control import check_call
 from hpctrain.train.exit import LeavingTogether
 from hpctrain.train.failure_policy import survives
@@ -316,9 +317,10 @@ class Job:
         return {**position, "device": str(self.device), "launcher": self.launch.kind}
 
     def circumstances(self) -> Mapping[str, Any]:
-        """Return strategies, cores and GPUs of all ranks, and id, scheduler, restarts and range of nodes of the job."""
+        """Return strategies, cores and GPUs of all ranks, id, scheduler and nodes of the job, what it has staged."""
         launch, requested = self.launch, requested_range(os.environ.get(REQUESTED))
         found = {"job_id": launch.job_id, "scheduler": launch.scheduler, "restart_count": launch.restart_count}
+        found["staged"] = staged_summary()
         found["parallel"] = "; ".join(dict.fromkeys(self._wrapped_by.values())) or None
         found["requested_nodes"] = requested if launch.job_id else None
         found["spare_nodes"] = spare_nodes(os.environ.get(SPARES)) if launch.job_id else None

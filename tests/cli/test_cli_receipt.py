@@ -50,6 +50,15 @@ def test_text_output(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_what_the_last_start_has_staged_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    attempts = [{**ATTEMPTS[0], "staged": "x"}, {**ATTEMPTS[1], "staged": "2 files on 2 nodes in 3 s"}]
+    Path("a/run.json").write_text(json.dumps({"status": "finished", "attempts": attempts}))
+    assert main(["receipt", "a"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "staged: 2 files on 2 nodes in 3 s"
+    assert main(["receipt", "a", "--json"]) == 0
+    assert '"staged": "x"' in capsys.readouterr().out
+
+
 def test_a_requested_range_is_shown_with_the_nodes_that_were_granted(capsys: pytest.CaptureFixture[str]) -> None:
     attempts = [{**ATTEMPTS[0], "requested_nodes": "2-8"}, {**ATTEMPTS[1], "nodes": 5, "requested_nodes": "2-8"}]
     Path("a/run.json").write_text(json.dumps({"status": "finished", "attempts": attempts}))

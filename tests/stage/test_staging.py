@@ -15,7 +15,7 @@ from support.environments import packed, write_environment
 from hpctrain.comm.byte_tree import depth
 from hpctrain.errors import UsageError
 from hpctrain.stage.archive import EnvironmentCopy
-from hpctrain.stage.local import VARIABLE, FileCopy, NodeStorage, staged
+from hpctrain.stage.local import VARIABLE, FileCopy, NodeStorage, staged, staged_summary
 from hpctrain.stage.staging import JobStaging, StageSource, sources_of
 
 
@@ -81,6 +81,11 @@ def test_a_node_without_storage_uses_the_original(comm: Any, shared_tmp_path: Pa
     result, summary = JobStaging(comm, place, "job").stage(of_rank(comm, files))
     assert len(result.copies) == (0 if comm.rank == bad else 2) and bool(result.script) == (comm.rank != bad)
     assert len(result.failed) == (2 if comm.rank == bad else 0)
+    assert summary.text.startswith(f"2 files on {comm.size} nodes in ")
+    assert summary.text.endswith(" read once, 1 node without all copies")
+    if comm.rank != bad:
+        record = json.loads(Path(result.script).with_suffix(".json").read_text())
+        assert record["summary"] == summary.text and record["data"] == {str(files[1]): result.copies[str(files[1])]}
     assert len(summary.failed) == 2 and all("No such file" in why for _, _, why in summary.failed)
 
 
@@ -186,9 +191,13 @@ def test_programs_find_the_copies_of_data(tmp_path: Path, monkeypatch: pytest.Mo
     assert staged("/shared/a.h5") == str(copy) == staged("/shared/x/../a.h5")
     assert staged("/shared/b.h5") == "/shared/b.h5", "the copy has been removed"
     assert staged("/shared/c.h5") == "/shared/c.h5"
+    assert staged_summary() is None
+    record.write_text(json.dumps({"summary": "1 file on 2 nodes"}))
+    assert staged_summary() == "1 file on 2 nodes"
     record.unlink()
-    assert staged("/shared/a.h5") == "/shared/a.h5"
+    assert staged("/shared/a.h5") == "/shared/a.h5" and staged_summary() is None
     record.write_text("{")
+    assert staged_summary() is None
     with pytest.raises(UsageError, match="which HPCTRAIN_STAGED names: .*unset it to use the originals"):
         staged("/shared/a.h5")
 

@@ -185,6 +185,7 @@ class Attempt:
     energy: dict[str, float]  # joules by the counters' source, until the last checkpoint; empty if unknown
     peak_node_bytes: int | None  # host memory of the node that used most, until the last checkpoint
     peak_device_bytes: int | None  # the same of a GPU
+    staged: str | None  # what hpctrain stage has copied to the nodes, in words
     recoveries: tuple[dict[str, Any], ...]  # dead ranks without which the run continued, their hosts, step, seconds
     tokens: int | None
     samples: int | None
@@ -240,6 +241,7 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
         energy=_energy(facts.get("energy")),
         peak_node_bytes=_whole(facts, "peak_node_bytes"),
         peak_device_bytes=_whole(facts, "peak_device_bytes"),
+        staged=text(facts, "staged"),
         recoveries=tuple(recoveries_in(facts.get("recoveries"))),
         tokens=tokens,
         samples=None if batch is None else steps * int(batch),

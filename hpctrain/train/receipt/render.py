@@ -96,14 +96,15 @@ def text(receipts: Sequence[RunReceipt]) -> list[str]:
         attempts = counted(together.attempts, "attempt", ",")
         head = f"{receipt.folder}: {attempts}, {receipt.status} after step {last.last_step}"
         rows = [_HEAD, *(_row(attempt) for attempt in receipt.attempts)]
+        staged = [f"staged: {attempt.staged}" for attempt in receipt.attempts if attempt.staged][-1:]
         listed = [line for attempt in receipt.attempts for line in _memory_errors(attempt)][-MOST_LISTED:]
         listed += [line for attempt in receipt.attempts for line in _slow_ranks(attempt)][-MOST_LISTED:]
         listed += [line for attempt in receipt.attempts for line in _recoveries(attempt)][-MOST_LISTED:]
     else:
-        listed = []
+        staged = listed = []
         head = f"{len(receipts)} runs, {counted(together.attempts, 'attempt', ',')}"
         rows = [_RUNS_HEAD, *(_run_row(receipt) for receipt in receipts)]
-    return [head, "", *columns(rows), "", *_totals(together), *listed]
+    return [head, "", *columns(rows), "", *_totals(together), *staged, *listed]
 
 
 def _memory_errors(attempt: Attempt) -> Iterator[str]:
