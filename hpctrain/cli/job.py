@@ -19,8 +19,10 @@ from hpctrain.jobs.modulefile import venv_of
 from hpctrain.jobs.profile import Profile, srun_type, with_tolerance
 from hpctrain.jobs.render import render, script_path
 from hpctrain.jobs.request import PROGRAM, TEMPLATES, Request, combine, node_range, run_folder
+from hpctrain.jobs.staging import check_files
 from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.settings import assign, read_toml
+from hpctrain.stage.local import PACKED
 from hpctrain.train.config import check_node_counts
 from hpctrain.train.config import load as load_settings
 from hpctrain.util.reading import read_text, reason
@@ -124,6 +126,7 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
         cpus_per_rank=_first(args.cpus_per_rank, profile.cpus_per_rank, 1),
         sweep=combine(args.sweep),
         venv=_venv(args, profile),
+        **_staged(args, _venv(args, profile)),
         modules=tuple(args.modules),
         environment=_environment(args.env),
         settings=_settings(args),
@@ -181,6 +184,29 @@ def _venv(args: argparse.Namespace, profile: Profile) -> str:
     if container not in ("", "none") or any(name.partition("/")[0] == "hpctrain" for name in modules):
         return ""
     return sys.prefix if sys.prefix != sys.base_prefix else ""
+
+
+def _staged(args: argparse.Namespace, venv: str) -> dict[str, Any]:
+    """Return the fields of a request for what ``--stage`` names; the environment is packed unless it has been."""
+    if not args.stage:
+        return {}
+    items = args.stage.split(",")
+    files = [item for item in items if item not in ("env", "data")]
+    if "data" in items:
+        if args.runner or args.config.endswith(PROGRAM):
+            raise UsageError(
+                f"--stage data: {args.config} has no settings that name data files; name them in its place"
+            )
+        files = [*load_settings(args.config, _settings(args)).data.files, *files]
+    found: dict[str, Any] = {"stage_data": check_files(tuple(dict.fromkeys(files)))}
+    if "env" in items:
+        if not venv:
+            raise UsageError("--stage env: the job has no virtual environment of its own (--venv); remove env")
+        from hpctrain.stage.archive import pack
+        from hpctrain.stage.environment import find_environment
+
+        found["stage_env"] = str(pack(find_environment(Path(venv)), Path(os.path.expanduser(PACKED))))
+    return found
 
 
 def _environment(texts: list[str]) -> dict[str, str]:
@@ -285,6 +311,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--at-once", type=int, default=0, metavar="N", help="concurrent tasks (default: all)")
     group.add_argument("--profile", metavar="NAME", help="profile of a site, or a path (default: $HPCTRAIN_PROFILE)")
     group.add_argument("--venv", metavar="FOLDER", help="virtual environment to use, or none (default: this one)")
+    copied = "copy to the nodes before each start: env (the environment), data (the config's files), other files"
+    group.add_argument("--stage", default="", metavar="WHAT,...", help=copied)
     group.add_argument("--container", default="", metavar="IMAGE", help="run in this container (default: none)")
     _add_list(group, "--module", "modules", "NAME", "module to load (repeatable)")
     _add_list(group, "--env", "env", "NAME=VALUE", "variable to set (repeatable)")

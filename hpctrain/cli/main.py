@@ -27,7 +27,7 @@ VERBS = {
     "plan": "estimate memory and time of a run; show a pipeline schedule",
     "job": "print a job script for Slurm or PBS",
     "submit": "submit a job to Slurm or PBS",
-    "stage": "bring environment and data to the nodes' own storage, once per job",
+    "stage": "copy environment and data to the nodes, once per job",
     "modulefile": "print an environment module for an installed hpctrain",
     "doctor": "find problems of this machine; measure a job's nodes",
     "watch": "show runs in the terminal: progress, curves, use of time",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.cli.main import add_action, add_verb
 from hpctrain.cluster.launcher import detect
 from hpctrain.errors import UsageError
-from hpctrain.stage.local import FOLDER, NodeStorage, default_place
+from hpctrain.stage.local import FOLDER, PACKED, NodeStorage, default_place
 from hpctrain.util.text import counted, format_bytes, printable
 
 if TYPE_CHECKING:
@@ -34,23 +34,22 @@ Rank 0 reads each file once, the nodes pass it on along a tree, and check it. A 
 original, with a warning. Copies are made in ${FOLDER}, $SLURM_TMPDIR, $TMPDIR or /dev/shm, the first that is set; they
 are used again by the next job on the node, unless the job removes them. docs/stage.md has more.
 """
-_PACKED = "~/.hpctrain"
 _PACK_EPILOG = f"""\
 examples:
-  hpctrain stage pack                            this environment, to {_PACKED}
+  hpctrain stage pack                            this environment, to {PACKED}
   hpctrain stage pack ~/venv -o /project/me      another one, to another folder
 
 Prints the name of the file, which contains a part of its checksum. Packages that are installed with -e are refused.
 """
 _COPY_EPILOG = """\
-examples, with one process per node:
+examples:
   srun --ntasks-per-node=1 hpctrain stage copy --env ~/.hpctrain/env-1f3a.tar
   mpiexec -ppn 1 hpctrain stage copy --data corpus.h5 image.sif --to /local
 
-With more processes on a node, one of them copies, and the others wait. --json prints what every node has.
+Start one process per node; of several on a node, one copies, and the others wait. --json prints what every node has.
 """
 _REMOVE_EPILOG = """\
-examples, with one process per node:
+examples:
   srun --ntasks-per-node=1 hpctrain stage remove          at the end of a job
   srun --ntasks-per-node=1 hpctrain stage remove --all    also what killed jobs have left
 """
@@ -68,7 +67,7 @@ def _add_pack(actions: Any) -> None:
     what = "pack an environment (venv or conda) with its Python into one file; the same files are not packed twice"
     parser = add_action(actions, "pack", what, _PACK_EPILOG, pack)
     parser.add_argument("environment", nargs="?", type=Path, metavar="FOLDER", help="default: the one of this command")
-    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"for the file (default: {_PACKED})")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help=f"for the file (default: {PACKED})")
 
 
 def _add_copy(actions: Any) -> None:
@@ -110,11 +109,8 @@ def pack(args: argparse.Namespace) -> int:
 
     folder = args.environment or Path(sys.prefix)
     with _Bar() as bar:
-        archive = packed(
-            find_environment(folder),
-            args.output or Path(os.path.expanduser(_PACKED)),
-            lambda *done: bar("packing", *done),
-        )
+        into = args.output or Path(os.path.expanduser(PACKED))
+        archive = packed(find_environment(folder), into, lambda done, total: bar("packing", done, total))
     index = read_index(archive)
     _say(f"{folder}: {format_bytes(index.unpacked)} in {counted(index.files, 'file', ',')}")
     print(json.dumps({"archive": str(archive), **asdict(index)}, indent=1) if args.json else printable(archive))
@@ -175,9 +171,9 @@ def _say(text: str) -> None:
 
 def remove(args: argparse.Namespace) -> int:
     """Remove copies on this node; return the exit code."""
-    place = _place(args)
+    place, job = _place(args), None if args.all else _job(args)
     try:
-        removed = NodeStorage(place, create=False).remove(None if args.all else _job(args))
+        removed = NodeStorage(place, create=False).remove(job)
     except FileNotFoundError:
         removed = []
     except OSError as error:

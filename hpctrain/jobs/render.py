@@ -10,20 +10,13 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile
-from hpctrain.jobs.request import FOLDER, Request, granted_nodes, task_cases
+from hpctrain.jobs.request import FOLDER, NEWEST_FILE, Request, granted_nodes, task_cases
 from hpctrain.jobs.spares import NODE_FILE, on_living_nodes, pbs_spare_values, spare_values
+from hpctrain.jobs.staging import one_per_node, stage_values, staged_program
 from hpctrain.jobs.template import SCHEDULERS, Raw, Value, clock, fill, join, read_template
 
 Words = list[str]
 MODULE = "hpctrain"  # name of the project's own modulefiles
-# Progress of a program that writes other files than hpctrain's checkpoints: the newest model file and its time.
-_ENDINGS = "bin|ckpt|distcp|h5|npz|pkl|pt|pth|safetensors"
-_NEWEST_FILE = (
-    Raw("newest_file() {"),
-    Raw(f"    find \"$folder\" -regextype posix-extended -type f -regex '.*\\.({_ENDINGS})' \\"),
-    Raw("        -printf '%T@ %f@%TFT%TT\\n' 2>/dev/null | sort -n | tail -n 1 | cut -d ' ' -f 2- | tr ' ' _ | grep ."),
-    Raw("}"),
-)
 
 
 def program(request: Request, profile: Profile) -> Words:
@@ -390,11 +383,16 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "environment": tuple(f"{name}={value}" for name, value in environment.items()) or None,
         "restarts": request.restarts,
         "retries": request.retries,
-        "newest_file": _NEWEST_FILE if request.runner else None,
+        "newest_file": NEWEST_FILE if request.runner else None,
         "otherwise": Raw("newest_file || echo nothing" if request.runner else "echo nothing"),
         "cases": task_cases(request.sweep) or None,
-        "launcher": [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)],
+        "launcher": _launcher(request, profile),
         "preflight": preflight(request, profile),
         "all_killed": _ALL_KILLED if profile.launcher == "openmpi" else None,
-        "program": program(request, profile),
+        "program": staged_program(request, program(request, profile)),
+        **stage_values(request, profile, _launcher(one_per_node(request), profile)),
     }
+
+
+def _launcher(request: Request, profile: Profile) -> Words:
+    return [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)]

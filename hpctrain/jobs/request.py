@@ -24,6 +24,16 @@ EARLY = 60  # seconds by which Slurm's signal may be early
 MOST_NODES = 65536
 
 
+# Progress of a program that writes other files than hpctrain's checkpoints: the newest model file and its time.
+_ENDINGS = "bin|ckpt|distcp|h5|npz|pkl|pt|pth|safetensors"
+NEWEST_FILE = (
+    Raw("newest_file() {"),
+    Raw(f"    find \"$folder\" -regextype posix-extended -type f -regex '.*\\.({_ENDINGS})' \\"),
+    Raw("        -printf '%T@ %f@%TFT%TT\\n' 2>/dev/null | sort -n | tail -n 1 | cut -d ' ' -f 2- | tr ' ' _ | grep ."),
+    Raw("}"),
+)
+
+
 def _text(kind: str, default: Any = "") -> Any:
     """Return a field of text, or of a list, of a kind in ``template.KINDS``; it may be empty only if its default is."""
     return field(default=default, metadata={"kind": kind, "needed": default != "" and default != ()})
@@ -61,6 +71,9 @@ class Request:
     memory: str = _text("memory")  # memory per node
     container: str = _text("image")  # container image; "none": no container, whatever the profile says
     venv: str = _text("path")  # a virtual environment to activate
+    # Packed environment and data files that are copied to the nodes before each start (hpctrain stage).
+    stage_env: str = _text("path")
+    stage_data: tuple[str, ...] = _text("path", ())
     modules: tuple[str, ...] = _text("module", ())
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = _text("setting", ())  # changes of the config by --set
@@ -153,6 +166,11 @@ class Request:
     def is_program(self) -> bool:
         """Return whether the job runs the user's own program."""
         return self.config.endswith(PROGRAM) or bool(self.runner)
+
+    @property
+    def stages(self) -> bool:
+        """Return whether something is copied to the nodes before each start."""
+        return bool(self.stage_env or self.stage_data)
 
     @property
     def walltime(self) -> int:

@@ -29,6 +29,7 @@ VARIABLE = "HPCTRAIN_STAGED"  # path of the record of this job on this node
 FOLDER = "HPCTRAIN_STAGE_FOLDER"  # where to stage, if not named otherwise
 _PLACES = (FOLDER, "SLURM_TMPDIR", "TMPDIR")
 _MEMORY = "/dev/shm"
+PACKED = "~/.hpctrain"  # for archives, on the shared file system
 _NAME = re.compile(r"(env|data)-[0-9a-f]{16}")
 _USERS = ".users"
 _SPARE = 64 * 1024 * 1024  # bytes that are left free

@@ -59,7 +59,8 @@ class StageSummary:
     def text(self) -> str:
         """The summary in one line."""
         read = f"{format_bytes(self.nbytes)} read once" if self.nbytes else "nothing read"
-        text = f"{counted(len(self.files), 'file')} on {counted(self.nodes, 'node')} in {format_seconds(self.seconds)}, {read}"
+        text = f"{counted(len(self.files), 'file')} on {counted(self.nodes, 'node')}"
+        text += f" in {format_seconds(self.seconds)}, {read}"
         hosts = len({host for host, _, _ in self.failed})
         return text + (f", {counted(hosts, 'node')} without all copies" if hosts else "")
 

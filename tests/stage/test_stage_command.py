@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,15 @@ def test_a_program_runs_without_the_original(launch: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.limit(60)
-def test_a_full_disk_is_a_warning_and_the_original_is_used(
-    launch: Any, make_environment: MakeEnvironment, tmp_path: Path
-) -> None:
-    data = tmp_path / "data.bin"
-    with data.open("wb") as file:
-        file.truncate(8 * 1024 * 1024)
-    words = ("stage", "copy", "--data", data, "--to", "/dev/shm", "--job", "7")
-    done = launch(0, "-m", "hpctrain", *words, prefix=in_small_shm(66))
+def test_a_full_disk_is_a_warning_and_the_original_is_used(launch: Any) -> None:
+    with tempfile.NamedTemporaryFile(dir="/var/tmp", suffix=".bin") as data:
+        data.truncate(8 * 1024 * 1024)
+        words = ("stage", "copy", "--data", data.name, "--to", "/dev/shm", "--job", "7")
+        done = launch(0, "-m", "hpctrain", *words, prefix=in_small_shm(66))
     assert done.returncode == 0, done
-    assert f"uses the original of {data}: /dev/shm/hpctrain-stage-{os.geteuid()} has room for" in done.stderr, done
-    assert done.stdout.strip().endswith("job-7.sh"), "what does fit is used"
+    place = f"/dev/shm/hpctrain-stage-{os.geteuid()}"
+    assert f"uses the original of {data.name}: {place} has room for" in done.stderr, done
+    assert done.stdout.strip().endswith("job-7.sh"), "other copies of this node would be used"
 
 
 def test_copies_are_told_as_json(
