@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,10 +81,11 @@ class NodeStorage:
 
     def begin(self, name: str) -> Path:
         """Return a new folder in which a copy is made; ``put`` gives it its name, ``discard`` removes it."""
-        for left in self.folder.glob(f".{name}-*-*"):
-            if not Path("/proc", left.name.split("-")[2]).exists():  # its process was killed
+        owner = _owner()
+        for left in self.folder.glob(f".{name}-{owner}-*-*"):
+            if not Path("/proc", left.name.rsplit("-", 2)[1]).exists():  # its process was killed
                 discard(left)
-        private = self.folder / f".{name}-{os.getpid()}-{secrets.token_hex(8)}"
+        private = self.folder / f".{name}-{owner}-{os.getpid()}-{secrets.token_hex(8)}"
         private.mkdir(mode=0o700)
         return private
 
@@ -130,6 +132,15 @@ class NodeStorage:
             return []
         discard(self.folder / name)
         return [name]
+
+
+def _owner() -> str:
+    """Return this host and its numbering of processes: nodes may share a folder, against all advice."""
+    host = socket.gethostname()[:40].replace("-", "_")
+    try:
+        return host + "_" + re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        return host
 
 
 def discard(path: Path) -> None:

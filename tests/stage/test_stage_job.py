@@ -136,11 +136,14 @@ def test_a_copy_is_removed_with_the_last_job(tmp_path: Path) -> None:
 def test_copies_of_killed_processes_are_removed(tmp_path: Path) -> None:
     storage = NodeStorage(tmp_path)
     own = storage.begin("env-0123456789abcdef")
-    left = storage.folder / ".env-0123456789abcdef-99999999-ab"
-    left.mkdir()
-    (left / "file").write_text("x")
+    head, _, number = own.name.rpartition("-")
+    left = storage.folder / f"{head.rpartition('-')[0]}-99999999-{number}"
+    other = storage.folder / f".env-0123456789abcdef-elsewhere-99999999-{number}"
+    for each in (left, other):
+        each.mkdir()
+        (each / "file").write_text("x")
     storage.begin("env-0123456789abcdef")
-    assert own.exists() and not left.exists()
+    assert own.exists() and not left.exists() and other.exists(), "that of another node may be in progress"
 
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
