@@ -63,23 +63,26 @@ class EnvironmentIndex:
 def pack(environment: Environment, into: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
     """Pack an environment and return the archive; one of the same files is not packed again.
 
-    ``progress`` is called with the bytes that are packed, and their total. Raises ``UsageError``, and ``OSError`` if
-    the archive cannot be written.
+    ``progress`` is called with the bytes that are packed, and their total. Raises ``UsageError``, also if the disk
+    or the quota is full.
     """
-    into.mkdir(parents=True, exist_ok=True)
     try:
-        found = list(members(environment))
-        signature = _signature(environment, found)
-        for path in sorted(into.glob(f"{PREFIX}*{INDEX}")):
-            known = _index_or_none(path)
-            if known is not None and known.signature == signature and _archive_of(path).exists():
-                return _archive_of(path)
-        texts = tuple(texts_with_paths(environment, iter(found)))
-        programs = tuple(programs_with_paths(environment, iter(found)))
+        return _pack(environment, into, progress)
     except OSError as error:
-        raise UsageError(
-            f"cannot read the environment {environment.prefix}: {error.filename}: {error.strerror}"
-        ) from error
+        what = f": {error.filename}" if error.filename else ""
+        raise UsageError(f"cannot pack {environment.prefix} into {into}: {error.strerror or error}{what}") from error
+
+
+def _pack(environment: Environment, into: Path, progress: Callable[[int, int], None]) -> Path:
+    into.mkdir(parents=True, exist_ok=True)
+    found = list(members(environment))
+    signature = _signature(environment, found)
+    for path in sorted(into.glob(f"{PREFIX}*{INDEX}")):
+        known = _index_or_none(path)
+        if known is not None and known.signature == signature and _archive_of(path).exists():
+            return _archive_of(path)
+    texts = tuple(texts_with_paths(environment, iter(found)))
+    programs = tuple(programs_with_paths(environment, iter(found)))
     sizes = [member.status.st_size for member in found if _has_content(member)]
     private = atomic.private_name(into / "env")
     try:

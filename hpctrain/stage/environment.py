@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -43,6 +43,7 @@ class Environment:
     prefix: Path
     base: Path | None
     kind: str  # venv or conda
+    sees_base: bool = False  # also uses the packages of its Python
 
     @property
     def roots(self) -> dict[str, Path]:
@@ -57,7 +58,7 @@ def find_environment(folder: Path) -> Environment:
         if (prefix / "conda-meta").is_dir():
             found = Environment(prefix, None, "conda")
         elif (prefix / CONFIG).is_file():
-            found = Environment(prefix, _base(prefix), "venv")
+            found = _virtual(prefix)
         else:
             raise UsageError(f"{folder} is no environment: it has neither {CONFIG} nor conda-meta; name its folder")
     except OSError as error:
@@ -70,17 +71,19 @@ def find_environment(folder: Path) -> Environment:
     return found
 
 
-def _base(prefix: Path) -> Path | None:
-    """Return the prefix of the Python that a virtual environment uses; None if it is that of the system."""
+def _virtual(prefix: Path) -> Environment:
+    """Return a virtual environment with the Python that it uses, unless that is the one of the system."""
     try:
         lines = [line.partition("=") for line in read_text(prefix / CONFIG).splitlines()]
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {prefix / CONFIG}: {reason(error)}") from error
-    home = next((value.strip() for name, _, value in lines if name.strip() == "home"), "")
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    home = facts.get("home", "")
     if not home or not os.path.isdir(home):
         raise UsageError(f"{prefix / CONFIG} names no folder of a Python (home = {home or '?'}); make it again")
     base = Path(os.path.realpath(home)).parent
-    return None if base.is_relative_to(_SYSTEM) else base
+    sees_base = facts.get("include-system-site-packages", "").lower() == "true"
+    return Environment(prefix, None if base.is_relative_to(_SYSTEM) else base, "venv", sees_base)
 
 
 def packages_of(prefix: Path) -> list[Path]:
@@ -111,25 +114,29 @@ def members(environment: Environment) -> Iterator[Member]:
     """Yield the members of the archive, folders before their contents, in an order that depends on their names."""
     for root, folder in environment.roots.items():
         yield Member(root, folder, os.stat(folder))
-        for path, status in _walk(folder, PurePosixPath(), is_base=root == "base"):
+        unused = None if root == "env" else _UNUSED[1:] if environment.sees_base else _UNUSED
+        for path, status in _walk(folder, PurePosixPath(), unused):
             yield _member(environment, root, folder, path, status)
 
 
-def _walk(folder: Path, inside: PurePosixPath, *, is_base: bool) -> Iterator[tuple[PurePosixPath, os.stat_result]]:
+def _walk(
+    folder: Path, inside: PurePosixPath, unused: Collection[str] | None
+) -> Iterator[tuple[PurePosixPath, os.stat_result]]:
+    """Yield the files below a folder; of a Python, those that belong to it, without the ``unused`` parts."""
     with os.scandir(folder / inside) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
     for entry in found:
         path, status = inside / entry.name, entry.stat(follow_symlinks=False)
-        if is_base and not _of_python(path):
+        if unused is not None and not _of_python(path, unused):
             continue
         if stat.S_ISDIR(status.st_mode):
             yield path, status
-            yield from _walk(folder, path, is_base=is_base)
+            yield from _walk(folder, path, unused)
         elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
             yield path, status
 
 
-def _of_python(path: PurePosixPath) -> bool:
+def _of_python(path: PurePosixPath, unused: Collection[str] = ()) -> bool:
     """Return whether a file of the base's prefix is a part of Python: a prefix such as /opt may have much else."""
     first, *rest = path.parts
     if first not in ("bin", "lib", "lib64") or path.suffix == ".a":
@@ -138,7 +145,7 @@ def _of_python(path: PurePosixPath) -> bool:
         return True
     if first == "bin":
         return rest[0].startswith("python")
-    is_library = rest[0].startswith("python3") and not any(part in _UNUSED for part in rest)
+    is_library = rest[0].startswith("python3") and not (rest[1:] and rest[1] in unused)
     return is_library or (len(rest) == 1 and rest[0].startswith("lib") and ".so" in rest[0])
 
 

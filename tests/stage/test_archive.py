@@ -81,6 +81,15 @@ def test_the_python_of_the_system_stays(make_environment: MakeEnvironment, tmp_p
         assert {name.partition("/")[0] for name in found.getnames()} == {"env"}
 
 
+def test_packages_of_the_python_are_packed_if_they_are_used(make_environment: MakeEnvironment, tmp_path: Path) -> None:
+    prefix = make_environment()
+    config = prefix / "pyvenv.cfg"
+    config.write_text(config.read_text().replace("= false", "= true"))
+    copy = unpacked(packed(prefix, tmp_path / "a"), tmp_path / "node")
+    assert (copy / "base/lib/python3.11/site-packages/x.py").exists()
+    assert not (copy / "base/lib/python3.11/test").exists()
+
+
 def test_texts_of_conda_have_the_new_path(tmp_path: Path) -> None:
     prefix = tmp_path / "conda"
     (prefix / "conda-meta").mkdir(parents=True)
@@ -123,6 +132,12 @@ def test_what_cannot_be_packed_is_named(make_environment: MakeEnvironment, tmp_p
     with pytest.raises(UsageError, match="names no folder of a Python"):
         packed(prefix, tmp_path / "a")
     assert not (tmp_path / "a").exists() or not os.listdir(tmp_path / "a")
+
+
+def test_a_folder_that_cannot_be_written_is_named(make_environment: MakeEnvironment, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot pack .*shared/venv into .*file: File exists: .*file"):
+        packed(make_environment(), tmp_path / "file")
 
 
 @pytest.mark.parametrize(
