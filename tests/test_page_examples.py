@@ -161,7 +161,7 @@ AROUND: dict[str, list[tuple[str, str] | None]] = {
         ("job = hpctrain.init()\n", "assert bool((buffer == buffer[0]).all())\n"),
         ("job = hpctrain.init()\n", ""),
         (
-            "job = hpctrain.init()\nloss, tokens, seed = torch.ones(1), torch.ones(1, dtype=torch.int64), torch.ones(1)\n",
+            "job = hpctrain.init()\nloss, tokens, seed = torch.ones(1), torch.ones(1).long(), torch.ones(1)\n",
             "",
         ),
         (TOWERS.replace("ROWS", "3"), "assert towers[0].weight.grad is not None\n"),
