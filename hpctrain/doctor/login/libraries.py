@@ -53,7 +53,7 @@ def check_torch(torch: Answer) -> Iterator[Finding]:
             f"import torch did not end in {LOAD_TIMEOUT:g} s",
             "its thousands of files come from a filesystem that is cold, overloaded or gone, and every rank of a job "
             "reads them at the same time",
-            "try again in a minute; put the environment on a faster filesystem, or pack it into a container image",
+            "try again in a minute; let jobs copy the environment to their nodes (hpctrain submit --stage env)",
         )
     elif torch.error:
         yield error("torch", f"import torch failed: {torch.error}", "nothing can be trained without it", _REINSTALL)
@@ -81,7 +81,7 @@ def _check_loaded(torch: Answer) -> Iterator[Finding]:
             "torch",
             text,
             "all ranks of a job import it at once, which is even slower, at each start of a job",
-            "put the environment on a faster filesystem, or pack it into a container image",
+            "let jobs copy the environment to their nodes (hpctrain submit --stage env, docs/stage.md)",
         )
     else:
         yield ok("torch", text)
