@@ -70,7 +70,7 @@ if comm.rank == 0:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return make_parser("stage", __doc__, rounds=3).parse_args(argv)
+    return make_parser("stage", __doc__, rounds=2).parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
                 turns[f"{number} nodes, {name}"] = lambda _, number=number, program=program: on_nodes(
                     number, program, data, local, slow
                 )
-        times = {name: each for name, each in interleave(turns, args.rounds, what="rounds").items() if each}
+        times = {name: each for name, each in interleave(turns, args.rounds, warmup=0, what="rounds").items() if each}
     if len(times) < len(turns):
         return
     medians = {name: statistics.median(each) for name, each in times.items()}
