@@ -42,7 +42,7 @@ MILLISECONDS, BANDWIDTH, FILE = 5, 100e6, 64 * 2**20
 RATIO, RANKS, NODES = 0.2, (2, 4, 8), (1, 2, 4, 8)
 LONGEST = 560.0  # seconds of a job
 READ = """
-import shutil, sys, time
+import sys, time
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 comm.Barrier()

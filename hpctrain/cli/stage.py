@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.main import add_action, add_verb
 from hpctrain.cluster.launcher import detect
-from hpctrain.errors import UsageError
+from hpctrain.comm.transport.waiting import timeout_seconds
+from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.stage.local import FOLDER, PACKED, NodeStorage, default_place
+from hpctrain.train.exit import end_job
 from hpctrain.util.text import counted, format_bytes, printable
 
 if TYPE_CHECKING:
@@ -141,16 +147,47 @@ def copy(args: argparse.Namespace) -> int:
             reason = str(error)
     if reason := world.bcast(reason, 0):
         raise UsageError(reason, everywhere=True)
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    nodes = world.Split(0 if node.Get_rank() == 0 else MPI.UNDEFINED)
-    if nodes != MPI.COMM_NULL:
-        with _Bar(shown=nodes.Get_rank() == 0) as bar:
-            result, summary = JobStaging(nodes, place, job, bar).stage(sources)
-        results = nodes.gather(result, 0)
-        if results is not None:
-            _tell(results, summary, as_json=args.json)
-    node.Barrier()
+    place = Path(world.bcast(str(place), 0))  # the script has one name on all nodes
+    try:
+        node = world.Split_type(MPI.COMM_TYPE_SHARED)
+        nodes = world.Split(0 if node.Get_rank() == 0 else MPI.UNDEFINED)
+        if nodes != MPI.COMM_NULL:
+            reads = nodes.Get_rank() == 0  # its progress is that of all: it waits for those that receive
+            with _Bar(shown=reads) as bar, _Deadline(bar, timeout_seconds() if reads else math.inf) as progress:
+                result, summary = JobStaging(nodes, place, job, progress).stage(sources)
+                results = nodes.gather(result, 0)
+            if results is not None:
+                _tell(results, summary, as_json=args.json)
+        node.Barrier()
+    except BaseException:  # the others would wait for this process without end
+        traceback.print_exc()
+        end_job(EXIT_FAILURE)
     return 0
+
+
+class _Deadline:
+    """End of all processes if nothing has been read for HPCTRAIN_TIMEOUT seconds: a node, or the file system, hangs."""
+
+    def __init__(self, progress: Callable[[str, int, int], None], seconds: float) -> None:
+        self._progress, self._seconds = progress, seconds
+        self._moved, self._ended = time.monotonic(), threading.Event()
+
+    def __enter__(self) -> Callable[[str, int, int], None]:
+        threading.Thread(target=self._watch, name="deadline", daemon=True).start()
+        return self._note
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+
+    def _note(self, what: str, done: int, total: int) -> None:
+        self._moved = time.monotonic()
+        self._progress(what, done, total)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(self._seconds / 4, 5.0)):
+            if time.monotonic() - self._moved > self._seconds:
+                _say(f"staging has not moved for {self._seconds:g} s (HPCTRAIN_TIMEOUT): given up, no node has a copy")
+                end_job(EXIT_FAILURE)
 
 
 def _tell(results: Sequence[NodeResult], summary: StageSummary, *, as_json: bool) -> None:

@@ -83,11 +83,6 @@ class ByteTree:
             MPI.Request.Waitall(requests)
 
 
-def depth(size: int) -> int:
-    """Return the number of messages after which the last of ``size`` ranks has a piece."""
-    return size.bit_length() - 1
-
-
 def pieces_of(path: str, size: int = PIECE) -> Iterator[bytes]:
     """Yield the bytes of a file in pieces. Raises ``OSError``."""
     with open(path, "rb", buffering=0) as file:

@@ -26,7 +26,7 @@ from hpctrain.stage.environment import (
 from hpctrain.stage.local import NodeStorage, Piece, check_room, discard
 from hpctrain.stage.rpath import local_text, search_paths
 from hpctrain.util import atomic
-from hpctrain.util.reading import read_json, reason
+from hpctrain.util.reading import read_json
 
 FORMAT = "hpctrain-environment"
 PREFIX, SUFFIX, INDEX = "env-", ".tar", ".json"
@@ -136,7 +136,7 @@ def read_index(archive: Path) -> EnvironmentIndex:
 def _index(path: Path) -> EnvironmentIndex:
     facts: Any = read_json(path)
     if facts["format"] != FORMAT:
-        raise ValueError(reason(ValueError(FORMAT)))
+        raise ValueError("another format")
     names = EnvironmentIndex.__dataclass_fields__
     lists = {name: tuple(map(str, facts[name])) for name in ("texts", "programs")}
     found = EnvironmentIndex(**{name: facts[name] for name in names} | lists)

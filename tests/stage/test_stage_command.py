@@ -60,6 +60,36 @@ def test_a_program_runs_without_the_original(launch: Any, tmp_path: Path) -> Non
     assert os.listdir(node / f"hpctrain-stage-{os.geteuid()}") == []
 
 
+FAULTY = """
+import sys, threading
+import hpctrain.stage.staging as staging
+from hpctrain.cli.main import main
+
+def fails(*_):
+    raise MemoryError("no memory")
+
+def hangs(*_):
+    threading.Event().wait()
+
+kind, *words = sys.argv[1:]
+if kind == "fails":
+    staging.JobStaging._existing = fails
+else:
+    staging.pieces_of = hangs
+sys.exit(main(words))
+"""
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize(("kind", "said"), [("fails", "MemoryError: no memory"), ("hangs", "has not moved for 1 s")])
+def test_no_process_waits_without_end(launch: Any, tmp_path: Path, kind: str, said: str) -> None:
+    """The other process of the node waits for the one that copies."""
+    (tmp_path / "data").write_text("x")
+    words = ("stage", "copy", "--data", tmp_path / "data", "--to", tmp_path, "--job", "7")
+    done = launch(2, FAULTY, kind, *words, timeout=40, env={"HPCTRAIN_TIMEOUT": "1"})
+    assert done.returncode != 0 and said in done.stderr and not done.stdout, done
+
+
 @pytest.mark.limit(60)
 def test_a_full_disk_is_a_warning_and_the_original_is_used(launch: Any) -> None:
     with tempfile.NamedTemporaryFile(dir="/var/tmp", suffix=".bin") as data:
