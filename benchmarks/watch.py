@@ -48,6 +48,9 @@ def write_runs(folder: Path, runs: int, steps: int) -> None:
             row |= {"step_seconds": 0.25, "communication_seconds": 0.03, "data_seconds": 0.01}
             row |= {
                 "optimizer_seconds": 0.02,
+                "forward_seconds": 0.06,
+                "backward_seconds": 0.12,
+                "save_seconds": 0.001,
                 "tokens": 4096 * step,
                 "unix_time": round(now - 0.26 * (steps - step), 3),
             }
