@@ -7,7 +7,8 @@ moments of its training: in passes, updates, exchanges, checkpoints, and within 
 kill. Under ZeRO and FSDP the others restore its shards; with pipelines and tensor parallelism the rest of its
 replica leaves as well. The job must continue with the remaining ranks to its last step, with the losses of an
 undisturbed job (reproducible ones: with the same bits), or end with the message that names the dead rank, or
-says that no replica is left. The first violation ends the benchmark with exit code 1.
+says that no replica is left. Open MPI 5.0 crashes in ranks that create a communicator while another one of them
+dies: if all ranks die so within a recovery, the run folder must tell it. The first violation ends the benchmark with exit code 1.
 
 The time of a kill is that from SIGKILL to the record in ``metrics.jsonl`` of the step in which the others have
 continued, minus a step. If torchft is installed in the same environment (``pip install torchft==0.2.0``), the
@@ -49,6 +50,7 @@ from harness.run import finish, main, make_parser
 from harness.turns import Progress, announce, stop, until_stopped
 
 from hpctrain.errors import UsageError
+from hpctrain.train.receipt.write import read_failure
 
 RANKS, STEPS = 4, 120
 TOLERANT = ["--with-ft", "ulfm"]
@@ -60,6 +62,7 @@ MOST_SECONDS, MOST_COST, MOST_REPLICATE = 1.0, 0.02, 0.05
 
 
 Times = Sequence[float | None]  # seconds to the next step; None if there was none
+DIED_TOGETHER = "the other ranks died while they recovered"  # with the last living rank, in Open MPI
 SPLIT = ("pipe", "tensor")  # kinds of which a job without a whole replica ends
 
 
@@ -77,6 +80,7 @@ class Kill:
     ranks_left: int
     seconds: float | None
     continued: bool
+    together: bool = False  # all ranks have died within a recovery
 
 
 def target(kind: str, folder: Path, steps: int, on_failure: str) -> list[str]:
@@ -179,7 +183,8 @@ class Killed:
         rows = rows_of(folder)
         continued = code == 0 and [row["step"] for row in rows] == list(range(1, STEPS + 1))
         named = "ends the job: rank" in said and "died" in said or "no replica of the model is left" in said
-        if not continued and not (code == 1 and named):
+        together = not continued and DIED_TOGETHER in str(read_failure(folder))
+        if not continued and not (code == 1 and named) and not together:
             raise Violation(f"{self._kind}: exit {code} with {len(rows)} steps after kills of {victims}:\n{said}")
         if continued:
             self._compare(rows, victims)
@@ -193,7 +198,7 @@ class Killed:
             seconds = (
                 later[0] - killed - self._step if killed is not None and later and continued and not close else None
             )
-            kills.append(Kill(self._kind, rank, after, RANKS - number - 1, seconds, continued))
+            kills.append(Kill(self._kind, rank, after, RANKS - number - 1, seconds, continued, together))
         return kills
 
     def _compare(self, rows: Sequence[Mapping[str, Any]], victims: Sequence[int]) -> None:
@@ -315,6 +320,8 @@ def targets(kills: Sequence[Kill], pairs: Mapping[str, Sequence[Pair]], peers: M
     split = sum(kill.kind in SPLIT for kill in kills)
     if whole:
         yield from at_least("kills after which the job continued", sum(kill.continued for kill in whole), len(whole))
+    if together := sum(kill.together for kill in kills):
+        yield from at_most("kills of jobs whose ranks all died within a recovery", together, 0)
     if split:
         yield from at_least("the same or no replica left: pipelines, tensor parallelism", split, split)
     if seconds:

@@ -59,13 +59,16 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {"parallel.data": "fsdp"},
     "pipe": {"parallel.pipe": 2, "parallel.reproducible": "false", "train.batch": 8},
 }
-RANKS = {"pipe": 2}  # 3 for others
+RANKS, NODES = 3, 2  # on two simulated nodes: four ranks
+SPLIT = {"pipe": 4}  # ranks of two replicas
 REACTIONS: dict[str, dict[str, Any]] = {
     "restart": {},
-    "shrink": {"run.on_failure": "shrink"},  # Open MPI only, and not for pipelines
+    "shrink": {"run.on_failure": "shrink"},  # Open MPI only, as the next one
+    "replicate": {"run.on_failure": "shrink", "checkpoint.replicate": 2},  # on two simulated nodes
     "repair": {"health.fingerprint_every": 1},  # ddp only
     "skip": {"train.on_nonfinite": "skip"},
 }
+LOST_NODE = "lost node"
 FAULTS = {
     "none": "",
     "kill in backward": f"kill step={STEP} at=backward rank=1",
@@ -76,7 +79,7 @@ FAULTS = {
     "segfault": f"segfault step={STEP} rank=1",
     "exception": f"exception step={STEP} rank=1",
     "exit 0": f"exit step={STEP} rank=1",
-    "lost node": f"node step={STEP} rank=1",
+    LOST_NODE: f"node step={STEP} rank=1",
     "hang": f"hang step={STEP} rank=1",
     "pause of 2 s": f"pause step={STEP} rank=1 seconds=2",
     "slow rank": f"slow step={STEP} rank=1 factor=3",
@@ -90,7 +93,7 @@ FAULTS = {
 }
 _DEATHS = [name for name in FAULTS if name.startswith(("kill", "segfault"))]
 _NOTICES = (  # outcomes of jobs that did not end, by their messages
-    (r"ranks? .* ha(?:s|ve) died in step \d+: (\d+ ranks? continues?)", "{}"),
+    (r"ranks? .* ha(?:s|ve) died.* in step \d+: (\d+ ranks? continues?)", "{}"),
     (r"memory error in step \d+: .* was wrong", "named and repaired"),
     (r"skipping this update", "update skipped"),
     (r"is slow: ", "named"),
@@ -128,9 +131,11 @@ def cases(shrinks: bool) -> Iterator[tuple[str, str, str]]:
         for strategy in STRATEGIES:
             yield fault, strategy, "restart"
     if shrinks:
-        for strategy in ("ddp", "zero1", "fsdp"):
+        for strategy in STRATEGIES:
             for fault in (*_DEATHS, "exception", "exit 0"):
                 yield fault, strategy, "shrink"
+        for strategy in ("ddp", "zero1", "fsdp"):
+            yield LOST_NODE, strategy, "replicate"
     for fault in ("flipped parameter", "flipped moment"):
         yield fault, "ddp", "repair"
     for strategy in STRATEGIES:
@@ -161,7 +166,7 @@ class Table:
             notice = notice or told(said)
         receipt = _json(run / "run.json")
         attempts: list[dict[str, Any]] = receipt.get("attempts", [])
-        lost = sum(int(one.get("repeated_steps", 0)) for one in attempts)
+        lost = sum(map(repeated_steps, attempts))
         rows = _rows(run)
         fingerprint = rows[-1].get("fingerprint") if finished and rows else None
         if fault == "none":
@@ -173,14 +178,22 @@ class Table:
     def _start(self, fault: str, strategy: str, reaction: str) -> subprocess.CompletedProcess[str]:
         settings = {**SETTINGS, **STRATEGIES[strategy], **REACTIONS[reaction], "run.folder": "run"}
         words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        program, *options = mpiexec(RANKS.get(strategy, 3))
-        launcher = [program, *(TOLERANT if reaction == "shrink" else ()), *options]
+        nodes = reaction == "replicate"
+        program, *options = mpiexec(2 * NODES if nodes else SPLIT.get(strategy, RANKS))
+        launcher = [program, *(TOLERANT if "run.on_failure" in REACTIONS[reaction] else ()), *options]
         limit = [f"HPCTRAIN_TIMEOUT={HANG}"] if fault == "hang" else []
-        hpctrain = str(Path(sys.executable).parent / "hpctrain")
+        hpctrain = [str(Path(sys.executable).parent / "hpctrain")]
         given = ["--fault", FAULTS[fault]] if FAULTS[fault] else []
+        hpctrain = [sys.executable, str(Path(__file__).with_name("faults_nodes.py"))] if nodes else hpctrain
         return run_child(
-            ["env", *limit, *launcher, hpctrain, "train", "kill.toml", *words, *given], timeout=LIMIT, cwd=self._folder
+            ["env", *limit, *launcher, *hpctrain, "train", "kill.toml", *words, *given], timeout=LIMIT, cwd=self._folder
         )
+
+
+def repeated_steps(attempt: Mapping[str, Any]) -> int:
+    """Return the completed steps that were repeated after a start; a recovery's first one was not complete."""
+    back = sum(max(int(one["repeated_steps"]) - 1, 0) for one in attempt.get("recoveries", ()))
+    return int(attempt.get("repeated_steps", 0)) + back
 
 
 def reason(said: str) -> str:
@@ -258,7 +271,7 @@ def run(args: argparse.Namespace) -> None:
     name = f"faults-{mpi_slug()}"
     content = {"steps": STEPS, "step": STEP, "every": EVERY, "outcomes": [asdict(one) for one in found]}
     rows = [list(HEAD), *(cells([one]) for one in found)]
-    finish(args, "faults", content, [table(rows, left=4)], file=name, ranks=3)
+    finish(args, "faults", content, [table(rows, left=4)], file=name, ranks=RANKS)
     write_text(args.out / f"{name}.md", markdown([list(HEAD), *map(cells, alike(found))]))
     if any(one.equal is None and one.fault != "none" and not one.ended for one in found):
         raise UsageError("a job has not finished, and gave no reason")

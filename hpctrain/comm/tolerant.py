@@ -175,11 +175,11 @@ class _TolerantWork:
 def continue_with(comm: Communicator, ranks: Any) -> None:
     """Let a communicator and all its parts continue with the ranks of an mpi4py communicator. Collective over them.
 
-    Tensors of ``empty`` remain valid, but are no longer shared.
+    It keeps the mpi4py communicator. Tensors of ``empty`` remain valid, but are no longer shared.
     """
     from hpctrain.comm.transport.mpi import MpiTransport
 
-    comm._replace(MpiTransport(ranks))
+    comm._replace(MpiTransport(ranks, keeps=True))
 
 
 def release_former(comm: Communicator) -> None:

@@ -109,10 +109,11 @@ def _settled(folder: Path, last: dict[str, Any]) -> str:
     status = text(last, "status") or "unknown"
     if status != "running":
         return status
-    if failure := read_failure(folder):
-        last |= {name: failure[name] for name in ("reason", "failed_rank") if name in failure}
-        return "failed"
-    return "killed" if is_over(folder, last) else "running"
+    failure = read_failure(folder)
+    if (not failure or failure.get("recovering")) and not is_over(folder, last):
+        return "running"
+    last |= {name: failure[name] for name in ("reason", "failed_rank") if name in failure}
+    return "failed" if failure else "killed"
 
 
 def _rates(rows: Sequence[Row], attempt: Mapping[str, Any]) -> tuple[float | None, tuple[float, str] | None]:

@@ -57,6 +57,11 @@ def test_losses_that_differ_and_silent_ends_are_violations(tmp_path: Path) -> No
     said = "rank 3 of 4 on n in step 3 ends the job: CommunicationError: no replica of the model is left whose ranks"
     (kill,) = killed("pipe").checked(written(tmp_path, LOSSES[:3]), 1, said, [0], [0.1], [101.0])
     assert not kill.continued
+    (tmp_path / "failure.json").write_text(
+        '{"reason": "rank 0 on n has died, and the other ranks died while they recovered"}'
+    )
+    (kill,) = killed("plain").checked(written(tmp_path, LOSSES[:3]), 0, "", [0], [0.1], [101.0])
+    assert not kill.continued and kill.together
 
 
 def test_an_average_without_the_samples_of_a_dead_rank_may_differ(tmp_path: Path) -> None:
@@ -77,6 +82,7 @@ def test_figures_are_those_of_all_kills() -> None:
     found = {each.what: (each.value, each.met) for each in targets(kills, pairs, {"short": [None, 0.4, 0.6]})}
     assert found["kills after which the job continued"] == (3, False)
     assert found["the same or no replica left: pipelines, tensor parallelism"] == (1, True)
+    assert "kills of jobs whose ranks all died within a recovery" not in found
     assert found["torchft, short timeouts, relative to this median"] == (pytest.approx(3.0), True)
     assert found["seconds to the next step, without the step: median"] == (0.2, True)
     assert found["cost without failures, of a step: ddp"] == (pytest.approx(0.015), True)

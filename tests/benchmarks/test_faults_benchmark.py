@@ -33,6 +33,8 @@ def test_outcomes_are_told_by_messages() -> None:
     )
     assert reason("nothing") == "the launcher ends the ranks"
     assert told("warning: rank 1 on n has died in step 8: 2 ranks continue after 20 ms") == "2 ranks continue"
+    left = "warning: rank 1 on n has died and 1 rank of the same replica left in step 8: 2 ranks continue after 20 ms"
+    assert told(left) == "2 ranks continue"
     assert told("warning: memory error in step 8: parameter a of rank 1 on n was wrong; ...") == "named and repaired"
     assert told("step 12/12") == ""
     assert shorten("rank 1 on n07 has died; x") == "rank 1 has died" and len(shorten("y" * 100)) == 60
@@ -54,6 +56,15 @@ def test_rows_of_the_table(changed: dict[str, Any], words: str) -> None:
     assert row[3] == words and row[4:] == ["-", "2", "-" if given["equal"] is None else "yes"]
     text = markdown([["a", "b"], ["x|y", "z"]])
     assert text == "| a | b |\n|---|---|\n| x\\|y | z |\n"
+
+
+def test_completed_steps_that_a_recovery_repeats_are_lost() -> None:
+    """The step in progress was not complete."""
+    assert faults.repeated_steps({"repeated_steps": 2}) == 2
+    assert (
+        faults.repeated_steps({"recoveries": [{"repeated_steps": 1}, {"repeated_steps": 3}, {"repeated_steps": 0}]})
+        == 2
+    )
 
 
 def test_strategies_with_the_same_outcome_share_a_row() -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from support.tolerance import TOLERANT, needs_tolerance
 
+from hpctrain.train.receipt.read import load
+from hpctrain.watch.state import read_state
+
 STEPS = 18
 # Deaths are rank:step:place. Two of the places are within a copy of the shards and within a recovery.
 PROGRAM = """
@@ -101,6 +104,7 @@ def run(
     env = {"NODES": nodes, "REPLICATE": str(replicate)}
     result = launch(ranks, PROGRAM, data, kind, folder, *deaths, options=TOLERANT, timeout=100, env=env)
     assert result.returncode == 0 and not result.survivors, result
+    assert not (folder / "failure.json").exists(), "no reason for an end is left by a recovery"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), result
     assert result.stdout.count("is now") == ranks - sum("damage" not in death for death in deaths), result
@@ -248,6 +252,21 @@ def test_a_lost_node_ends_the_job_with_the_reason(launch: Any, tmp_path: Path) -
     )
     assert result.returncode == 1 and not result.survivors, result
     assert re.search(r"Error: the shards of ranks \[2\] are lost: .* a job script starts the run again", result.stderr)
+
+
+@needs_tolerance
+@pytest.mark.limit(120)
+def test_the_receipt_tells_that_all_died_within_a_recovery(launch: Any, tmp_path: Path) -> None:
+    deaths = ("2:7:begin", "0:7:recovery", "1:7:recovery")
+    result = launch(3, PROGRAM, "zero1", "plain", tmp_path, *deaths, options=TOLERANT, timeout=60)
+    assert not result.survivors and "is now" not in result.stdout, result
+    (receipt,) = load([tmp_path])
+    last = receipt.attempts[-1]
+    assert last.status == "failed", last
+    assert re.fullmatch(
+        r"failed on rank \d: rank 2 on \S+ has died, and the other ranks died while they recovered", last.why
+    )
+    assert read_state(tmp_path).status == "failed"
 
 
 @needs_tolerance

@@ -52,14 +52,22 @@ _ERRNO = {
 
 
 class MpiTransport(Transport):
-    """Carrier of tensors over its own duplicate of a communicator; longer messages are cut at ``message_bytes``."""
+    """Carrier of tensors over its own duplicate of a communicator; longer messages are cut at ``message_bytes``.
+
+    With ``keeps`` it takes the communicator itself, which nothing else may use.
+    """
 
     name = "mpi"
 
     def __init__(
-        self, comm: MPI.Intracomm, message_bytes: int = MESSAGE_BYTES, shares_bytes: int = SHARES_BYTES
+        self,
+        comm: MPI.Intracomm,
+        message_bytes: int = MESSAGE_BYTES,
+        shares_bytes: int = SHARES_BYTES,
+        *,
+        keeps: bool = False,
     ) -> None:
-        self.comm = comm.Dup()
+        self.comm = comm if keeps else comm.Dup()
         self.message_bytes, self._shares_bytes = message_bytes, shares_bytes
         self.rank = self.comm.Get_rank()
         self.size = self.comm.Get_size()
@@ -108,10 +116,7 @@ class MpiTransport(Transport):
 
     def _part(self, comm: MPI.Comm) -> MpiTransport:
         assert isinstance(comm, MPI.Intracomm), "ranks of one world make no intercommunicator"
-        failures.register(comm)
-        part = MpiTransport(comm, self.message_bytes, self._shares_bytes)
-        comm.Free()
-        return part
+        return MpiTransport(comm, self.message_bytes, self._shares_bytes, keeps=True)
 
     def create_file(self, path: Path, size: int, hints: Mapping[str, str]) -> MpiFile:
         """Return a new file, opened by all ranks for collective writes. Collective."""

@@ -125,7 +125,8 @@ def _bring_up_to_date(
     if last.get("status") == "running":
         failure = write.read_failure(folder)
         account = accounts.get(str(last.get("job_id")))
-        if failure or is_over(folder, last) or (account is not None and account.has_ended):
+        has_failed = bool(failure) and not failure.get("recovering")
+        if has_failed or is_over(folder, last) or (account is not None and account.has_ended):
             close_unfinished(attempts, rows, failure)
         else:
             catch_up(last, rows_of(attempts, rows)[-1])

@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,20 @@ class FailureRecord:
     ) -> None:
         self._path, self._rank, self._call, self._patience = folder / FAILURE_NAME, rank, call, patience
 
-    def say(self, why: str, step: int | None) -> None:
+    def say(self, why: str, step: int | None, **more: Any) -> None:
         """Write why the job ends; give up after ``patience`` seconds."""
-        facts = {"reason": first_line(why), "rank": self._rank, "host": socket.gethostname(), "step": step}
+        facts = {"reason": first_line(why), "rank": self._rank, "host": socket.gethostname(), "step": step, **more}
         writing = threading.Thread(target=self._write, args=({**facts, "unix_time": time.time()},), daemon=True)
         writing.start()
         writing.join(self._patience)
+
+    @contextmanager
+    def unless_completed(self, why: str, step: int | None) -> Iterator[None]:
+        """Have ``why`` as the reason why the job ends, should all ranks die in the ``with`` block."""
+        self.say(why, step, recovering=True)
+        yield
+        with suppress(OSError):
+            forget_failure(self._path.parent)
 
     def _write(self, facts: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the reason why the job ends has already been printed
@@ -59,7 +67,10 @@ class FailureRecord:
 
 
 def read_failure(folder: Path) -> dict[str, Any]:
-    """Return the failure record of a folder; empty if there is none."""
+    """Return the failure record of a folder; empty if there is none.
+
+    With ``recovering``, ranks recover from the death of another one, and it counts if the job ends meanwhile.
+    """
     try:
         found = read_json(folder / FAILURE_NAME)
     except (OSError, ValueError):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -256,7 +257,8 @@ class Recovery:
                 try:
                     comm, more = self._detector.survivors()
                     lost += more
-                    repeats = self._continue(comm)
+                    with self._recorded(comm, lost, before + 1):
+                        repeats = self._continue(comm)
                     break
                 except Exception as error:
                     if not _is_failure(error):  # one more rank has died
@@ -265,6 +267,17 @@ class Recovery:
         self._tell(lost, time.monotonic() - began, before, repeats=repeats)
         if repeats:
             raise StepRepeatsError
+
+    def _recorded(self, comm: MPI.Intracomm, lost: Sequence[int], step: int) -> AbstractContextManager[None]:
+        """Record why the job ends, should the ranks that are left die in the ``with`` block.
+
+        Open MPI 5.0 crashes in a rank that creates a communicator while another one of its ranks dies.
+        """
+        record = self._job.guard.failure_record
+        if record is None or comm.Get_rank():
+            return nullcontext()
+        why = f"{self._detector.describe(lost)}, and the other ranks died while they recovered"
+        return record.unless_completed(why, step)
 
     def _continue(self, comm: MPI.Intracomm) -> bool:
         """Make all parts of the run work with the ranks of a communicator; return whether the step is repeated."""
