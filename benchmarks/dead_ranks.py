@@ -8,7 +8,8 @@ kill. Under ZeRO and FSDP the others restore its shards; with pipelines and tens
 replica leaves as well. The job must continue with the remaining ranks to its last step, with the losses of an
 undisturbed job (reproducible ones: with the same bits), or end with the message that names the dead rank, or
 says that no replica is left. Open MPI 5.0 crashes in ranks that create a communicator while another one of them
-dies: if all ranks die so within a recovery, the run folder must tell it. The first violation ends the benchmark with exit code 1.
+dies: if all ranks die so within a recovery, the run folder must tell it. The first violation ends the benchmark
+with exit code 1.
 
 The time of a kill is that from SIGKILL to the record in ``metrics.jsonl`` of the step in which the others have
 continued, minus a step. If torchft is installed in the same environment (``pip install torchft==0.2.0``), the
