@@ -285,25 +285,32 @@ class UpdateHooks:
             return
         try:
             self._inspect(healths, step)
+            self._check_ranks()  # a collective of the inspection may have failed, and then has not raised
             if self.recovery is not None:
                 self.recovery.begin_update(has_closure=_has_closure(args, kwargs))
-        except RankFailedError as error:
+        except Exception as error:
             self._contain(error)
         self._began, self._waited = time.monotonic(), waiting.total
 
     def _inspect(self, healths: Sequence[Health], step: int) -> None:
         """Check the gradients, and in the first step more, before an update. Collective."""
-        if self.recovery is not None and self.recovery.failed:
-            raise RankFailedError("another rank has died")
+        self._check_ranks()
         if self.checks is not None:
             self.checks.before_update()
         for health in healths:
             health.before_update(step)
 
+    def _check_ranks(self) -> None:
+        """Raise ``RankFailedError`` if the step will be repeated because a rank has died."""
+        if self.recovery is not None and self.recovery.failed:
+            raise RankFailedError("another rank has died")
+
     def _contain(self, error: Exception) -> None:
         """Make no update in a step that will be repeated because a rank has died; raise other errors."""
         if self.recovery is None:
             raise error
+        if self.recovery.failed and not isinstance(error, RankFailedError):  # it follows from that
+            error = RankFailedError("another rank has died")
         self.recovery.contain(error)
         for strategy in self.strategies.values():
             strategy.gradients.drop()

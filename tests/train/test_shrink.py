@@ -146,6 +146,40 @@ def test_reproducible_weights_have_the_bits_of_an_undisturbed_run(
     assert rows[-1]["fingerprint"] == wanted[-1]["fingerprint"]
 
 
+# Rank 0 has not got the result of a collective of which another rank, that is alive, has it.
+LATE = """
+import hpctrain.parallel.reproducible.ddp as strategy
+
+norm, calls = strategy.exact_norm, 0
+
+
+def norm_without_a_dead_rank(pieces, comm, device):
+    global calls
+    calls += 1
+    result = norm(pieces, comm, device)
+    if calls == 7 and number == 0:
+        while not job.guard.detector.dead():
+            pass
+        comm.failed = True
+    return result
+
+
+strategy.exact_norm = norm_without_a_dead_rank
+"""
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+def test_a_rank_that_learns_of_a_death_while_it_inspects_gradients_makes_no_update(
+    launch: Any, tmp_path: Path, undisturbed: dict[str, list[dict[str, Any]]]
+) -> None:
+    wanted = expected(undisturbed, launch, tmp_path, "reproducible")
+    program = PROGRAM.replace("torch.manual_seed(0)\n", f"{LATE}\ntorch.manual_seed(0)\n")
+    result = launch(3, program, "reproducible", tmp_path / "run", "1:7:end", options=TOLERANT, timeout=100)
+    assert result.returncode == 0 and "which repeat the step" in result.stderr, result
+    assert rows_of(tmp_path / "run")[-1]["fingerprint"] == wanted[-1]["fingerprint"]
+
+
 @needs_tolerance
 @pytest.mark.limit(120)
 def test_the_log_and_the_receipt_name_what_died(launch: Any, tmp_path: Path) -> None:
