@@ -53,6 +53,25 @@ def test_a_dead_rank_is_named_and_ends_the_job(launch: Any, where: str) -> None:
     assert result.ended - float(killed) < 20, result  # far below HPCTRAIN_TIMEOUT and the sleep
 
 
+DIES_LAST = """
+import atexit, os, signal
+
+def die():  # after all other functions that are called when the program ends, right before MPI_Finalize
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+atexit.register(die)
+"""
+
+
+@needs_tolerance
+@pytest.mark.limit(120)
+def test_a_rank_that_dies_when_the_job_ends_does_not_hold_up_the_others(launch: Any) -> None:
+    for _ in range(2):  # the launcher notices most of these deaths
+        result = launch(3, DIES_LAST + LOST, "nowhere", options=TOLERANT, timeout=40)
+        assert result.stdout.count("done") == 3 and not result.survivors, result
+
+
 @needs_tolerance
 @pytest.mark.limit(120)
 def test_a_job_without_failure_ends_as_without_fault_tolerance(launch: Any) -> None:
