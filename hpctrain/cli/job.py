@@ -12,6 +12,7 @@ from typing import Any
 
 from hpctrain.cli.main import Parser, add_action, add_verb, parser_with
 from hpctrain.cli.run import DEFAULT, check_program
+from hpctrain.data.settings import data_files
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.jobs import profile as profiles
 from hpctrain.jobs.check import problems
@@ -197,7 +198,7 @@ def _staged(args: argparse.Namespace, venv: str) -> dict[str, Any]:
             raise UsageError(
                 f"--stage data: {args.config} has no settings that name data files; name them in its place"
             )
-        files = [*load_settings(args.config, _settings(args)).data.files, *files]
+        files = [*data_files(load_settings(args.config, _settings(args)).data), *files]
     found: dict[str, Any] = {"stage_data": check_files(tuple(dict.fromkeys(files)))}
     if "env" in items:
         if not venv:

@@ -14,35 +14,53 @@ if TYPE_CHECKING:
     from hpctrain.data.dataset import ArrayDataset as ArrayDataset
     from hpctrain.data.dataset import TokenDataset as TokenDataset
     from hpctrain.data.dataset import write_arrays as write_arrays
+    from hpctrain.data.length_batches import LengthBatches as LengthBatches
     from hpctrain.data.loader import Batch as Batch
     from hpctrain.data.loader import Loader as Loader
     from hpctrain.data.loader import SampleOrder as SampleOrder
     from hpctrain.data.loader import evaluation_batches as evaluation_batches
+    from hpctrain.data.ragged import RaggedDataset as RaggedDataset
+    from hpctrain.data.ragged_batch import Concatenation as Concatenation
+    from hpctrain.data.ragged_batch import Padding as Padding
+    from hpctrain.data.ragged_write import RaggedWriter as RaggedWriter
+    from hpctrain.data.ragged_write import write_ragged as write_ragged
     from hpctrain.data.settings import DataSettings as DataSettings
     from hpctrain.data.settings import open_dataset as open_dataset
 
 _HOMES = {
     "ArrayDataset": "dataset",
     "Batch": "loader",
+    "Concatenation": "ragged_batch",
     "DataSettings": "settings",
+    "evaluation_batches": "loader",
+    "LengthBatches": "length_batches",
     "Loader": "loader",
+    "open_dataset": "settings",
+    "Padding": "ragged_batch",
+    "RaggedDataset": "ragged",
+    "RaggedWriter": "ragged_write",
     "SampleOrder": "loader",
     "TokenDataset": "dataset",
-    "evaluation_batches": "loader",
-    "open_dataset": "settings",
     "write_arrays": "dataset",
+    "write_ragged": "ragged_write",
 }
 
 __all__ = [
     "ArrayDataset",
     "Batch",
+    "Concatenation",
     "DataSettings",
+    "evaluation_batches",
+    "LengthBatches",
     "Loader",
+    "open_dataset",
+    "Padding",
+    "RaggedDataset",
+    "RaggedWriter",
     "SampleOrder",
     "TokenDataset",
-    "evaluation_batches",
-    "open_dataset",
     "write_arrays",
+    "write_ragged",
 ]
 
 

@@ -12,11 +12,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from hpctrain.errors import DataError
 from hpctrain.util.reading import open_regular
 
+Kind = Literal["text", "npy", "npz", "images", "parquet", "arrow", "tar", "mds"]  # of the files of a corpus
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
+from hpctrain.data.length_batches import LengthBatches
 from hpctrain.data.loader import SampleOrder
+from hpctrain.data.ragged_batch import equal_sizes
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import shares_of, split_loader
 from hpctrain.errors import DataError, UsageError
@@ -98,11 +100,17 @@ def job_loader(
     seed: int = 0,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    lengths: Any = None,
+    most: int | None = None,
     **options: Any,
 ) -> JobLoader:
     """Return a loader over a dataset; see ``Job.loader``."""
     _check(dataset, batch, epochs, workers)
+    if most is not None and lengths is None:
+        raise UsageError(f"job.loader(most={most}): needs lengths, the size of each sample", everywhere=True)
     if isinstance(dataset, IterableDataset):
+        if lengths is not None:
+            raise UsageError("job.loader(lengths=...) of an IterableDataset: its order is its own", everywhere=True)
         if shuffle:
             raise UsageError(
                 "job.loader(shuffle=True) of an IterableDataset: its order is its own; pass shuffle=False",
@@ -112,7 +120,15 @@ def job_loader(
         return JobLoader(dataset, rank, parts, epochs, seed, **more, **options)
     if drop_last and len(dataset) < batch:
         raise DataError(f"{len(dataset)} samples do not fill a batch of {batch}: take a smaller one or drop_last=False")
-    order = BatchOrder(len(dataset), batch, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    order: BatchOrder | LengthBatches = BatchOrder(len(dataset), batch, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if lengths is not None:
+        order = LengthBatches(lengths, batch, most=most, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        if order.samples != len(dataset):
+            raise DataError(
+                f"job.loader(lengths=...) has {order.samples} lengths for {len(dataset)} samples", everywhere=True
+            )
+    if getattr(dataset, "varies", False):
+        collate_fn = collate_fn or equal_sizes
     if not hasattr(type(dataset), "__getitem__") and hasattr(dataset, "batch"):
         dataset, collate_fn = SampleDataset(dataset), collate_fn or _as_it_is
     if workers:

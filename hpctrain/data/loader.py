@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.dataset import Dataset, Indices
+from hpctrain.data.permutation import IndexPermutation
+from hpctrain.data.read_ahead import ReadAhead
 from hpctrain.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
 class SampleOrder:
     """Endless sequence of sample indices: every epoch is a permutation of its own of all ``length`` samples.
 
-    Position p is in epoch ``p // length``. Epoch e is
-    ``Generator(PCG64([seed, e])).permutation(length)``, so any position can be computed without the
+    Position p is in epoch ``p // length``. Epoch e is ``Generator(PCG64([seed, e])).permutation(length)``, above
+    ``most_held`` samples an ``IndexPermutation``, which needs no memory. So any position can be computed without the
     previous ones, on any number of ranks.
     """
+
+    most_held = 1 << 20  # samples of which the permutation of an epoch is held in memory: 8 MiB per rank
 
     def __init__(self, length: int, seed: int = 0) -> None:
         if length < 1 or seed < 0:
@@ -36,10 +40,15 @@ class SampleOrder:
         pieces = [self._permutation[:0]]
         while count > 0:
             epoch, offset = divmod(start, self.length)
-            piece = self._shuffled(epoch)[offset : offset + count]
+            piece = self._piece(epoch, offset, min(offset + count, self.length))
             pieces.append(piece)
             start, count = start + len(piece), count - len(piece)
         return np.concatenate(pieces)
+
+    def _piece(self, epoch: int, begin: int, end: int) -> npt.NDArray[np.int64]:
+        if self.length > self.most_held:
+            return IndexPermutation(self.length, self.seed, epoch)(np.arange(begin, end))
+        return self._shuffled(epoch)[begin:end]
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch != self._epoch:
@@ -101,8 +110,9 @@ class Loader:
 
     ``position`` counts samples of the whole run over all ranks; it is the only state.
 
-    Note: batches are read when they are requested, without a thread. A window of a memory map takes
-    microseconds, and on a full node a helper thread takes a core from the compute.
+    Batches are read when they are requested, or with ``prefetch`` by a thread, as many ahead. The dataset must then
+    draw no random numbers. A window of a memory map takes microseconds, and on a full node a thread takes a core from
+    the compute.
     """
 
     def __init__(
@@ -118,6 +128,7 @@ class Loader:
         epochs: int | None = None,
         drop_last: bool = True,
         microbatch: int = 0,
+        prefetch: int = 0,
     ) -> None:
         """Check that ``batch`` samples can be divided evenly over ``size`` ranks x ``microbatches``.
 
@@ -137,6 +148,7 @@ class Loader:
         self.microbatch = microbatch or 1
         self.position = position
         self._order = SampleOrder(len(dataset), seed)
+        self._ahead = ReadAhead(prefetch)
 
     @property
     def epoch(self) -> int:
@@ -148,11 +160,14 @@ class Loader:
 
     def __next__(self) -> Batch:
         """Return this rank's share of the next global batch and advance the position."""
-        count = self._advance()
-        indices = self._order.indices(self.position, count)
-        shared = take(self.dataset, indices, self.rank, self.size, self.microbatch)
-        self.position += count
-        return shared
+        share, self.position = self._ahead(self.position, self._read)
+        return share
+
+    def _read(self, position: int) -> tuple[Batch, int]:
+        """Return the batch at a position, and the position after it."""
+        position, count = self._bounds(position)
+        indices = self._order.indices(position, count)
+        return take(self.dataset, indices, self.rank, self.size, self.microbatch), position + count
 
     def state_dict(self) -> dict[str, int]:
         """Return the position in the data: plain numbers, the same on every rank, for any batch size."""
@@ -173,17 +188,17 @@ class Loader:
             raise DataError(f"the saved position in the data is {state['position']}, expected 0 or more")
         self.position = int(state["position"])
 
-    def _advance(self) -> int:
-        """Skip dropped samples and return the size of the next global batch."""
+    def _bounds(self, position: int) -> tuple[int, int]:
+        """Return the position of the next global batch after dropped samples, and its size."""
         if self.epochs is None:
-            return self.batch
-        left = len(self.dataset) - self.position % len(self.dataset)
+            return position, self.batch
+        left = len(self.dataset) - position % len(self.dataset)
         if self.drop_last and left < self.batch:
-            self.position += left
+            position += left
             left = len(self.dataset)
-        if self.position >= self.epochs * len(self.dataset):
+        if position >= self.epochs * len(self.dataset):
             raise StopIteration
-        return min(self.batch, left)
+        return position, min(self.batch, left)
 
 
 def check_batch(batch: int, size: int, microbatches: int = 1) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from hpctrain.data.file_sets import expand
 from hpctrain.errors import SettingsError
 from hpctrain.settings import check as check_fields
 
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
 class DataSettings:
     """The data files and their format."""
 
-    # HDF5 files with a train and a validation split each; several are concatenated in this order
+    # HDF5 files with a train and a validation split each, or wildcards such as "parts/*.h5"; concatenated in this order
     files: tuple[str, ...] = ()
 
-    # tokens: written by `hpctrain data pack`; arrays: /train/inputs and /train/targets, images or vectors
-    format: Literal["tokens", "arrays"] = "tokens"
+    # tokens: written by `hpctrain data pack`; arrays: /train/inputs and /train/targets, images or vectors;
+    # ragged: samples of different sizes, whose inputs are padded with zeros to the longest one
+    format: Literal["tokens", "arrays", "ragged"] = "tokens"
+
+    # fields of ragged files that are the inputs of the model and the targets of the loss
+    inputs: str = "inputs"
+    targets: str = "targets"
+
+    # batches that a thread reads ahead while the model computes; 0: each is read when it is needed
+    prefetch: int = 0
 
     # samples of the validation split used by an evaluation, spread evenly over it; 0 for all
     validation_samples: int = 256
@@ -29,19 +38,35 @@ class DataSettings:
         check_fields(self, "data")
         if self.validation_samples < 0:
             raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
+        if self.prefetch < 0:
+            raise SettingsError(f"data.prefetch = {self.prefetch}: allowed is 0 (none) or more")
+
+
+def data_files(settings: DataSettings) -> list[str]:
+    """Return the files of the settings, with wildcards expanded. Raises an error if there are none."""
+    if not settings.files:
+        raise SettingsError("data.files is empty: name at least one file, such as hpctrain data pack writes")
+    return [path for given in settings.files for path in (expand(given) if _is_pattern(given) else [given])]
 
 
 def open_dataset(settings: DataSettings, split: str, context: int | None = None) -> FileDataset:
     """Open a split of the configured files; token files are divided into windows of ``context`` tokens."""
     from hpctrain.data.dataset import ArrayDataset, JoinedDataset, TokenDataset
 
-    if not settings.files:
-        raise SettingsError("data.files is empty: name at least one file, such as hpctrain data pack writes")
+    files = data_files(settings)
     parts: list[FileDataset]
+    if settings.format == "ragged":
+        from hpctrain.data.ragged_pairs import RaggedPairs
+
+        return RaggedPairs(files, split, settings.inputs, settings.targets)
     if settings.format == "arrays":
-        parts = [ArrayDataset(path, split) for path in settings.files]
+        parts = [ArrayDataset(path, split) for path in files]
     elif context is None:
         raise SettingsError("token files need a window length: set model.context")
     else:
-        parts = [TokenDataset(path, split, context) for path in settings.files]
+        parts = [TokenDataset(path, split, context) for path in files]
     return parts[0] if len(parts) == 1 else JoinedDataset(parts)
+
+
+def _is_pattern(path: str) -> bool:
+    return any(character in path for character in "*?[{")

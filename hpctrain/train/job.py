@@ -200,6 +200,8 @@ class Job:
         seed: int = 0,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        lengths: Any = None,
+        most: int | None = None,
         **options: Any,
     ) -> JobLoader:
         """Return a ``DataLoader`` whose batches have ``batch`` samples over all ranks.
@@ -208,8 +210,10 @@ class Job:
         the samples depends on ``seed`` and the epoch alone, so a run resumes at any position
         without drawing the earlier indices. ``epochs`` is the number of passes of a run that has
         neither ``steps`` nor ``run.epochs``. ``workers`` is ``num_workers``; ``options`` are those
-        of ``torch.utils.data.DataLoader``. If it is iterated over outside of a run, it yields this
-        rank's share of each batch.
+        of ``torch.utils.data.DataLoader``. With ``lengths``, the size of each sample, batches have
+        samples of similar sizes; with ``most``, they are as large as fit into this size when padded,
+        but at most ``batch``. If it is iterated over outside of a run, it yields this rank's share of
+        each batch.
         """
         from hpctrain.data.job_loader import job_loader
 
@@ -225,6 +229,8 @@ class Job:
             seed=seed,
             drop_last=drop_last,
             collate_fn=collate_fn,
+            lengths=lengths,
+            most=most,
             **options,
         )
 

@@ -128,7 +128,8 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
         step = Stepper(strategy, settings.train, job.device)
         data = strategy.data
         one, rank, size = settings.train, data.rank, data.size
-        loader = Loader(corpus.train, batch=one.batch, rank=rank, size=size, seed=one.seed, microbatch=one.microbatch)
+        options: dict[str, Any] = {"seed": one.seed, "microbatch": one.microbatch, "prefetch": settings.data.prefetch}
+        loader = Loader(corpus.train, batch=one.batch, rank=rank, size=size, **options)
 
         with open_run(settings, job, model, optimizer, loader) as run:
             step.microbatches = run.microbatches

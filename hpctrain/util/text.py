@@ -164,3 +164,9 @@ def counted(number: int, noun: str, spec: str = "") -> str:
     """Return a number with its noun: ``1 rank``, ``2 ranks``; ``spec`` is the format of the number, such as ``,``."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:{spec}} {noun}{plural}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names separated by commas, and the number of those that are left out."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(printable(name) for name in names[:most]) + more

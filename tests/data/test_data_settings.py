@@ -38,16 +38,20 @@ def test_several_files_are_read_as_one(token_file: str) -> None:
 
 
 def test_settings_round_trip_through_a_dict() -> None:
-    tree = {"files": ["a.h5", "b.h5"], "format": "arrays", "validation_samples": 7}
+    tree = {"files": ["a.h5", "b.h5"], "format": "arrays", "prefetch": 1, "validation_samples": 7}
+    tree |= {"inputs": "x", "targets": "y"}
     settings = build(DataSettings, tree, "data.")
-    assert settings == DataSettings(("a.h5", "b.h5"), "arrays", 7) and to_tree(settings) == tree
+    wanted = DataSettings(("a.h5", "b.h5"), "arrays", inputs="x", targets="y", prefetch=1, validation_samples=7)
+    assert settings == wanted and to_tree(settings) == tree
 
 
 def test_wrong_settings_are_refused(token_file: str) -> None:
-    with pytest.raises(SettingsError, match="data.format = 'csv': allowed are tokens, arrays"):
+    with pytest.raises(SettingsError, match="data.format = 'csv': allowed are tokens, arrays, ragged"):
         DataSettings(format="csv")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="data.validation_samples = -1"):
         DataSettings(validation_samples=-1)
+    with pytest.raises(SettingsError, match="data.prefetch = -1"):
+        DataSettings(prefetch=-1)
     with pytest.raises(SettingsError, match="data.files = .*: a name is empty"):
         DataSettings(files=("a.h5", ""))
     with pytest.raises(SettingsError, match="data.files is empty: name at least one file"):
