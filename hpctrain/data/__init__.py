@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from hpctrain.data.loader import Loader as Loader
     from hpctrain.data.loader import SampleOrder as SampleOrder
     from hpctrain.data.loader import evaluation_batches as evaluation_batches
+    from hpctrain.data.mds import MdsDataset as MdsDataset
     from hpctrain.data.settings import DataSettings as DataSettings
     from hpctrain.data.settings import open_dataset as open_dataset
+    from hpctrain.data.tar_files import TarDataset as TarDataset
 
 _HOMES = {
     "ArrayDataset": "dataset",
     "Batch": "loader",
     "DataSettings": "settings",
     "Loader": "loader",
+    "MdsDataset": "mds",
     "SampleOrder": "loader",
+    "TarDataset": "tar_files",
     "TokenDataset": "dataset",
     "evaluation_batches": "loader",
     "open_dataset": "settings",
@@ -38,7 +42,9 @@ __all__ = [
     "Batch",
     "DataSettings",
     "Loader",
+    "MdsDataset",
     "SampleOrder",
+    "TarDataset",
     "TokenDataset",
     "evaluation_batches",
     "open_dataset",
