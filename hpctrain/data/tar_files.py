@@ -257,7 +257,7 @@ def scan(path: str) -> TarIndex:
 
 def _members(file: Descriptor, where: str) -> Iterator[tuple[str, int, int]]:
     """Yield name, offset and size of the regular files, in their order."""
-    window, at = _Window(file), 0
+    window, at, mean = _Window(file), 0, 0.0  # of the sizes of recent members
     records: dict[bytes, bytes] = {}  # of extended headers, for the next member
     while True:
         header = window.read(at, _BLOCK)
@@ -273,7 +273,8 @@ def _members(file: Descriptor, where: str) -> Iterator[tuple[str, int, int]]:
                 f"{file.size}; copy it again"
             )
         at = content + -(-size // _BLOCK) * _BLOCK
-        window.length = _WINDOW if size < _WINDOW // 4 else 2 * _BLOCK
+        mean += (size - mean) / 8
+        window.length = _WINDOW if mean < _WINDOW / 8 else 8 * _BLOCK
         if kind in _FILES:
             yield _name(header, records).decode("utf-8", "surrogateescape"), content, size
             records = {}
