@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def test_pickles_are_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("extension", ["jpg", "png", "webp", "tif", "npy", "npz", "pt", "safetensors", "json"])
 def test_truncated_contents_are_refused_with_the_place(extension: str) -> None:
-    data = {
+    written: dict[str, Callable[[], bytes]] = {
         "jpg": lambda: saved(picture("RGB", 64, 64).save, "JPEG"),
         "png": lambda: saved(picture("RGB", 64, 64).save, "PNG"),
         "webp": lambda: saved(picture("RGB", 64, 64).save, "WEBP"),
@@ -187,7 +188,8 @@ def test_truncated_contents_are_refused_with_the_place(extension: str) -> None:
         "pt": lambda: saved(lambda file: torch.save(torch.arange(100), file)),
         "safetensors": lambda: pytest.importorskip("safetensors.torch").save({"x": torch.arange(100)}),
         "json": lambda: json.dumps({"x": list(range(100))}).encode(),
-    }[extension]()
+    }
+    data = written[extension]()
     decode(extension, data, WHERE)
     for size in (0, 5, len(data) // 2):
         with pytest.raises(DataError, match=rf"^{WHERE}: cannot decode .{extension}: .+; repair it"):

@@ -155,12 +155,12 @@ def test_fields_select_columns(tmp_path: Path) -> None:
 def test_workers_of_a_data_loader_return_the_same(tmp_path: Path, workers: int) -> None:
     dataset = MdsDataset(_folder(tmp_path / "x", 20))
     assert dataset[0]["number"] == 0
-    loader = DataLoader(dataset, batch_size=3, num_workers=workers)  # type: ignore[arg-type]
+    loader: Any = DataLoader(dataset, batch_size=3, num_workers=workers)  # type: ignore[arg-type]
     assert torch.cat([batch["number"] for batch in loader]).tolist() == list(range(20))
     assert len(pickle.loads(pickle.dumps(dataset))) == 20
 
 
-# Shards that are not as the index says ----------------------------------------------------------------------------------
+# Shards that differ from the index ------------------------------------------------------------------------------------
 
 
 def test_every_changed_byte_of_the_offsets_is_noticed(tmp_path: Path) -> None:

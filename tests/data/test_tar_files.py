@@ -456,7 +456,7 @@ def test_workers_of_a_data_loader_return_the_same(tmp_path: Path, workers: int) 
         write_tar(tmp_path / f"{number}.tar", numbered(10, first=10 * number))
     dataset = TarDataset(tmp_path / "{0..2}.tar")
     assert dataset[0]["cls"] == 0  # with a file that is open before the workers are forked
-    loader = DataLoader(dataset, batch_size=7, num_workers=workers)  # type: ignore[arg-type]
+    loader: Any = DataLoader(dataset, batch_size=7, num_workers=workers)  # type: ignore[arg-type]
     batches = list(loader)
     assert torch.cat([batch["cls"] for batch in batches]).tolist() == list(range(30))
     assert sum((batch["txt"] for batch in batches), []) == [f"sample {number}" for number in range(30)]

@@ -19,7 +19,7 @@ def write_mds(
     folder.mkdir(parents=True, exist_ok=True)
     shards = []
     names, encodings, sizes = zip(*columns)
-    config = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
+    config: dict[str, Any] = {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
     config |= {"compression": None, "format": "mds", "hashes": ["sha1"] if hashed else [], "size_limit": 1 << 26}
     for number, first in enumerate(range(0, len(samples), per_shard)):
         part = samples[first : first + per_shard]
