@@ -125,6 +125,33 @@ if job.rank == 0:
         file["tokens"] = [1, 2]
 job.comm.barrier()
 """
+SHARDS = """
+import io, json, os, struct, tarfile
+import numpy as np
+from PIL import Image
+job = hpctrain.init()
+if job.rank == 0:
+    os.makedirs("shards")
+    for number in range(24):
+        image = io.BytesIO()
+        Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(image, "JPEG")
+        with tarfile.open(f"shards/train-{number // 8:03d}.tar", "a") as archive:
+            for name, data in {"jpg": image.getvalue(), "cls": b"%d" % (number % 10), "txt": b"x" * number}.items():
+                info = tarfile.TarInfo(f"{number:04d}.{name}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    os.makedirs("mds/train")
+    columns = {"column_names": ["label", "tokens"], "column_encodings": ["int", "ndarray:int32:6"]}
+    ends = [28 + 32 * number for number in range(6)]
+    data = struct.pack("<7I", 5, *ends) + b"".join(struct.pack("<q6i", n, *[n] * 6) for n in range(5))
+    with open("mds/train/shard.00000.mds", "wb") as file:
+        file.write(data)
+    raw = {"basename": "shard.00000.mds", "bytes": len(data), "hashes": {}}
+    entry = {**columns, "column_sizes": [8, 24], "format": "mds", "version": 2, "samples": 5, "raw_data": raw}
+    with open("mds/train/index.json", "w") as file:
+        json.dump({"version": 2, "shards": [entry]}, file)
+job.comm.barrier()
+"""
 TENSOR = """
 job = hpctrain.init()
 comm, x = job.comm, torch.randn(2, 512)
@@ -174,6 +201,7 @@ AROUND: dict[str, list[tuple[str, str] | None]] = {
     "reproducible.md": [("", "assert run.step == 4\n")],
     "sharding.md": [("", ""), (WRAPPED, INDENTED)],
     "stage.md": [(CORPUS, "assert list(file) == ['tokens']\n")],
+    "tar-and-mds.md": [(SHARDS, "assert run.step == 6\n"), (SHARDS, "assert len(longest) == 23\n"), (SHARDS, "")],
     "tensor.md": [
         ("", "assert model(tokens).shape == (8, 8, 32)\n"),
         ("", ""),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hpctrain.data.loader import Loader as Loader
     from hpctrain.data.loader import SampleOrder as SampleOrder
     from hpctrain.data.loader import evaluation_batches as evaluation_batches
+    from hpctrain.data.mds import MdsDataset as MdsDataset
     from hpctrain.data.ragged import RaggedDataset as RaggedDataset
     from hpctrain.data.ragged_batch import Concatenation as Concatenation
     from hpctrain.data.ragged_batch import Padding as Padding
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hpctrain.data.ragged_write import write_ragged as write_ragged
     from hpctrain.data.settings import DataSettings as DataSettings
     from hpctrain.data.settings import open_dataset as open_dataset
+    from hpctrain.data.tar_files import TarDataset as TarDataset
 
 _HOMES = {
     "ArrayDataset": "dataset",
@@ -35,11 +37,13 @@ _HOMES = {
     "evaluation_batches": "loader",
     "LengthBatches": "length_batches",
     "Loader": "loader",
+    "MdsDataset": "mds",
     "open_dataset": "settings",
     "Padding": "ragged_batch",
     "RaggedDataset": "ragged",
     "RaggedWriter": "ragged_write",
     "SampleOrder": "loader",
+    "TarDataset": "tar_files",
     "TokenDataset": "dataset",
     "write_arrays": "dataset",
     "write_ragged": "ragged_write",
@@ -53,11 +57,13 @@ __all__ = [
     "evaluation_batches",
     "LengthBatches",
     "Loader",
+    "MdsDataset",
     "open_dataset",
     "Padding",
     "RaggedDataset",
     "RaggedWriter",
     "SampleOrder",
+    "TarDataset",
     "TokenDataset",
     "write_arrays",
     "write_ragged",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.data.file_sets import Files, expand
 from hpctrain.data.open_files import OpenFile, OpenFiles
 from hpctrain.data.ragged_batch import Column, RaggedBatch, positions
 from hpctrain.data.ragged_layout import Field, FileFacts, read_facts, unified
+from hpctrain.data.shard_files import Path, find_files
 from hpctrain.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
@@ -41,15 +41,16 @@ class RaggedDataset:
 
     def __init__(
         self,
-        files: Files,
+        files: Path | Iterable[Path],
         group: str = "train",
         *,
-        fields: Sequence[str] | Mapping[str, str] | None = None,
+        fields: str | Sequence[str] | Mapping[str, str] | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
         comm: Communicator | None = None,
     ) -> None:
         """Open the files. Raises ``DataError`` if one is missing or damaged, or if they do not fit together."""
-        self._facts = _alike(_facts_of(expand(files), group, fields, comm))
+        fields = [fields] if isinstance(fields, str) else fields
+        self._facts = _alike(_facts_of(find_files(files), group, fields, comm))
         self._fields: dict[str, Field] = dict(self._facts[0].fields)
         self._dtypes = dict(dtypes or {})
         for name in [*self._dtypes]:

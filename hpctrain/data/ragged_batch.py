@@ -30,6 +30,7 @@ class Column:
     lengths: Array | None = None
     shapes: Array | None = None
     kind: Kind = ""
+    objects: Sequence[Any] = ()  # values of another type, such as parsed JSON
 
     def __len__(self) -> int:
         return len(self.rows) if self.lengths is None else len(self.lengths)
@@ -106,6 +107,8 @@ def _column(name: str, values: Sequence[Any]) -> Column:
         rows = torch.from_numpy(np.frombuffer(b"".join(contents), np.uint8).copy())
         kind: Kind = "text" if isinstance(values[0], str) else "bytes"
         return Column(rows, np.array([len(each) for each in contents]), kind=kind)
+    if not all(isinstance(value, (int, float, complex, np.ndarray, np.generic, torch.Tensor)) for value in values):
+        return Column(torch.empty(len(values), 0), kind="objects", objects=values)
     tensors = [torch.as_tensor(value) for value in values]
     if not tensors[0].dim():
         return Column(torch.stack(tensors))
@@ -256,6 +259,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _contents(column: Column) -> list[Any]:
+    if column.kind == "objects":
+        return list(column.objects)
     assert column.lengths is not None
     starts = np.concatenate([[0], np.cumsum(column.lengths)])
     return [column.sample(number, int(starts[number])) for number in range(len(column))]

@@ -30,7 +30,7 @@ from hpctrain.util.text import counted, listed
 
 FORMAT = "hpctrain-ragged"
 VERSION = 1
-Kind = Literal["", "text", "bytes"]
+Kind = Literal["", "text", "bytes", "objects"]  # objects: only in batches, not in files
 NUMBERS = "biuf"  # kinds of element types: bool, integers, floats
 
 

@@ -118,7 +118,7 @@ def _tar(paths: Sequence[str]) -> SampleSource:
     numbers = range(len(dataset))
     return SampleSource(
         "tar",
-        lambda: (dataset.key(number) for number in numbers),
+        lambda: (dataset.keys(number) for number in numbers),
         lambda: (_plain(dataset[number]) for number in numbers),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from hpctrain.data.file_sets import expand
 from hpctrain.errors import SettingsError
 from hpctrain.settings import check as check_fields
 
@@ -46,7 +45,9 @@ def data_files(settings: DataSettings) -> list[str]:
     """Return the files of the settings, with wildcards expanded. Raises an error if there are none."""
     if not settings.files:
         raise SettingsError("data.files is empty: name at least one file, such as hpctrain data pack writes")
-    return [path for given in settings.files for path in (expand(given) if _is_pattern(given) else [given])]
+    from hpctrain.data.shard_files import find_files
+
+    return [path for given in settings.files for path in (find_files(given) if _is_pattern(given) else [given])]
 
 
 def open_dataset(settings: DataSettings, split: str, context: int | None = None) -> FileDataset:
