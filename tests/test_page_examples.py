@@ -125,6 +125,15 @@ if job.rank == 0:
         file["tokens"] = [1, 2]
 job.comm.barrier()
 """
+JETS = """
+import numpy as np
+from hpctrain.data import write_ragged
+job = hpctrain.init()
+if job.rank == 0:
+    made = [{"points": np.ones((1 + n % 7, 3), np.float32), "label": n % 2, "name": str(n)} for n in range(200)]
+    write_ragged("jets.h5", train=made)
+job.comm.barrier()
+"""
 SHARDS = """
 import io, json, os, struct, tarfile
 import numpy as np
@@ -194,6 +203,7 @@ AROUND: dict[str, list[tuple[str, str] | None]] = {
         (TOWERS.replace("ROWS", "3"), "assert towers[0].weight.grad is not None\n"),
         (TOWERS.replace("ROWS", "3 + job.rank") + WEIGHTED, "assert len(all_images) == 7\n"),
     ],
+    "data-sets.md": [("", "assert len(open('jets.h5', 'rb').read()) > 1000\n"), (JETS, "assert step == 26\n")],
     "dead-ranks.md": [None],  # needs MPI with fault tolerance: tests/train/test_shrink.py
     "memory-errors.md": [(WRAPPED, "")],
     "offload.md": [("", STEP)],
