@@ -99,6 +99,7 @@ class RunCheckpoints:
     def rejoin(self) -> None:
         """Abandon a checkpoint in progress, and make the next ones with the ranks that are left. Collective."""
         self._abandon()
+        self._is_first, self._retries, self._retry_later = True, 0, False  # the ranks may have been in different calls
         self.open()
 
     @on_shards

@@ -146,6 +146,45 @@ def test_reproducible_weights_have_the_bits_of_an_undisturbed_run(
     assert rows[-1]["fingerprint"] == wanted[-1]["fingerprint"]
 
 
+# Rank 0 has begun the first checkpoint when a rank dies, and rank 1 has not.
+FIRST_SAVE = """
+from hpctrain.errors import RankFailedError
+from hpctrain.train.checkpointing import RunCheckpoints
+
+take, save, first = RunCheckpoints.take_fingerprint, RunCheckpoints.save_due, [True]
+
+
+def take_fingerprint(self):
+    result = take(self)
+    if number == 1 and first:
+        first.clear()
+        while not job.guard.detector.dead():
+            pass
+        raise RankFailedError("another rank has died")
+    return result
+
+
+def save_due(self):
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save(self)
+
+
+RunCheckpoints.take_fingerprint, RunCheckpoints.save_due = take_fingerprint, save_due
+"""
+
+
+@needs_tolerance
+@pytest.mark.limit(240)
+def test_ranks_that_are_in_different_calls_of_the_first_checkpoint_write_it_together(
+    launch: Any, tmp_path: Path
+) -> None:
+    program = PROGRAM.replace("torch.manual_seed(0)\n", f"{FIRST_SAVE}\ntorch.manual_seed(0)\n")
+    result = launch(3, program, "plain", tmp_path / "run", options=TOLERANT, timeout=100)
+    assert result.returncode == 0 and result.stdout.count("is now") == 2, result
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
 # Rank 0 has not got the result of a collective of which another rank, that is alive, has it.
 LATE = """
 import hpctrain.parallel.reproducible.ddp as strategy
