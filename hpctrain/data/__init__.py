@@ -14,39 +14,39 @@ if TYPE_CHECKING:
     from hpctrain.data.dataset import ArrayDataset as ArrayDataset
     from hpctrain.data.dataset import TokenDataset as TokenDataset
     from hpctrain.data.dataset import write_arrays as write_arrays
-    from hpctrain.data.length_batches import LengthBatches as LengthBatches
     from hpctrain.data.loader import Batch as Batch
     from hpctrain.data.loader import Loader as Loader
-    from hpctrain.data.loader import SampleOrder as SampleOrder
     from hpctrain.data.loader import evaluation_batches as evaluation_batches
-    from hpctrain.data.mds import MdsDataset as MdsDataset
-    from hpctrain.data.ragged import RaggedDataset as RaggedDataset
-    from hpctrain.data.ragged_batch import Concatenation as Concatenation
-    from hpctrain.data.ragged_batch import Padding as Padding
-    from hpctrain.data.ragged_write import RaggedWriter as RaggedWriter
-    from hpctrain.data.ragged_write import write_ragged as write_ragged
+    from hpctrain.data.orders import LengthBatches as LengthBatches
+    from hpctrain.data.orders import SampleOrder as SampleOrder
+    from hpctrain.data.ragged.batch import Concatenation as Concatenation
+    from hpctrain.data.ragged.batch import Padding as Padding
+    from hpctrain.data.ragged.dataset import RaggedDataset as RaggedDataset
+    from hpctrain.data.ragged.write import RaggedWriter as RaggedWriter
+    from hpctrain.data.ragged.write import write_ragged as write_ragged
     from hpctrain.data.settings import DataSettings as DataSettings
     from hpctrain.data.settings import open_dataset as open_dataset
-    from hpctrain.data.tar_files import TarDataset as TarDataset
+    from hpctrain.data.shards.mds import MdsDataset as MdsDataset
+    from hpctrain.data.shards.tar import TarDataset as TarDataset
 
 _HOMES = {
     "ArrayDataset": "dataset",
     "Batch": "loader",
-    "Concatenation": "ragged_batch",
+    "Concatenation": "ragged.batch",
     "DataSettings": "settings",
     "evaluation_batches": "loader",
-    "LengthBatches": "length_batches",
+    "LengthBatches": "orders",
     "Loader": "loader",
-    "MdsDataset": "mds",
+    "MdsDataset": "shards.mds",
     "open_dataset": "settings",
-    "Padding": "ragged_batch",
-    "RaggedDataset": "ragged",
-    "RaggedWriter": "ragged_write",
-    "SampleOrder": "loader",
-    "TarDataset": "tar_files",
+    "Padding": "ragged.batch",
+    "RaggedDataset": "ragged.dataset",
+    "RaggedWriter": "ragged.write",
+    "SampleOrder": "orders",
+    "TarDataset": "shards.tar",
     "TokenDataset": "dataset",
     "write_arrays": "dataset",
-    "write_ragged": "ragged_write",
+    "write_ragged": "ragged.write",
 }
 
 __all__ = [

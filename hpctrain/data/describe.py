@@ -12,8 +12,8 @@ from hpctrain.data import pack
 from hpctrain.data.corpus import SPLITS
 from hpctrain.data.dataset import ARRAY_FORMAT
 from hpctrain.data.hdf5 import attribute, checksum, dataset_of, find_dataset, open_file
-from hpctrain.data.ragged_layout import FORMAT as RAGGED
-from hpctrain.data.ragged_layout import ragged_datasets
+from hpctrain.data.ragged.layout import FORMAT as RAGGED
+from hpctrain.data.ragged.layout import ragged_datasets
 from hpctrain.errors import DataError
 from hpctrain.util.text import columns
 

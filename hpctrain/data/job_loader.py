@@ -8,40 +8,11 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
-from hpctrain.data.length_batches import LengthBatches
-from hpctrain.data.loader import SampleOrder
-from hpctrain.data.ragged_batch import equal_sizes
+from hpctrain.data.orders import BatchOrder, LengthBatches
+from hpctrain.data.ragged.batch import equal_sizes
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.data.split_loader import shares_of, split_loader
 from hpctrain.errors import DataError, UsageError
-
-
-class BatchOrder:
-    """Batch sampler with direct access to any batch of any epoch."""
-
-    def __init__(self, samples: int, batch: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
-        self.samples, self.batch, self.shuffle, self.drop_last = samples, batch, shuffle, drop_last
-        self.epoch = 0
-        self._order = SampleOrder(samples, seed)
-
-    def __len__(self) -> int:
-        return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.start_at(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def start_at(self, number: int) -> Iterator[list[int]]:
-        """Yield the batches of this epoch from batch ``number`` on."""
-        for index in range(number, len(self)):
-            begin = index * self.batch
-            end = min(begin + self.batch, self.samples)
-            if self.shuffle:
-                yield self._order.indices(self.epoch * self.samples + begin, end - begin).tolist()
-            else:
-                yield list(range(begin, end))
 
 
 class JobLoader(DataLoader[Any]):

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from hpctrain.data.dataset import Dataset, Indices
-from hpctrain.data.permutation import IndexPermutation
-from hpctrain.data.read_ahead import ReadAhead
+from hpctrain.data.orders import SampleOrder
 from hpctrain.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class SampleOrder:
-    """Endless sequence of sample indices: every epoch is a permutation of its own of all ``length`` samples.
-
-    Position p is in epoch ``p // length``. Epoch e is ``Generator(PCG64([seed, e])).permutation(length)``, above
-    ``most_held`` samples an ``IndexPermutation``, which needs no memory. So any position can be computed without the
-    previous ones, on any number of ranks.
-    """
-
-    most_held = 1 << 20  # samples of which the permutation of an epoch is held in memory: 8 MiB per rank
-
-    def __init__(self, length: int, seed: int = 0) -> None:
-        if length < 1 or seed < 0:
-            raise SettingsError(f"order of {length} samples with seed {seed}: needs at least 1 sample and a seed >= 0")
-        self.length, self.seed = length, seed
-        self._epoch = -1
-        self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-    def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``start + count - 1``, across the boundaries of epochs."""
-        pieces = [self._permutation[:0]]
-        while count > 0:
-            epoch, offset = divmod(start, self.length)
-            piece = self._piece(epoch, offset, min(offset + count, self.length))
-            pieces.append(piece)
-            start, count = start + len(piece), count - len(piece)
-        return np.concatenate(pieces)
-
-    def _piece(self, epoch: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-        if self.length > self.most_held:
-            return IndexPermutation(self.length, self.seed, epoch)(np.arange(begin, end))
-        return self._shuffled(epoch)[begin:end]
-
-    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
-        if epoch != self._epoch:
-            generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            self._epoch, self._permutation = epoch, generator.permutation(self.length)
-        return self._permutation
 
 
 @dataclass(frozen=True)
@@ -199,6 +160,47 @@ class Loader:
         if position >= self.epochs * len(self.dataset):
             raise StopIteration
         return position, min(self.batch, left)
+
+
+# Reading ahead -------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+Read = Callable[[int], tuple[T, int]]  # returns what is at a position, and the next position
+
+
+class ReadAhead:
+    """Function that returns what is at a position, and lets a thread read what follows, ``depth`` times ahead.
+
+    Without ``depth``, there is no thread. Errors are raised when what could not be read is due.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: deque[Future[Any]] = deque()
+        self._position = -1  # of the first one of these
+
+    def __call__(self, position: int, read: Read[T]) -> tuple[T, int]:
+        """Return what is at ``position``, and the next position."""
+        if not self._depth:
+            return read(position)
+        if self._position != position:  # the first one, or the run has been set back
+            self._pending.clear()
+        if not self._pending:
+            self._submit(lambda: read(position))
+        for _ in range(self._depth + 1 - len(self._pending)):
+            before = self._pending[-1]
+            self._submit(lambda before=before: read(before.result()[1]))  # type: ignore[misc]
+        self._position = -1
+        found: tuple[T, int] = self._pending.popleft().result()
+        self._position = found[1]
+        return found
+
+    def _submit(self, call: Callable[[], Any]) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hpctrain-read-ahead")
+        self._pending.append(self._thread.submit(call))
 
 
 def check_batch(batch: int, size: int, microbatches: int = 1) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hpctrain.data.corpus import Kind, is_held_out, name_sources
-from hpctrain.data.ragged_write import RaggedWriter
+from hpctrain.data.ragged.write import RaggedWriter
 from hpctrain.data.sample_sources import SampleSource, open_source
 from hpctrain.errors import DataError, SettingsError
 

@@ -87,7 +87,7 @@ def _classes(documents: Sequence[Document]) -> tuple[str, ...]:
 
 
 def _load(document: Document) -> Any:
-    from hpctrain.data.decode import decode
+    from hpctrain.data.shards.decode import decode
 
     try:
         data = document.path.read_bytes()
@@ -112,7 +112,7 @@ def _pixels(document: Document, grey: bool) -> Any:
 
 
 def _tar(paths: Sequence[str]) -> SampleSource:
-    from hpctrain.data.tar_files import TarDataset
+    from hpctrain.data.shards.tar import TarDataset
 
     dataset = TarDataset(paths)
     numbers = range(len(dataset))
@@ -124,7 +124,7 @@ def _tar(paths: Sequence[str]) -> SampleSource:
 
 
 def _mds(sources: Sequence[str | Path]) -> SampleSource:
-    from hpctrain.data.mds import MdsDataset
+    from hpctrain.data.shards.mds import MdsDataset
 
     dataset = MdsDataset([str(source) for source in sources])
     numbers = range(len(dataset))

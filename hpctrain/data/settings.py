@@ -45,7 +45,7 @@ def data_files(settings: DataSettings) -> list[str]:
     """Return the files of the settings, with wildcards expanded. Raises an error if there are none."""
     if not settings.files:
         raise SettingsError("data.files is empty: name at least one file, such as hpctrain data pack writes")
-    from hpctrain.data.shard_files import find_files
+    from hpctrain.data.shards.files import find_files
 
     return [path for given in settings.files for path in (find_files(given) if _is_pattern(given) else [given])]
 
@@ -57,7 +57,7 @@ def open_dataset(settings: DataSettings, split: str, context: int | None = None)
     files = data_files(settings)
     parts: list[FileDataset]
     if settings.format == "ragged":
-        from hpctrain.data.ragged_pairs import RaggedPairs
+        from hpctrain.data.ragged.pairs import RaggedPairs
 
         return RaggedPairs(files, split, settings.inputs, settings.targets)
     if settings.format == "arrays":

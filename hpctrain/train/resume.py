@@ -57,6 +57,7 @@ _WITHOUT_EFFECT = {  # besides all of the sections checkpoint and health
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Settings that earlier versions lacked, with the value that they computed with.
 _ADDED: dict[str, Any] = {"parallel.whole_parameters": [], "parallel.reproducible": False, "train.microbatch": 0}
+_ADDED |= {"data.inputs": "inputs", "data.targets": "targets", "data.prefetch": 0}
 _MISSING = object()
 _LONGEST = 60  # characters of a value
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.data.decode import decode, decode_tensors
+from hpctrain.data.shards.decode import decode, decode_tensors
 from hpctrain.errors import DataError, UsageError
 
 Image = pytest.importorskip("PIL.Image")

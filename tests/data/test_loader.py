@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.dataset import Indices
-from hpctrain.data.loader import Batch, Loader, SampleOrder, check_batch, evaluation_batches, take
+from hpctrain.data.loader import Batch, Loader, check_batch, evaluation_batches, take
+from hpctrain.data.orders import SampleOrder
 from hpctrain.errors import DataError, SettingsError
 
 

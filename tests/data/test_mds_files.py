@@ -18,7 +18,7 @@ import torch
 from support.mds_sets import Column, read_index, write_index, write_mds
 from torch.utils.data import DataLoader
 
-from hpctrain.data.mds import MdsDataset
+from hpctrain.data.shards.mds import MdsDataset
 from hpctrain.errors import DataError
 
 Image = pytest.importorskip("PIL.Image")

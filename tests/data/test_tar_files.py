@@ -20,8 +20,8 @@ import torch
 from support.tar_sets import numbered, samples_in_order, write_tar
 from torch.utils.data import DataLoader
 
-from hpctrain.data.shard_files import ShardFiles, find_files
-from hpctrain.data.tar_files import TarDataset
+from hpctrain.data.shards.files import ShardFiles, find_files
+from hpctrain.data.shards.tar import TarDataset
 from hpctrain.errors import DataError
 
 CHANCE = np.random.default_rng(0)

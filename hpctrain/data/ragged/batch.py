@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.data.ragged_layout import Kind
+from hpctrain.data.ragged.layout import Kind
 from hpctrain.errors import DataError, SettingsError
 
 if TYPE_CHECKING:

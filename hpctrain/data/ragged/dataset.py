@@ -11,10 +11,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from hpctrain.data.open_files import OpenFile, OpenFiles
-from hpctrain.data.ragged_batch import Column, RaggedBatch, positions
-from hpctrain.data.ragged_layout import Field, FileFacts, read_facts, unified
-from hpctrain.data.shard_files import Path, find_files
+from hpctrain.data.ragged.batch import Column, RaggedBatch, positions
+from hpctrain.data.ragged.layout import Field, FileFacts, OpenFile, OpenFiles, read_facts, unified
+from hpctrain.data.shards.files import Path, find_files
 from hpctrain.errors import DataError, SettingsError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Layout of ragged data files: samples whose fields have different sizes, in HDF5.
+"""Layout of ragged data files, samples whose fields have different sizes, in HDF5; open files of a set.
 
 A file has the groups ``/train`` and ``/validation``, or others. A field of a group is
 
@@ -14,14 +14,17 @@ The attribute ``kind`` of ``values`` is ``text`` (UTF-8) or ``bytes``; it may be
 from __future__ import annotations
 
 import math
+import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
 from hpctrain.data.hdf5 import attribute, dataset_of, find_dataset, open_file
 from hpctrain.errors import DataError
@@ -35,7 +38,7 @@ NUMBERS = "biuf"  # kinds of element types: bool, integers, floats
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredArray:
     """A dataset in a file; ``offset`` is that of its bytes, None if HDF5 must read it: it is chunked or compressed."""
 
     name: str
@@ -54,9 +57,9 @@ class Field:
     """
 
     name: str
-    values: Block
-    offsets: Block | None = None
-    shapes: Block | None = None
+    values: StoredArray
+    offsets: StoredArray | None = None
+    shapes: StoredArray | None = None
     kind: Kind = ""
     elements: str = ""  # element type of a dataset of variable-length elements
     stride: int = 0
@@ -246,6 +249,110 @@ def _plain(file: h5py.File, own: str, name: str, dataset: h5py.Dataset) -> Field
     return Field(own, _block(file, name, dataset))
 
 
-def _block(file: h5py.File, name: str, dataset: h5py.Dataset) -> Block:
+def _block(file: h5py.File, name: str, dataset: h5py.Dataset) -> StoredArray:
     offset = None if dataset.dtype.hasobject else dataset.id.get_offset()
-    return Block(name, dataset.dtype.str, tuple(map(int, dataset.shape)), offset)
+    return StoredArray(name, dataset.dtype.str, tuple(map(int, dataset.shape)), offset)
+
+
+# Open files ----------------------------------------------------------------------------------------------------------
+
+MOST_OPEN = 256
+Array = npt.NDArray[Any]
+
+
+class OpenFile:
+    """A file that is read at random places; ``facts`` are those that the data set knows."""
+
+    def __init__(self, facts: FileFacts) -> None:
+        self.facts = facts
+        self._place = staged(facts.path)
+        try:
+            self.handle = os.open(self._place, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"cannot open {facts.path}: {error.strerror}") from error
+        self.process = os.getpid()
+        self._file: h5py.File | None = None
+        self._views: dict[str, Array] = {}
+        try:
+            self.check()
+            self._map = mmap.mmap(self.handle, 0, access=mmap.ACCESS_READ)
+        except BaseException:
+            os.close(self.handle)
+            raise
+
+    def check(self) -> None:
+        """Raise ``DataError`` if the file has changed since the data set was opened."""
+        now = os.fstat(self.handle)
+        if (now.st_size, now.st_mtime_ns) != (self.facts.size, self.facts.changed):
+            raise DataError(
+                f"{self.facts.path} changed while it was read: its size or its time differs; start again with the new "
+                "file"
+            )
+
+    def view(self, block: StoredArray) -> Array | None:
+        """Return a dataset as an array in the mapped file; None if HDF5 must read it."""
+        if block.offset is None:
+            return np.empty(block.shape, block.dtype) if 0 in block.shape and block.dtype != "|O" else None
+        found = self._views.get(block.name)
+        if found is None or found.shape != block.shape:
+            count = int(np.prod(block.shape, dtype=np.int64))
+            flat = np.frombuffer(self._map, np.dtype(block.dtype), count, block.offset)
+            found = self._views[block.name] = flat.reshape(block.shape)
+        return found
+
+    def dataset(self, block: StoredArray) -> h5py.Dataset:
+        """Return a dataset that HDF5 must read."""
+        if self._file is None:
+            self._file = h5py.File(self._place, "r", locking=False)
+        return self._file[block.name]
+
+    def read(self, out: Array, offset: int) -> None:
+        """Fill an array from the bytes at an offset of the file."""
+        memory = memoryview(out.view(np.uint8).data).cast("B")
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self.handle, [memory[done:]], offset + done)
+            except OSError as error:
+                raise DataError(f"cannot read {self.facts.path}: {error.strerror}") from error
+            if not count:
+                raise DataError(f"{self.facts.path} ends at byte {offset + done}: it was truncated")
+            done += count
+
+    def close(self) -> None:
+        self._views.clear()
+        if self._file is not None and self.process == os.getpid():
+            self._file.close()
+        os.close(self.handle)
+
+
+class OpenFiles:
+    """The files of a data set that are open in this process; those not used for the longest time are closed."""
+
+    def __init__(self, facts: list[FileFacts], open_file: Callable[[FileFacts], OpenFile] = OpenFile) -> None:
+        self._facts, self._open = facts, open_file
+        self._opened: OrderedDict[int, OpenFile] = OrderedDict()
+
+    def __getitem__(self, number: int) -> OpenFile:
+        found = self._opened.get(number)
+        if found is not None and found.process == os.getpid():
+            self._opened.move_to_end(number)
+            return found
+        if found is not None:  # of the process from which this one was forked
+            del self._opened[number]
+            found.close()
+        self._opened[number] = found = self._open(self._facts[number])
+        while len(self._opened) > MOST_OPEN:
+            self._opened.popitem(last=False)[1].close()
+        return found
+
+    def close(self) -> None:
+        """Close all files; they are opened again when they are read."""
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": OrderedDict()}
+
+    def __del__(self) -> None:
+        self.close()

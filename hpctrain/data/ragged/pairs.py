@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.dataset import Indices, check_indices
-from hpctrain.data.ragged import RaggedDataset
-from hpctrain.data.ragged_batch import Column, put_blocks, put_rows
+from hpctrain.data.ragged.batch import Column, put_blocks, put_rows
+from hpctrain.data.ragged.dataset import RaggedDataset
 from hpctrain.errors import DataError
 
 SPLITS = ("train", "validation")

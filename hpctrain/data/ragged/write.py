@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.pack import new_file
-from hpctrain.data.ragged_layout import FORMAT, NUMBERS, VERSION, Kind
+from hpctrain.data.ragged.layout import FORMAT, NUMBERS, VERSION, Kind
 from hpctrain.errors import DataError, UsageError
 
 Array = npt.NDArray[Any]

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.agreement import agreed
-from hpctrain.data.decode import as_tensors, attempt, image_pixels, stored_pixels
-from hpctrain.data.shard_files import Descriptor, Numbers, Path, ShardFiles, sample_numbers
+from hpctrain.data.shards.decode import as_tensors, attempt, image_pixels, stored_pixels
+from hpctrain.data.shards.files import Descriptor, Numbers, Path, ShardFiles, sample_numbers
 from hpctrain.errors import DataError, UsageError
 from hpctrain.util.reading import MIB, parse_json, read_json, reason
 from hpctrain.util.text import printable, short_repr
@@ -39,7 +39,7 @@ class MdsDataset:
     """Map-style dataset of the samples in folders of MDS shards, which ``MDSWriter`` of MosaicML Streaming writes.
 
     A sample is a dict of column name and value: numbers and texts of Python, arrays and images as
-    Tensors, images as ``hpctrain.data.decode`` returns them. Samples are numbered in the order of
+    Tensors, images as ``hpctrain.data.shards.decode`` returns them. Samples are numbered in the order of
     the folders and their shards.
     """
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.comm.agreement import agreed, on_first_rank
-from hpctrain.data.decode import decode_tensors
-from hpctrain.data.shard_files import Descriptor, Numbers, Path, ShardFiles, find_files, sample_numbers
+from hpctrain.data.shards.decode import decode_tensors
+from hpctrain.data.shards.files import Descriptor, Numbers, Path, ShardFiles, find_files, sample_numbers
 from hpctrain.errors import DataError
 from hpctrain.util.text import counted, printable, short_repr
 
@@ -45,7 +45,7 @@ class TarDataset:
 
     Consecutive members whose path is the same up to the first dot of the base name are a sample: a
     dict of ``__key__`` and one value per extension in lower case, decoded by
-    ``hpctrain.data.decode``. Hidden files, members without an extension, and those that begin with
+    ``hpctrain.data.shards.decode``. Hidden files, members without an extension, and those that begin with
     ``__name__`` are skipped. Samples are numbered in the order of the files.
     """
 

@@ -1,0 +1,1 @@
+"""Samples of different sizes in HDF5 files: layout, reading, batches and writing."""

@@ -1,0 +1,1 @@
+"""Data sets in the formats of other libraries: WebDataset tar files and MDS shards."""
