@@ -1,7 +1,8 @@
 """Data: corpora packed into files, and batches of samples in an order that is independent of the number of ranks.
 
 Importing this package loads neither torch nor h5py; each name below is imported from its module at
-first use. ``hpctrain.data.pack.pack`` and ``hpctrain.data.describe.describe`` have the names of
+first use. The functions for documents within windows are in ``hpctrain.documents``, because models
+use them too. ``hpctrain.data.pack.pack`` and ``hpctrain.data.describe.describe`` have the names of
 their modules, so they are imported from there.
 """
 
@@ -20,17 +21,25 @@ if TYPE_CHECKING:
     from hpctrain.data.loader import evaluation_batches as evaluation_batches
     from hpctrain.data.settings import DataSettings as DataSettings
     from hpctrain.data.settings import open_dataset as open_dataset
+    from hpctrain.documents import cu_seqlens as cu_seqlens
+    from hpctrain.documents import document_ids as document_ids
+    from hpctrain.documents import document_mask as document_mask
+    from hpctrain.documents import document_positions as document_positions
 
 _HOMES = {
-    "ArrayDataset": "dataset",
-    "Batch": "loader",
-    "DataSettings": "settings",
-    "Loader": "loader",
-    "SampleOrder": "loader",
-    "TokenDataset": "dataset",
-    "evaluation_batches": "loader",
-    "open_dataset": "settings",
-    "write_arrays": "dataset",
+    "ArrayDataset": "data.dataset",
+    "Batch": "data.loader",
+    "DataSettings": "data.settings",
+    "Loader": "data.loader",
+    "SampleOrder": "data.loader",
+    "TokenDataset": "data.dataset",
+    "cu_seqlens": "documents",
+    "document_ids": "documents",
+    "document_mask": "documents",
+    "document_positions": "documents",
+    "evaluation_batches": "data.loader",
+    "open_dataset": "data.settings",
+    "write_arrays": "data.dataset",
 }
 
 __all__ = [
@@ -40,6 +49,10 @@ __all__ = [
     "Loader",
     "SampleOrder",
     "TokenDataset",
+    "cu_seqlens",
+    "document_ids",
+    "document_mask",
+    "document_positions",
     "evaluation_batches",
     "open_dataset",
     "write_arrays",
@@ -50,4 +63,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first requested (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"hpctrain.{_HOMES[name]}"), name)
