@@ -17,9 +17,15 @@ def document_ids(tokens: Tensor, separator: int = 0) -> Tensor:
     """Return the number of each token's document within its row, int64, for tokens ``[..., length]``.
 
     Numbers begin at 0. A separator belongs to the document that it ends, so two separators in a row
-    are an empty document. Raises ``UsageError`` if the tokens are not integers.
+    are an empty document. Raises ``UsageError`` if the tokens are not integers, or if their dtype
+    cannot hold the separator.
     """
     _check_integers("tokens", tokens)
+    limits = torch.iinfo(tokens.dtype)
+    if not limits.min <= separator <= limits.max:  # torch compares modulo the range of the dtype
+        raise UsageError(
+            f"separator {separator} of {tokens.dtype} tokens: allowed are {limits.min} to {limits.max}"
+        )
     ends = (tokens == separator).to(torch.int64)
     return ends.cumsum(-1) - ends
 
@@ -30,8 +36,9 @@ def document_positions(ids: Tensor) -> Tensor:
     The first document of a row counts from the beginning of the row. Raises ``UsageError`` if the
     numbers are not integers.
     """
+    begins = _begins(ids)
     places = torch.arange(ids.shape[-1], device=ids.device)
-    starts = torch.where(_begins(ids), places, 0).cummax(-1).values
+    starts = torch.where(begins, places, 0).cummax(-1).values
     return places - starts
 
 

@@ -22,11 +22,11 @@ class DataSettings:
     # tokens: written by `hpctrain data pack`; arrays: /train/inputs and /train/targets, images or vectors
     format: Literal["tokens", "arrays"] = "tokens"
 
-    # keep attention within documents, and restart positions with each document of a window (tokens only)
-    document_masks: bool = False
-
     # samples of the validation split used by an evaluation, spread evenly over it; 0 for all
     validation_samples: int = 256
+
+    # keep attention within documents, and restart positions with each document of a window (tokens only)
+    document_masks: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
