@@ -2,15 +2,17 @@
 
 A window of a token file may contain pieces of several documents, one after the other (sequence
 packing). Each document ends with a separator token. All functions are vectorised. They work on any
-device and in graphs of ``torch.compile``.
+device and in graphs of ``torch.compile``. Importing this module does not load torch.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def document_ids(tokens: Tensor, separator: int = 0) -> Tensor:
@@ -20,12 +22,12 @@ def document_ids(tokens: Tensor, separator: int = 0) -> Tensor:
     are an empty document. Raises ``UsageError`` if the tokens are not integers, or if their dtype
     cannot hold the separator.
     """
+    import torch
+
     _check_integers("tokens", tokens)
     limits = torch.iinfo(tokens.dtype)
     if not limits.min <= separator <= limits.max:  # torch compares modulo the range of the dtype
-        raise UsageError(
-            f"separator {separator} of {tokens.dtype} tokens: allowed are {limits.min} to {limits.max}"
-        )
+        raise UsageError(f"separator {separator} of {tokens.dtype} tokens: allowed are {limits.min} to {limits.max}")
     ends = (tokens == separator).to(torch.int64)
     return ends.cumsum(-1) - ends
 
@@ -36,6 +38,8 @@ def document_positions(ids: Tensor) -> Tensor:
     The first document of a row counts from the beginning of the row. Raises ``UsageError`` if the
     numbers are not integers.
     """
+    import torch
+
     begins = _begins(ids)
     places = torch.arange(ids.shape[-1], device=ids.device)
     starts = torch.where(begins, places, 0).cummax(-1).values
@@ -43,7 +47,7 @@ def document_positions(ids: Tensor) -> Tensor:
 
 
 def document_mask(ids: Tensor) -> Tensor:
-    """Return the causal mask of each row, bool ``[batch, 1, length, length]``, for document numbers ``[batch, length]``.
+    """Return the causal mask of each row, bool ``[batch, 1, length, length]``, for numbers ``[batch, length]``.
 
     Element ``[row, 0, query, key]`` is true if the query may attend to the key: both have the same
     document number, and the key is not after the query. ``scaled_dot_product_attention`` takes it as
@@ -63,12 +67,16 @@ def cu_seqlens(ids: Tensor) -> Tensor:
     ``torch.nn.attention.varlen``). Its length depends on the values, so it synchronises a GPU. Raises
     ``UsageError`` if the numbers are not integers.
     """
+    import torch
+
     starts = _begins(ids).flatten().nonzero().flatten()
     return torch.cat([starts, starts.new_full((1,), ids.numel())]).to(torch.int32)
 
 
 def _begins(ids: Tensor) -> Tensor:
     """Return whether a document begins at each token; one begins with every row."""
+    import torch
+
     _check_integers("document numbers", ids)
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
@@ -76,5 +84,7 @@ def _begins(ids: Tensor) -> Tensor:
 
 
 def _check_integers(what: str, values: Tensor) -> None:
+    import torch
+
     if values.ndim < 1 or values.is_floating_point() or values.is_complex() or values.dtype is torch.bool:
         raise UsageError(f"{what} are {values.dtype} with {values.ndim} dims: allowed are integers with 1 or more dims")

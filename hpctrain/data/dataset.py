@@ -162,8 +162,8 @@ class TokenDataset:
             if end and self._tokens[end - 1] != separator:
                 raise DataError(
                     f"{self.path}: /{self.split}: the document before token {end} ends with the token "
-                    f"{self._tokens[end - 1]}, not with the separator {separator}; data.document_masks = true needs the "
-                    "separator at the end of each document; correct the attribute separator, or pack the file again"
+                    f"{self._tokens[end - 1]}, not with the separator {separator}; data.document_masks = true needs "
+                    "the separator at the end of each document; correct the attribute separator, or pack the file again"
                 )
 
     def _check_range(self, tokens: Any) -> None:
@@ -196,14 +196,15 @@ def _separator(file: h5py.File, vocab_size: int) -> int:
     found = attribute(file, "separator")
     if found is None and (tokenizer := attribute(file, "tokenizer")) != TOKENIZER:
         raise DataError(
-            f"{file.filename} has no attribute separator, and its tokenizer is {tokenizer!r}; data.document_masks = true "
-            f"needs the token that ends each document (known for {TOKENIZER!r}); write it as the attribute separator of "
-            "the file, or remove the setting"
+            f"{file.filename} has no attribute separator, and its tokenizer is {tokenizer!r}; data.document_masks = "
+            f"true needs the token that ends each document (known for {TOKENIZER!r}); write it as the attribute "
+            "separator of the file, or remove the setting"
         )
     separator = SEPARATOR[0] if found is None else found
     if not isinstance(separator, int) or not 0 <= separator < vocab_size:
         raise DataError(
-            f"{file.filename} declares separator {separator!r}, allowed are 0 to {vocab_size - 1} (vocab_size of the file)"
+            f"{file.filename} declares separator {separator!r}, allowed are 0 to {vocab_size - 1} "
+            "(vocab_size of the file)"
         )
     return separator
 
@@ -214,7 +215,9 @@ def _offsets(file: h5py.File, split: str, tokens: int) -> Indices:
     if found is None:
         return np.empty(0, np.int64)
     if found.dtype.kind not in "iu" or found.ndim != 1:
-        raise DataError(f"{file.filename}: /{split}/offsets is {found.dtype} with {found.ndim} dims, expected 1 of int64")
+        raise DataError(
+            f"{file.filename}: /{split}/offsets is {found.dtype} with {found.ndim} dims, expected 1 of int64"
+        )
     offsets = np.asarray(map_dataset(found)[:]).astype(np.int64)
     if len(offsets) and not (0 <= offsets.min() and offsets.max() <= tokens):
         raise DataError(f"{file.filename}: /{split}/offsets are beyond the {tokens} tokens of the split")

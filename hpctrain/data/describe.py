@@ -14,7 +14,17 @@ from hpctrain.data.hdf5 import attribute, checksum, dataset_of, find_dataset, op
 from hpctrain.errors import DataError
 from hpctrain.util.text import columns
 
-_ROOT = ("format", "format_version", "creator", "created", "tokenizer", "vocab_size", "separator", "validation_fraction", "seed")
+_ROOT = (
+    "format",
+    "format_version",
+    "creator",
+    "created",
+    "tokenizer",
+    "vocab_size",
+    "separator",
+    "validation_fraction",
+    "seed",
+)
 _MOST_SOURCES = 100_000
 _COLUMNS = ("dataset", "shape", "dtype", "documents", "bytes", "crc32")
 

@@ -34,8 +34,8 @@ class DataSettings:
             raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
         if self.document_masks and self.format != "tokens":
             raise SettingsError(
-                f"data.document_masks = true with data.format = {self.format!r}: only token files have documents; remove "
-                "one of the two"
+                f"data.document_masks = true with data.format = {self.format!r}: only token files have documents; "
+                "remove one of the two"
             )
 
 

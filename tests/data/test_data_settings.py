@@ -38,7 +38,7 @@ def test_several_files_are_read_as_one(token_file: str) -> None:
 
 
 def test_settings_round_trip_through_a_dict() -> None:
-    tree = {"files": ["a.h5", "b.h5"], "format": "arrays", "validation_samples": 7}
+    tree = {"files": ["a.h5", "b.h5"], "format": "arrays", "validation_samples": 7, "document_masks": False}
     settings = build(DataSettings, tree, "data.")
     assert settings == DataSettings(("a.h5", "b.h5"), "arrays", 7) and to_tree(settings) == tree
 

@@ -86,7 +86,7 @@ def test_functions_equal_plain_loops_for_several_rows(dtype: torch.dtype, separa
 @pytest.mark.parametrize("function", [document_ids, document_positions, document_mask, cu_seqlens])
 def test_functions_are_compiled_into_one_graph(function: Any) -> None:
     given = document_ids(_random())
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(given), function(given))
     torch.compiler.reset()
 
@@ -207,7 +207,9 @@ def test_files_with_different_separators_are_not_joined(token_file: Path, tmp_pa
     with h5py.File(token_file) as old, h5py.File(other, "w") as file:
         file.attrs.update({**old.attrs, "separator": 200})
         for split in ("train", "validation"):
-            file[f"{split}/tokens"] = np.where(old[split]["tokens"][()] == 0, 200, old[split]["tokens"][()]).astype("u1")
+            file[f"{split}/tokens"] = np.where(old[split]["tokens"][()] == 0, 200, old[split]["tokens"][()]).astype(
+                "u1"
+            )
     files = (str(token_file), str(other))
     open_dataset(DataSettings(files=files), "train", 16)
     with pytest.raises(DataError, match="'separator': 0.*'separator': 200"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.models import GPT, GPTConfig, ModelSettings, generate
 from hpctrain.models.build import build
+from hpctrain.models.gpt import Attention
 from hpctrain.parallel.recompute import recompute
 
 SEPARATOR, CONTEXT = 3, 24
@@ -53,6 +54,12 @@ def _window(text: str = WINDOW, seed: int = 0) -> Tensor:
     return tokens
 
 
+def _attention(model: GPT) -> Attention:
+    attention = model.get_submodule("blocks.0.attention")
+    assert isinstance(attention, Attention)
+    return attention
+
+
 def _lengths(text: str) -> list[int]:
     return [len(document) for document in text.replace("|", "| ").split(" ") if document]
 
@@ -60,7 +67,7 @@ def _lengths(text: str) -> list[int]:
 def _alone(model: GPT, tokens: Tensor, text: str = WINDOW) -> Tensor:
     """Return the logits of each document in a window of its own, by a model without masks and with the same weights."""
     plain = _without_masks(model)
-    return torch.cat([plain(piece) for piece in tokens.split(_lengths(text), dim=1)], dim=1)
+    return torch.cat([plain(piece) for piece in torch.split(tokens, _lengths(text), dim=1)], dim=1)
 
 
 def _without_masks(model: GPT) -> GPT:
@@ -117,7 +124,7 @@ def test_documents_of_bfloat16_and_autocast_are_close_to_those_of_float32() -> N
 def test_gradients_are_those_of_documents_alone(again: bool) -> None:
     model, tokens = _model(torch.float64), _window()
     reference = _without_masks(model)
-    pieces = [reference(piece) for piece in tokens.split(_lengths(WINDOW), dim=1)]
+    pieces = [reference(piece) for piece in torch.split(tokens, _lengths(WINDOW), dim=1)]
     torch.cat(pieces, dim=1).square().mean().backward()
     if again:
         recompute(model.blocks)
@@ -158,8 +165,8 @@ def test_a_model_without_a_separator_has_no_masks() -> None:
     x = plain.embedding(tokens)
     assert torch.equal(plain.blocks[0](x), plain.blocks[0](x, tokens))
     assert not torch.equal(plain(tokens), _model()(tokens))
-    masked = _model().blocks[0].attention.flops_beside_weights()
-    assert masked == 2 * plain.blocks[0].attention.flops_beside_weights()
+    masked, unmasked = (_attention(each).flops_beside_weights() for each in (_model(), plain))
+    assert masked == 2 * unmasked
 
 
 # Construction ---------------------------------------------------------------------------------------------------------

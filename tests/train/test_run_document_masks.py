@@ -11,12 +11,14 @@ import pytest
 import torch
 from fakes.machine import join_quietly
 from support.corpus import CONTEXT, plain_losses
+from support.meshes import Trained, plain, small_gpt
 from support.training_fixtures import metrics_of
 from torch import Tensor, nn
 
 from hpctrain.data.pack import pack
 from hpctrain.errors import HpctrainError
 from hpctrain.models import GPT, GPTConfig
+from hpctrain.parallel.config import ParallelSettings
 from hpctrain.train.config import load
 from hpctrain.train.recipe import train
 
@@ -151,6 +153,17 @@ def test_losses_without_masks_are_others(project: Path, comm: Any) -> None:
 def test_losses_in_bfloat16_are_close(project: Path, comm: Any, words: str) -> None:
     found = _losses(comm, [words, "train.precision=bfloat16"])
     assert found == pytest.approx(_plain(project), rel=2e-3)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{"data": "ddp"}, {"data": "fsdp"}, {"data": "fsdp", "recompute": True}], ids=str)
+def test_compiled_blocks_train_as_a_plain_loop(comm: Any, settings: dict[str, Any]) -> None:
+    model = small_gpt(layers=2, separator=0)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    trained = Trained.of(comm, ParallelSettings(**settings), model).learn(range(3))
+    assert trained.losses == pytest.approx(plain(3, layers=2, separator=0), rel=1e-5)
+    torch.compiler.reset()
 
 
 @pytest.mark.ranks(1, 2)
