@@ -165,13 +165,13 @@ def _check_takes_separator(path: str, function: Callable[..., Any], options: dic
     if "separator" not in names:
         raise SettingsError(
             f"data.document_masks = true: model.factory {path} has no parameter separator (it has "
-            f"{', '.join(names) or 'none'}); allowed are factories whose model masks attention by that token; add "
-            "the parameter, or remove the setting"
+            f"{', '.join(names) or 'none'}); allowed are factories whose model masks attention by that token; "
+            "add the parameter, or remove the setting"
         )
     if "separator" in options:
         raise SettingsError(
-            f"model.options.separator = {options['separator']!r} with data.document_masks = true: the data files define "
-            "the separator; remove one of the two"
+            f"model.options.separator = {options['separator']!r} with data.document_masks = true: the data files "
+            "define the separator; remove one of the two"
         )
 
 

@@ -87,7 +87,8 @@ def test_a_document_has_no_effect_on_other_documents(dtype: torch.dtype, form: s
     for window in (tokens, changed):
         model.zero_grad()
         result = call(window)
-        F.cross_entropy(result[:, 9:].flatten(0, 1).float(), window[:, 9:].flatten()).backward()
+        loss = F.cross_entropy(result[:, 9:].flatten(0, 1).float(), window[:, 9:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
         logits.append(result.detach())
         gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     assert torch.equal(logits[0][:, 9:], logits[1][:, 9:]) and not torch.equal(logits[0][:, :9], logits[1][:, :9])
@@ -125,7 +126,7 @@ def test_gradients_are_those_of_documents_alone(again: bool) -> None:
     model, tokens = _model(torch.float64), _window()
     reference = _without_masks(model)
     pieces = [reference(piece) for piece in torch.split(tokens, _lengths(WINDOW), dim=1)]
-    torch.cat(pieces, dim=1).square().mean().backward()
+    torch.cat(pieces, dim=1).square().mean().backward()  # type: ignore[no-untyped-call]
     if again:
         recompute(model.blocks)
     model(tokens).square().mean().backward()
