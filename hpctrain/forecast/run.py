@@ -164,7 +164,7 @@ def _data(settings: Settings) -> tuple[tuple[Spec, Spec], Mapping[str, Any], lis
     """Return the specs of a sample, the facts that the data provide about the model, and the assumptions made."""
     window, notes = settings.model.window, []
     if settings.data.document_masks:
-        notes.append("attention without document masks: with them, kernels do not skip later tokens")
+        notes.append("the forecast is without document masks, with which attention computes later tokens too")
     try:
         dataset = open_dataset(replace(settings.data, document_masks=False), "train", window)
     except (SettingsError, DataError) as error:

@@ -15,11 +15,13 @@ from support.meshes import Trained, plain, small_gpt
 from support.training_fixtures import metrics_of
 from torch import Tensor, nn
 
+from hpctrain.data import DataSettings
 from hpctrain.data.pack import pack
 from hpctrain.errors import HpctrainError
+from hpctrain.forecast.run import facts_of
 from hpctrain.models import GPT, GPTConfig
 from hpctrain.parallel.config import ParallelSettings
-from hpctrain.train.config import load
+from hpctrain.train.config import Settings, load
 from hpctrain.train.recipe import train
 
 STEPS = 5
@@ -164,6 +166,12 @@ def test_compiled_blocks_train_as_a_plain_loop(comm: Any, settings: dict[str, An
     trained = Trained.of(comm, ParallelSettings(**settings), model).learn(range(3))
     assert trained.losses == pytest.approx(plain(3, layers=2, separator=0), rel=1e-5)
     torch.compiler.reset()
+
+
+def test_a_forecast_says_that_it_is_without_masks() -> None:
+    facts = facts_of(Settings(data=DataSettings(document_masks=True)))
+    assert facts.notes[0].startswith("the forecast is without document masks")
+    assert not any("masks" in note for note in facts_of(Settings()).notes)
 
 
 @pytest.mark.ranks(1, 2)
