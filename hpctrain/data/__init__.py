@@ -1,7 +1,8 @@
 """Data: corpora packed into files, and batches of samples in an order that is independent of the number of ranks.
 
 Importing this package loads neither torch nor h5py; each name below is imported from its module at
-first use. ``hpctrain.data.pack.pack`` and ``hpctrain.data.describe.describe`` have the names of
+first use. The functions for documents within windows are in ``hpctrain.documents``, because models
+use them too. ``hpctrain.data.pack.pack`` and ``hpctrain.data.describe.describe`` have the names of
 their modules, so they are imported from there.
 """
 
@@ -28,25 +29,33 @@ if TYPE_CHECKING:
     from hpctrain.data.settings import open_dataset as open_dataset
     from hpctrain.data.shards.mds import MdsDataset as MdsDataset
     from hpctrain.data.shards.tar import TarDataset as TarDataset
+    from hpctrain.documents import cu_seqlens as cu_seqlens
+    from hpctrain.documents import document_ids as document_ids
+    from hpctrain.documents import document_mask as document_mask
+    from hpctrain.documents import document_positions as document_positions
 
 _HOMES = {
-    "ArrayDataset": "dataset",
-    "Batch": "loader",
-    "Concatenation": "ragged.batch",
-    "DataSettings": "settings",
-    "evaluation_batches": "loader",
-    "LengthBatches": "orders",
-    "Loader": "loader",
-    "MdsDataset": "shards.mds",
-    "open_dataset": "settings",
-    "Padding": "ragged.batch",
-    "RaggedDataset": "ragged.dataset",
-    "RaggedWriter": "ragged.write",
-    "SampleOrder": "orders",
-    "TarDataset": "shards.tar",
-    "TokenDataset": "dataset",
-    "write_arrays": "dataset",
-    "write_ragged": "ragged.write",
+    "ArrayDataset": "data.dataset",
+    "Batch": "data.loader",
+    "Concatenation": "data.ragged.batch",
+    "DataSettings": "data.settings",
+    "LengthBatches": "data.orders",
+    "Loader": "data.loader",
+    "MdsDataset": "data.shards.mds",
+    "Padding": "data.ragged.batch",
+    "RaggedDataset": "data.ragged.dataset",
+    "RaggedWriter": "data.ragged.write",
+    "SampleOrder": "data.orders",
+    "TarDataset": "data.shards.tar",
+    "TokenDataset": "data.dataset",
+    "cu_seqlens": "documents",
+    "document_ids": "documents",
+    "document_mask": "documents",
+    "document_positions": "documents",
+    "evaluation_batches": "data.loader",
+    "open_dataset": "data.settings",
+    "write_arrays": "data.dataset",
+    "write_ragged": "data.ragged.write",
 }
 
 __all__ = [
@@ -54,17 +63,21 @@ __all__ = [
     "Batch",
     "Concatenation",
     "DataSettings",
-    "evaluation_batches",
     "LengthBatches",
     "Loader",
     "MdsDataset",
-    "open_dataset",
     "Padding",
     "RaggedDataset",
     "RaggedWriter",
     "SampleOrder",
     "TarDataset",
     "TokenDataset",
+    "cu_seqlens",
+    "document_ids",
+    "document_mask",
+    "document_positions",
+    "evaluation_batches",
+    "open_dataset",
     "write_arrays",
     "write_ragged",
 ]
@@ -74,4 +87,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first requested (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"hpctrain.{_HOMES[name]}"), name)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.hdf5 import BLOCK, attribute, check_whole, dataset_of, find_dataset, map_dataset, open_file
-from hpctrain.data.pack import FORMAT, FORMAT_VERSION, new_file
+from hpctrain.data.pack import FORMAT, FORMAT_VERSION, SEPARATOR, TOKENIZER, new_file
 from hpctrain.errors import DataError, SettingsError
 
 if TYPE_CHECKING:
@@ -89,9 +89,13 @@ class TokenDataset:
 
     scan_block = 1 << 20  # tokens
     scan_blocks = 64
+    scan_documents = 1024
 
-    def __init__(self, path: str | Path, split: str, context: int) -> None:
-        """Open and check a split of a token file. Raises ``DataError`` with the fault and the allowed values."""
+    def __init__(self, path: str | Path, split: str, context: int, *, documents: bool = False) -> None:
+        """Open and check a split of a token file; with ``documents``, ``facts`` contain the separator.
+
+        Raises ``DataError`` with the fault and the allowed values.
+        """
         if context < 1:
             raise SettingsError(f"context of {context} tokens: allowed is 1 or more")
         self.path, self.split, self.context = str(path), split, context
@@ -101,9 +105,14 @@ class TokenDataset:
         tokens = dataset_of(file, f"{split}/tokens")
         self._check_layout(tokens)
         self._tokens = map_dataset(tokens)
+        if documents:
+            self.facts["separator"] = _separator(file, self.vocab_size)
+            offsets = _offsets(file, split, len(tokens))
         if not isinstance(self._tokens, h5py.Dataset):
             file.close()
         self._scan()
+        if documents:
+            self._check_separator(offsets, self.facts["separator"])
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self.context
@@ -147,6 +156,16 @@ class TokenDataset:
         for start in np.linspace(0, last, blocks, dtype=np.int64):
             self._check_range(self._tokens[start : start + self.scan_block])
 
+    def _check_separator(self, offsets: Indices, separator: int) -> None:
+        """Check that documents end with the separator, for documents spread evenly over the split."""
+        for end in offsets[np.linspace(0, len(offsets) - 1, min(len(offsets), self.scan_documents), dtype=np.int64)]:
+            if end and self._tokens[end - 1] != separator:
+                raise DataError(
+                    f"{self.path}: /{self.split}: the document before token {end} ends with the token "
+                    f"{self._tokens[end - 1]}, not with the separator {separator}; data.document_masks = true needs "
+                    "the separator at the end of each document; correct the attribute separator, or pack the file again"
+                )
+
     def _check_range(self, tokens: Any) -> None:
         if tokens.size and not (0 <= tokens.min() and tokens.max() < self.vocab_size):
             wrong = tokens.min() if tokens.min() < 0 else tokens.max()
@@ -170,6 +189,39 @@ def _vocab_size(file: h5py.File) -> int:
     if not isinstance(size, int) or size < 1:
         raise DataError(f"{file.filename} declares vocab_size {size!r}, expected a whole number above 0")
     return size
+
+
+def _separator(file: h5py.File, vocab_size: int) -> int:
+    """Return the token that ends each document. Raises ``DataError`` if the file does not define it."""
+    found = attribute(file, "separator")
+    if found is None and (tokenizer := attribute(file, "tokenizer")) != TOKENIZER:
+        raise DataError(
+            f"{file.filename} has no attribute separator, and its tokenizer is {tokenizer!r}; data.document_masks = "
+            f"true needs the token that ends each document (known for {TOKENIZER!r}); write it as the attribute "
+            "separator of the file, or remove the setting"
+        )
+    separator = SEPARATOR[0] if found is None else found
+    if not isinstance(separator, int) or not 0 <= separator < vocab_size:
+        raise DataError(
+            f"{file.filename} declares separator {separator!r}, allowed are 0 to {vocab_size - 1} "
+            "(vocab_size of the file)"
+        )
+    return separator
+
+
+def _offsets(file: h5py.File, split: str, tokens: int) -> Indices:
+    """Return the starts of the documents of a split, and the end of the last one; empty if the file has none."""
+    found = find_dataset(file, f"{split}/offsets")
+    if found is None:
+        return np.empty(0, np.int64)
+    if found.dtype.kind not in "iu" or found.ndim != 1:
+        raise DataError(
+            f"{file.filename}: /{split}/offsets is {found.dtype} with {found.ndim} dims, expected 1 of int64"
+        )
+    offsets = np.asarray(map_dataset(found)[:]).astype(np.int64)
+    if len(offsets) and not (0 <= offsets.min() and offsets.max() <= tokens):
+        raise DataError(f"{file.filename}: /{split}/offsets are beyond the {tokens} tokens of the split")
+    return offsets
 
 
 ARRAY_FORMAT = "hpctrain-arrays"

@@ -24,6 +24,7 @@ _ROOT = (
     "created",
     "tokenizer",
     "vocab_size",
+    "separator",
     "validation_fraction",
     "seed",
     "source_kind",

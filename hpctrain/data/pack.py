@@ -101,6 +101,7 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
 
 FORMAT = "hpctrain-tokens"
 FORMAT_VERSION = 1
+TOKENIZER = "bytes"
 SEPARATOR = b"\0"
 
 
@@ -142,7 +143,7 @@ def pack(
         "documents_sha256": fingerprint(measured),
         "validation_fraction": validation_fraction,
         "seed": seed,
-        "tokenizer": "bytes",
+        "tokenizer": TOKENIZER,
         "vocab_size": 256,
     }
     if out.exists() and not out.is_symlink() and any(out.samefile(one.document.path) for one in measured):
@@ -184,7 +185,7 @@ def _write(
     # disable=None: a progress bar only on a terminal
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="pack", leave=False, disable=None if progress else True)
     with bar, new_file(out, FORMAT, FORMAT_VERSION) as file:
-        file.attrs.update(identity)
+        file.attrs.update({**identity, "separator": SEPARATOR[0]})
         file.create_dataset("sources", data=sources, dtype=h5py.string_dtype())
         for split in SPLITS:
             _write_split(file.create_group(split), splits[split], bar)

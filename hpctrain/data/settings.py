@@ -23,6 +23,12 @@ class DataSettings:
     # ragged: samples of different sizes, whose inputs are padded with zeros to the longest one
     format: Literal["tokens", "arrays", "ragged"] = "tokens"
 
+    # samples of the validation split used by an evaluation, spread evenly over it; 0 for all
+    validation_samples: int = 256
+
+    # keep attention within documents, and restart positions with each document of a window (tokens only)
+    document_masks: bool = False
+
     # fields of ragged files that are the inputs of the model and the targets of the loss
     inputs: str = "inputs"
     targets: str = "targets"
@@ -30,15 +36,17 @@ class DataSettings:
     # batches that a thread reads ahead while the model computes; 0: each is read when it is needed
     prefetch: int = 0
 
-    # samples of the validation split used by an evaluation, spread evenly over it; 0 for all
-    validation_samples: int = 256
-
     def __post_init__(self) -> None:
         check_fields(self, "data")
         if self.validation_samples < 0:
             raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
         if self.prefetch < 0:
             raise SettingsError(f"data.prefetch = {self.prefetch}: allowed is 0 (none) or more")
+        if self.document_masks and self.format != "tokens":
+            raise SettingsError(
+                f"data.document_masks = true with data.format = {self.format!r}: only token files have documents; "
+                "remove one of the two"
+            )
 
 
 def data_files(settings: DataSettings) -> list[str]:
@@ -51,7 +59,10 @@ def data_files(settings: DataSettings) -> list[str]:
 
 
 def open_dataset(settings: DataSettings, split: str, context: int | None = None) -> FileDataset:
-    """Open a split of the configured files; token files are divided into windows of ``context`` tokens."""
+    """Open a split of the configured files; token files are divided into windows of ``context`` tokens.
+
+    With ``document_masks``, the dataset's ``facts`` contain the separator, for the model.
+    """
     from hpctrain.data.dataset import ArrayDataset, JoinedDataset, TokenDataset
 
     files = data_files(settings)
@@ -65,7 +76,7 @@ def open_dataset(settings: DataSettings, split: str, context: int | None = None)
     elif context is None:
         raise SettingsError("token files need a window length: set model.context")
     else:
-        parts = [TokenDataset(path, split, context) for path in files]
+        parts = [TokenDataset(path, split, context, documents=settings.document_masks) for path in files]
     return parts[0] if len(parts) == 1 else JoinedDataset(parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal
@@ -162,18 +162,20 @@ def _kind(module: nn.Module, name: str) -> Any:
 
 def _data(settings: Settings) -> tuple[tuple[Spec, Spec], Mapping[str, Any], list[str]]:
     """Return the specs of a sample, the facts that the data provide about the model, and the assumptions made."""
-    window = settings.model.window
+    window, notes = settings.model.window, []
+    if settings.data.document_masks:
+        notes.append("the forecast is without document masks, with which attention computes later tokens too")
     try:
-        dataset = open_dataset(settings.data, "train", window)
+        dataset = open_dataset(replace(settings.data, document_masks=False), "train", window)
     except (SettingsError, DataError) as error:
         if settings.data.format != "tokens" or window is None:
             raise
         tokens = Spec((window,), torch.int64)
         why = f"the data cannot be read ({error})" if settings.data.files else "no data are named"
         vocabulary = "the vocabulary is the model's own" if settings.model.gpt_name else "tokens are the inputs"
-        return (tokens, tokens), {}, [f"{why}: {vocabulary}"]
+        return (tokens, tokens), {}, [*notes, f"{why}: {vocabulary}"]
     inputs, targets = (Spec(tuple(batch.shape[1:]), batch.dtype) for batch in dataset.batch(np.arange(1)))
-    return (inputs, targets), dataset.facts, []
+    return (inputs, targets), dataset.facts, notes
 
 
 def _on_meta(settings: Settings, known: Mapping[str, Any]) -> nn.Module:

@@ -109,19 +109,26 @@ def build(
     vocab_size: int | None = None,
     input_shape: Sequence[int] | None = None,
     outputs: int | None = None,
+    separator: int | None = None,
 ) -> nn.Module:
     """Return the model, with weights drawn from torch's generator as the caller has seeded it.
 
-    The keyword arguments describe the data (a dataset's ``facts``). Raises ``SettingsError`` if the
-    settings do not fit them, or if a factory cannot be imported or called, or does not return a
-    module.
+    The keyword arguments describe the data (a dataset's ``facts``). ``separator`` is the token that
+    ends a document if attention must stay within documents; a factory gets it as an argument. Raises
+    ``SettingsError`` if the settings do not fit the data, or if a factory cannot be imported or called,
+    or does not return a module.
     """
     if settings.factory is not None:
-        return _from_factory(settings.factory, settings.options)
+        return _from_factory(settings.factory, settings.options, separator)
     if settings.gpt_name is not None:
         if input_shape is not None:
             raise SettingsError(f"model {settings.name} reads tokens, the data are images or vectors: set model.name")
-        return GPT(settings.gpt(vocab_size))
+        return GPT(settings.gpt(vocab_size, separator))
+    if separator is not None:
+        raise SettingsError(
+            f"data.document_masks = true: model {settings.name} reads no tokens; allowed are models of the GPT family "
+            "and factories with a parameter separator; remove the setting, or set model.name"
+        )
     if input_shape is None or outputs is None:
         raise SettingsError(f"model {settings.name} needs images or vectors with targets: set data.format = 'arrays'")
     make = _BUILTIN[settings.name]
@@ -133,14 +140,39 @@ def build(
         raise SettingsError(f"model.options of {settings.name}: {error}") from error
 
 
-def _from_factory(path: str, options: dict[str, Any]) -> nn.Module:
+def _from_factory(path: str, options: dict[str, Any], separator: int | None) -> nn.Module:
     """Import and call a user's function. Raises ``UserCodeError`` for an error inside it."""
     function = function_named(path, "model.factory")
+    if separator is not None:
+        _check_takes_separator(path, function, options)
+        options = {**options, "separator": separator}
     _check_options(f"model.factory {path}", function, options)
     model = call_named("model.factory", path, function, **options)
     if not isinstance(model, nn.Module):
         raise SettingsError(f"model.factory {path} returned {type(model).__name__}, expected a torch.nn.Module")
     return model
+
+
+def _check_takes_separator(path: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Raise ``SettingsError`` if a factory has no parameter ``separator``, or if the options set it.
+
+    A factory with ``**keywords`` alone might ignore the separator, and train without masks.
+    """
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        names = ()  # a built-in callable without a signature
+    if "separator" not in names:
+        raise SettingsError(
+            f"data.document_masks = true: model.factory {path} has no parameter separator (it has "
+            f"{', '.join(names) or 'none'}); allowed are factories whose model masks attention by that token; "
+            "add the parameter, or remove the setting"
+        )
+    if "separator" in options:
+        raise SettingsError(
+            f"model.options.separator = {options['separator']!r} with data.document_masks = true: the data files "
+            "define the separator; remove one of the two"
+        )
 
 
 def _check_options(what: str, function: Callable[..., Any], options: dict[str, Any]) -> None:

@@ -4,6 +4,11 @@ The model is a sequence of four parts, ``embedding``, ``blocks``, ``norm`` and `
 pipeline stage may begin at any block. Inside a block, ``attention.qkv`` and ``mlp.fc`` widen the
 features and ``project`` narrows them: the first two can be split along the rows and the last along
 the columns of their weights, as in Megatron-LM (``tensor_plan``).
+
+If the configuration has a ``separator``, attention stays within the documents of a window, and
+positions restart with each of them. Every block then takes the tokens in addition, and computes the
+mask from them: this costs about 1 % of attention, pipelines send no mask from stage to stage, and
+recomputation stores none.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpctrain.documents import document_ids, document_mask, document_positions
 from hpctrain.errors import UsageError
 from hpctrain.models.settings import GPTConfig
 from hpctrain.models.weights import allocate, draw_weights, fill, generator_for, has_weights, reset_norm, without_memory
@@ -24,6 +30,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        self.separator = config.separator
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
@@ -33,7 +40,10 @@ class Embedding(nn.Module):
         length, context = tokens.shape[-1], self.position.num_embeddings
         if length > context:
             raise UsageError(f"a sequence of {length} tokens is longer than the model's context of {context}")
-        positions = torch.arange(length, device=tokens.device)
+        if self.separator is None:
+            positions = torch.arange(length, device=tokens.device)
+        else:
+            positions = document_positions(document_ids(tokens, self.separator))
         return self.dropout(self.token(tokens) + self.position(positions))  # type: ignore[no-any-return]
 
 
@@ -50,24 +60,37 @@ class Attention(nn.Module):
         self.head_width = config.width // config.heads
         self.dropout = config.dropout
         self.context = config.context
+        self.separator = config.separator
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.project = nn.Linear(config.width, config.width)
         self.residual_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, length, width]`` to the same shape."""
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Map ``[batch, length, width]`` to the same shape; ``tokens`` are required if there is a separator."""
+        mask = self._mask(tokens)
         features = self.qkv(x)
         batch, length, _ = features.shape  # x may be a shard of the sequence
         query, key, value = features.view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )
         joined = mixed.transpose(1, 2).reshape(batch, length, -1)
         return self.residual_dropout(self.project(joined))  # type: ignore[no-any-return]
 
+    def _mask(self, tokens: Tensor | None) -> Tensor | None:
+        if self.separator is None:
+            return None
+        if tokens is None:
+            raise UsageError("attention within documents needs the tokens of the window: call block(x, tokens)")
+        return document_mask(document_ids(tokens, self.separator))
+
     def flops_beside_weights(self) -> float:
         """Return the average number of multiplications and additions of attention per token of the longest sequence."""
-        # Two products with the vectors of all preceding tokens, which are half of the sequence on average.
-        return 2 * 2 * self.project.in_features * self.context / 2
+        # Two products with the vectors of all preceding tokens, which are half of the sequence on average. With a
+        # mask, kernels compute the products with all tokens.
+        share = 0.5 if self.separator is None else 1.0
+        return 2 * 2 * self.project.in_features * self.context * share
 
 
 class MLP(nn.Module):
@@ -95,9 +118,9 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(config.width)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, length, width]`` to the same shape."""
-        x = x + self.attention(self.norm1(x))
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Map ``[batch, length, width]`` to the same shape; ``tokens`` are required if there is a separator."""
+        x = x + self.attention(self.norm1(x), tokens)
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
@@ -130,12 +153,13 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[batch, length, vocab_size]`` for int64 tokens ``[batch, length]``."""
-        x = tokens
-        for layer in self.layers():
-            x = layer(x)
-        return x
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x) if self.config.separator is None else block(x, tokens)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def layers(self) -> list[nn.Module]:
+        """Return the layers in order; stages of a pipeline pass the argument ``tokens`` to each block."""
         return [self.embedding, *self.blocks, self.norm, self.head]
 
     def initialise(self, name: str, module: nn.Module) -> None:

@@ -26,6 +26,7 @@ class GPTConfig:
     vocab_size: int = 50257
     dropout: float = 0.0
     tied: bool = True  # the head shares the token embedding's weight
+    separator: int | None = None  # token that ends a document: attention and positions stay within documents
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -42,6 +43,13 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise SettingsError(f"gpt with dropout = {self.dropout!r}: allowed is 0 up to, not including, 1")
+        if self.separator is not None and (
+            type(self.separator) is not int or not 0 <= self.separator < self.vocab_size
+        ):
+            raise SettingsError(
+                f"gpt with separator = {short_repr(self.separator)}: allowed are None and the tokens 0 to "
+                f"{self.vocab_size - 1}"
+            )
 
     @property
     def parameters(self) -> int:
@@ -135,8 +143,11 @@ class ModelSettings:
         """Return the length of the token windows for training; ``None`` if the settings do not define it."""
         return self.gpt().context if self.gpt_name else self.context
 
-    def gpt(self, vocab_size: int | None = None) -> GPTConfig:
-        """Return the shape of the named GPT with all changes; ``vocab_size`` is that of the data."""
+    def gpt(self, vocab_size: int | None = None, separator: int | None = None) -> GPTConfig:
+        """Return the shape of the named GPT with all changes; ``vocab_size`` and ``separator`` are those of the data.
+
+        With a separator, the model has document masks.
+        """
         if self.gpt_name is None:
             raise SettingsError(f"model {self.factory or self.name} is not of the GPT family")
         changes = {name: getattr(self, name) for name in ("context", *_GPT_FIELDS)}
@@ -144,5 +155,6 @@ class ModelSettings:
             changes["vocab_size"] = vocab_size
         if vocab_size is not None and self.vocab_size is not None and self.vocab_size < vocab_size:
             raise SettingsError(f"model.vocab_size = {self.vocab_size}: the data's vocabulary needs {vocab_size}")
+        changes["separator"] = separator
         chosen = {name: value for name, value in changes.items() if value is not None}
         return dataclasses.replace(SHAPES[self.gpt_name], **chosen)

@@ -22,6 +22,7 @@ from torch import nn
 
 # Modules whose functions may be parts of graphs; all others of hpctrain stay outside.
 TRACED = (
+    "hpctrain.documents",
     "hpctrain.models",
     "hpctrain.parallel.compiled",
     "hpctrain.parallel.recompute",

@@ -56,8 +56,15 @@ _WITHOUT_EFFECT = {  # besides all of the sections checkpoint and health
 # Entries of a param_group that are not compared: its parameters, and how torch computes the update.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Settings that earlier versions lacked, with the value that they computed with.
-_ADDED: dict[str, Any] = {"parallel.whole_parameters": [], "parallel.reproducible": False, "train.microbatch": 0}
-_ADDED |= {"data.inputs": "inputs", "data.targets": "targets", "data.prefetch": 0}
+_ADDED: dict[str, Any] = {
+    "data.document_masks": False,
+    "data.inputs": "inputs",
+    "data.prefetch": 0,
+    "data.targets": "targets",
+    "parallel.whole_parameters": [],
+    "parallel.reproducible": False,
+    "train.microbatch": 0,
+}
 _MISSING = object()
 _LONGEST = 60  # characters of a value
 
