@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hpctrain.data.corpus import Kind, is_held_out, name_sources
+from hpctrain.data.ragged.dataset import RaggedDataset
 from hpctrain.data.ragged.write import RaggedWriter
 from hpctrain.data.sample_sources import SampleSource, open_source
 from hpctrain.errors import DataError, SettingsError
@@ -49,7 +50,6 @@ def pack_samples(
     attributes: dict[str, Any] = {"source_kind": kind, "seed": seed, "validation_fraction": validation_fraction}
     attributes |= {"sources": json.dumps(name_sources(sources))}
     attributes |= {"classes": json.dumps(source.classes)} if source.classes else {}
-    fields: tuple[str, ...] = ()
     with RaggedWriter(out, attributes=attributes) as writer:
         samples = tqdm(source.samples(), total=len(held), unit="samples", desc="pack", leave=False, disable=None)
         for name, sample, is_held in zip(source.names(), samples, held, strict=True):
@@ -57,8 +57,8 @@ def pack_samples(
                 writer.append(sample, "validation" if is_held else "train")
             except DataError as error:
                 raise DataError(f"{name}: {error}") from error
-            fields = fields or tuple(sample)
-    return SampleReport(out, kind, len(held) - sum(held), sum(held), fields, source.classes)
+    written = RaggedDataset(out)  # what was written can be read
+    return SampleReport(out, kind, len(written), sum(held), written.fields, source.classes)
 
 
 def _held_out(source: SampleSource, fraction: float, seed: int) -> list[bool]:

@@ -106,7 +106,7 @@ def test_the_command_and_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixt
     pictures(folder)
     assert main(["data", "pack", str(folder), "-o", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "training and" in said and "validation samples (images) with the fields inputs, targets, name" in said
+    assert "training and" in said and "validation samples (images) with the fields inputs, name, targets" in said
     assert "classes: 0 cat, 1 dog, 2 emu" in said
     assert main(["data", "pack", str(folder), "-o", str(out)]) == 2
     assert f"{out} exists: --force replaces it" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tarfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,11 @@ def _members(longest: int) -> list[tuple[str, bytes]]:
     ]
 
 
+def _differing(found: Iterable[Any], expected: Iterable[Any]) -> list[int]:
+    """Return the places at which two lists of equal length differ: the contents are too long for a report."""
+    return [place for place, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
+
+
 # Members --------------------------------------------------------------------------------------------------------------
 
 
@@ -53,11 +58,11 @@ def test_samples_are_those_of_tarfile(tmp_path: Path, kind: str, attributes: dic
     path = write_tar(tmp_path / "a.tar", _members(140 if kind == "ustar" else 1200), FORMATS[kind], **attributes)
     plain = samples_in_order(path)
     dataset = TarDataset(path, decode=False)
-    assert len(dataset) == len(plain) and list(dataset) == plain
+    assert len(dataset) == len(plain) and not _differing(dataset, plain)
     assert [list(sample) for sample in dataset] == [["__key__", "jpg", "cls", "bin"]] * len(plain)
     order = [*CHANCE.permutation(len(plain)).tolist(), 3, 3, 0]
-    assert dataset.__getitems__(order) == [plain[number] for number in order]
-    assert [dataset[number] for number in order] == [plain[number] for number in order]
+    assert not _differing(dataset.__getitems__(order), [plain[number] for number in order])
+    assert not _differing([dataset[number] for number in order], [plain[number] for number in order])
     assert [dataset.keys(number) for number in range(len(plain))] == [sample["__key__"] for sample in plain]
     assert dataset.extensions == ("jpg", "cls", "bin")
     assert dataset.sizes("bin").tolist() == [len(sample["bin"]) for sample in plain]
@@ -75,7 +80,7 @@ def test_samples_are_those_that_the_program_tar_stores(tmp_path: Path, kind: str
     path = tmp_path / "a.tar"
     subprocess.run(["tar", f"--format={kind}", "--sort=name", "-cf", path, "-C", tmp_path / "in", "."], check=True)
     dataset = TarDataset(path, decode=False)
-    assert list(dataset) == samples_in_order(path)
+    assert not _differing(dataset, samples_in_order(path))
     assert {f"{Path(s['__key__']).name}.{name}": s[name] for s in dataset for name in "ab"} == contents
 
 
@@ -101,6 +106,16 @@ def test_values_are_decoded_by_their_extension(tmp_path: Path) -> None:
     (sample,) = TarDataset(write_tar(tmp_path / "a.tar", members))
     assert torch.equal(sample.pop("emb.npy"), torch.arange(6).reshape(2, 3))
     assert sample == {"__key__": "a/1", "cls": 3, "json": {"x": 1}, "bin": b"\0"}
+
+
+def test_files_may_differ_in_their_extensions(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", [("0.x", b"a"), ("0.y", b"b")])
+    write_tar(tmp_path / "b.tar", [])
+    write_tar(tmp_path / "c.tar", [("1.z", b"c"), ("1.y", b"d"), ("1.x", b"e"), ("2.x", b"f")])
+    dataset = TarDataset(tmp_path / "{a,b,c}.tar")
+    expected = [{"x": b"a", "y": b"b"}, {"z": b"c", "y": b"d", "x": b"e"}, {"x": b"f"}]
+    assert list(dataset) == [{"__key__": str(number), **values} for number, values in enumerate(expected)]
+    assert list(TarDataset(tmp_path / "{a,b,c}.tar", fields="x"))[1] == {"__key__": "1", "x": b"e"}
 
 
 def test_a_member_that_does_not_decode_is_named_with_its_place(tmp_path: Path) -> None:
@@ -445,7 +460,7 @@ def test_close_parts_are_read_at_once_and_cut_correctly(tmp_path: Path) -> None:
         offsets = CHANCE.integers(0, len(data) - largest, 300)
         sizes = CHANCE.integers(0, largest, 300)
         found = files.read(np.zeros(300, np.int64), offsets, sizes)
-        assert found == [data[offset : offset + size] for offset, size in zip(offsets, sizes)]
+        assert not _differing(found, [data[offset : offset + size] for offset, size in zip(offsets, sizes)])
     with pytest.raises(DataError, match="a.bin is truncated: it has no 11 bytes at offset 3145718"):
         files.read(np.zeros(1, np.int64), np.asarray([len(data) - 10]), np.asarray([11]))
 

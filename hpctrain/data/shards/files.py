@@ -7,7 +7,7 @@ import os
 import re
 import resource
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ _MOST_FILES = 1_000_000
 _SMALL = 64 * 1024  # bytes of the parts
 _GAP = 4096  # bytes between them
 _TOGETHER = 1 << 20  # bytes of a call
+_AHEAD = 64  # calls that the system works on at once
 
 
 # Names of files -------------------------------------------------------------------------------------------------------
@@ -124,6 +125,11 @@ class Descriptor:
         if (handle := getattr(self, "handle", -1)) >= 0:
             os.close(handle)
 
+    def fetch(self, offset: int, size: int) -> None:
+        """Start to read bytes of the file into the page cache, without waiting for them."""
+        with suppress(OSError):  # some filesystems cannot
+            os.posix_fadvise(self.handle, offset, size, os.POSIX_FADV_WILLNEED)
+
     def read(self, offset: int, size: int) -> bytes:
         """Return bytes of the file, fewer at its end. Raises ``DataError`` if it cannot be read."""
         try:
@@ -174,25 +180,31 @@ class ShardFiles:
         files, offsets, sizes = files[order], offsets[order], sizes[order]
         found = [b""] * len(order)
         numbers, begins, lengths, places = (each.tolist() for each in (files, offsets, sizes, order))
-        current, file = -1, None
         starts = _starts(files, offsets, sizes)
-        for start, stop in zip(starts, [*starts[1:], len(places)]):
-            if numbers[start] != current:
-                if file is not None:
-                    self._check(current, file)
-                current = numbers[start]
-                file = self._opened(current)
-            assert file is not None
-            first = begins[start]
-            if stop - start == 1:
-                found[places[start]] = self._part(current, file, first, lengths[start])
-                continue
-            block = self._part(current, file, first, begins[stop - 1] + lengths[stop - 1] - first)
-            for place, begin, length in zip(places[start:stop], begins[start:stop], lengths[start:stop]):
-                found[place] = block[begin - first : begin - first + length]
-        if file is not None:
-            self._check(current, file)
+        calls = [
+            (numbers[start], begins[start], begins[stop - 1] + lengths[stop - 1] - begins[start], start, stop)
+            for start, stop in zip(starts, [*starts[1:], len(places)])
+        ]
+        for at in range(0, len(calls), _AHEAD):
+            for block, start, stop in self._blocks(calls[at : at + _AHEAD]):
+                if stop - start == 1:
+                    found[places[start]] = block
+                    continue
+                first = begins[start]
+                for place, begin, length in zip(places[start:stop], begins[start:stop], lengths[start:stop]):
+                    found[place] = block[begin - first : begin - first + length]
         return found
+
+    def _blocks(self, calls: Sequence[tuple[int, int, int, int, int]]) -> Iterator[tuple[bytes, int, int]]:
+        """Yield the bytes of calls, and the parts in them. The system fetches those of all calls concurrently."""
+        files = {number: self._opened(number) for number in dict.fromkeys(call[0] for call in calls)}
+        if len(calls) > 1:
+            for number, offset, size, _, _ in calls:
+                files[number].fetch(offset, size)
+        for number, offset, size, start, stop in calls:
+            yield self._part(number, files[number], offset, size), start, stop
+        for number, file in files.items():
+            self._check(number, file)
 
     def _part(self, number: int, file: Descriptor, offset: int, size: int) -> bytes:
         data = file.read(offset, size)
