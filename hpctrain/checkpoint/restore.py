@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -357,16 +357,29 @@ def compare(in_file: Mapping[str, Record], in_program: Mapping[str, Shard]) -> l
     for name, expected in in_program.items():
         stored = in_file.get(name)
         if stored is None:
-            found.append(Difference(name, "missing", "-", _described(expected)))
+            found.append(Difference(name, "missing", "-", described(expected)))
         elif stored.shape != expected.shape:
-            found.append(Difference(name, "shape", _described(stored), _described(expected)))
+            found.append(Difference(name, "shape", described(stored), described(expected)))
         elif stored.dtype != expected.dtype:
-            found.append(Difference(name, "dtype", _described(stored), _described(expected)))
+            found.append(Difference(name, "dtype", described(stored), described(expected)))
     unexpected = [name for name in in_file if name not in in_program]
-    return found + [Difference(name, "unexpected", _described(in_file[name]), "-") for name in unexpected]
+    return found + [Difference(name, "unexpected", described(in_file[name]), "-") for name in unexpected]
 
 
-def _described(tensor: Record | Shard) -> str:
+class Described(Protocol):
+    """Tensor of a file or of a program, of which only these facts are needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the torch name of the element type."""
+
+
+def described(tensor: Described) -> str:
+    """Return dtype and shape of a tensor as text."""
     return f"{tensor.dtype} {shape_text(tensor.shape)}"
 
 

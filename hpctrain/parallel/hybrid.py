@@ -25,9 +25,10 @@ from hpctrain.parallel.clip import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.config import ParallelSettings, shape_of
 from hpctrain.parallel.guard.gradient_hooks import ALTERNATIVE, GradientHooks
 from hpctrain.parallel.hooks import StepHooks, needs_matrices, parameters_of
-from hpctrain.parallel.meta_init import is_meta
+from hpctrain.parallel.meta_init import is_meta, materialise
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.pipeline.blocks import has_blocks
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import StageSplit
 from hpctrain.parallel.rng import synchronize_generators
@@ -76,6 +77,8 @@ class ModelParallel(SplitStrategy):
         whole = whole_copy(model, comm, settings, device)
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
+            if has_blocks(model):  # the trial run that finds their order needs values
+                materialise(model, torch.device("cpu"))
             self._pipeline = Pipeline(
                 model,
                 self.mesh.pipe,

@@ -28,6 +28,7 @@ from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.models.build import build
 from hpctrain.models.gpt import GPT, generate
+from hpctrain.models.hugging_face import origin as origin_of
 from hpctrain.parallel.config import SHARDED, generator_number
 from hpctrain.parallel.objective import LOSSES, Objective, loss_named
 from hpctrain.parallel.reproducible.gradients import local_passes
@@ -120,6 +121,8 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
         # All ranks have the same weights, but each its own generator: dropout must differ.
         parameters = sum(parameter.numel() for parameter in model.parameters())
         job.wrap(model, example=corpus.train.batch(np.arange(1))[0])
+        if settings.model.pretrained is not None:
+            job.load_pretrained(model, settings.model.pretrained)
         strategy = job.strategy(model)
         seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
         optimizer = agreed(job.comm, lambda: optimizers.make(model, settings.optimizer))
@@ -172,6 +175,7 @@ def with_microbatch(settings: Settings) -> Settings:
 
 
 def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> Run:
+    origin = agreed(job.comm, lambda: origin_of(settings.model.pretrained))
     return job.run(
         model,
         optimizer,
@@ -195,7 +199,7 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
         kernel_ranks=settings.train.kernel_ranks,
         tensorboard=settings.train.tensorboard,
         config=to_toml(to_tree(settings)),
-        provenance={"parallel": settings.parallel.summary, "batch": settings.train.batch},
+        provenance={"parallel": settings.parallel.summary, "batch": settings.train.batch, **origin},
     )
 
 
