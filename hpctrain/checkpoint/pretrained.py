@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from hpctrain.checkpoint.differences import Difference, described, is_skipped, table
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import Array
 from hpctrain.checkpoint.local_state import Models, StateDescription, exchange, plain_name
-from hpctrain.checkpoint.restore import Difference, described, is_skipped, table
 from hpctrain.checkpoint.states import fill_shard
 from hpctrain.checkpoint.tools import safetensors
 from hpctrain.comm.agreement import agreed
@@ -88,7 +88,9 @@ class WeightsFolder:
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot read {name}: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{self.path} was truncated meanwhile: {name} ends {len(piece) - done} bytes early")
+                raise CheckpointError(
+                    f"{self.path} was truncated meanwhile: {name} ends {len(piece) - done} bytes early"
+                )
             done += count
 
 

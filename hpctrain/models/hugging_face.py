@@ -32,7 +32,7 @@ class CausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, **options: Any) -> Tensor:
         """Return the logits; ``options`` are arguments of the model's own ``forward``."""
-        found: Tensor = super().forward(input_ids=input_ids, **{"use_cache": False, **options}).logits  # type: ignore
+        found: Tensor = super().forward(input_ids=input_ids, **{"use_cache": False, **options}).logits
         return found
 
     def initialise(self, name: str, module: nn.Module) -> None:
@@ -155,7 +155,8 @@ def _parameters_without_memory() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(moved)
+    hook: Any = moved  # torch declares that it returns nothing
+    handle = register_module_parameter_registration_hook(hook)
     try:
         yield
     finally:

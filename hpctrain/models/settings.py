@@ -116,7 +116,7 @@ class ModelSettings:
                 text = f"model.factory = {short_repr(self.factory)}: write it as package.module:function, or hf:FOLDER"
                 raise SettingsError(text)
             if self.pretrained and self.meta:
-                raise SettingsError(f"model.meta with model.factory = {self.factory}: remove it; it always applies there")
+                raise SettingsError(f"model.meta with model.factory = {self.factory}: always applies there; remove it")
         elif self.name not in SHAPES and self.name not in BUILTIN:
             raise SettingsError(unknown(f"model.name {short_repr(self.name)}", self.name, [*SHAPES, *BUILTIN]))
         elif self.name in SHAPES:

@@ -152,7 +152,6 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
                 if is_due(number, settings):
                     found = run.health.verified(lambda: validate(settings, step, corpus))
                     run.log(same={"validation_loss": found, **metrics_of(strategy)})
-
         # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
         multiple = shape.tensor if settings.parallel.sequence else 1
         with consensus_view(strategy):
