@@ -30,6 +30,7 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Shard, Split
 from hpctrain.util.reading import open_regular, read_json, reason
+from hpctrain.util.text import short_repr
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -49,12 +50,16 @@ class WeightsFolder:
         self.records: dict[str, safetensors.Tensor] = {}
         self._handles: dict[str, int] = {}  # of the file, by tensor
         with ExitStack() as opened:
-            for name in files_of(self.path):
-                self._add(self.path / name, opened)
+            promised = _files_of(self.path)
+            for name in promised:
+                self._add(self.path / name, opened, promised[name])
             self._opened = opened.pop_all()
 
-    def _add(self, path: Path, opened: ExitStack) -> None:
+    def _add(self, path: Path, opened: ExitStack, promised: Sequence[str]) -> None:
         tensors, _ = safetensors.read_header(path)
+        lacking = sorted(set(promised) - {tensor.name for tensor in tensors})
+        if lacking:
+            raise CheckpointError(f"{self.path / INDEX} names {lacking[0]}, which its file lacks: {path}")
         try:
             handle = open_regular(path)
         except OSError as error:
@@ -94,10 +99,13 @@ class WeightsFolder:
             done += count
 
 
-def files_of(folder: Path) -> list[str]:
-    """Return the names of a folder's safetensors files. Raises ``CheckpointError`` if it has none."""
+def _files_of(folder: Path) -> dict[str, list[str]]:
+    """Return the names of a folder's safetensors files, with the tensors that the index promises in each.
+
+    Raises ``CheckpointError`` if the folder has none.
+    """
     if (folder / ONE_FILE).exists():
-        return [ONE_FILE]
+        return {ONE_FILE: []}
     index = folder / INDEX
     if not index.exists():
         raise CheckpointError(
@@ -105,13 +113,15 @@ def files_of(folder: Path) -> list[str]:
             "model.save_pretrained of transformers"
         )
     try:
-        found = sorted(set(read_json(index, safetensors.LONGEST)["weight_map"].values()))
+        places = dict(read_json(index, safetensors.LONGEST)["weight_map"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         why = reason(error) if isinstance(error, (OSError, ValueError)) else "it has no weight_map of names and files"
         raise CheckpointError(f"cannot read {index}: {why}") from error
-    for name in found:
+    found: dict[str, list[str]] = {}
+    for tensor, name in places.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names the file {name!r}: allowed are files of the same folder")
+            raise CheckpointError(f"{index} names the file {short_repr(name)}: allowed are files of the same folder")
+        found.setdefault(name, []).append(tensor)
     return found
 
 
