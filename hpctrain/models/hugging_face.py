@@ -8,7 +8,6 @@ constructor and are not stored in the folder.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hpctrain.errors import SettingsError
-from hpctrain.util.reading import read_text, reason
 from hpctrain.util.text import short_repr
 
 CONFIG = "config.json"
-# Keys of a checkpoint's provenance: the folder from which its model came, and the text of config.json there.
-ORIGIN, ORIGIN_CONFIG = "pretrained", "pretrained_config"
 
 
 class CausalLM(nn.Module):
@@ -72,17 +68,6 @@ def causal_lm(
     model.__class__ = type(kind.__name__, (CausalLM, kind), {})  # the names in its state_dict stay
     model.train()
     return model  # type: ignore[no-any-return]
-
-
-def origin(folder: str | None) -> dict[str, str]:
-    """Return what a checkpoint records of the folder of its model; empty without one. Raises ``SettingsError``."""
-    if folder is None:
-        return {}
-    path = Path(folder) / CONFIG
-    try:
-        return {ORIGIN: os.path.abspath(folder), ORIGIN_CONFIG: read_text(path)}
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"model.factory hf:{folder}: cannot read {path}: {reason(error)}") from error
 
 
 def _transformers(named: str) -> Any:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hpctrain.checkpoint.tools.hugging_face import origin as origin_of
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
@@ -28,7 +29,6 @@ from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.models.build import build
 from hpctrain.models.gpt import GPT, generate
-from hpctrain.models.hugging_face import origin as origin_of
 from hpctrain.parallel.config import SHARDED, generator_number
 from hpctrain.parallel.objective import LOSSES, Objective, loss_named
 from hpctrain.parallel.reproducible.gradients import local_passes
