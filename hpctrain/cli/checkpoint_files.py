@@ -50,13 +50,12 @@ examples:
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to safetensors --model-only -o gpt.safetensors
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to torch     a dict: model, optimizer, train, config
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to npz
-
   hpctrain checkpoint export runs/a --to hf -o tuned      a folder for from_pretrained of Transformers
   hpctrain checkpoint export runs/a --to hf -o tuned --config llama --dtype bfloat16
 
 --to hf needs config.json: that of --config, or of the folder from which the run started (model.factory = "hf:FOLDER").
-Files of the tokenizer are copied from there. Without --model-only, tensors of safetensors and npz are named by their path: model/head.weight,
-optimizer/head.weight/exp_avg. npz holds bfloat16 as float32. Only --to torch needs torch.
+Files of the tokenizer are copied from there. Without --model-only, tensors of safetensors and npz are named by their
+path: model/head.weight, optimizer/head.weight/exp_avg. npz holds bfloat16 as float32. Only --to torch needs torch.
 """
 _IMPORT_EPILOG = """\
 examples:
@@ -88,6 +87,21 @@ def add_actions(actions: Any) -> None:
     comparing = add_action(actions, "diff", "show the differences between two checkpoints", _DIFF_EPILOG, _diff)
     comparing.add_argument("first", metavar="A", help="a checkpoint, or the folder of a run")
     comparing.add_argument("second", metavar="B", help="another one")
+    _add_export(actions)
+    back = add_action(
+        actions, "import", "convert another program's model file to a checkpoint", _IMPORT_EPILOG, _import
+    )
+    back.add_argument("file", metavar="FILE", help=f"a file that ends in {', '.join(convert.IMPORT_SUFFIXES)}")
+    back.add_argument("-o", "--output", metavar="OUT.h5", required=True, help="the checkpoint to write")
+    back.add_argument("--step", type=int, default=0, metavar="N", help="the step to record in it (default: 0)")
+    back.add_argument("--strip", default="", metavar="PREFIX", help="remove this prefix from all names")
+    back.add_argument("--force", action="store_true", help="replace OUT.h5")
+    drawing = add_action(actions, "plot", "plot the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
+    drawing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
+    drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(KINDS)}")
+
+
+def _add_export(actions: Any) -> None:
     out = add_action(actions, "export", "convert a checkpoint to another format", _EXPORT_EPILOG, _export)
     out.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     kinds = [*convert.EXPORT_SUFFIXES, HUGGING_FACE]
@@ -102,17 +116,6 @@ def add_actions(actions: Any) -> None:
         "--shard-bytes", type=int, metavar="N", help="--to hf: largest file of weights (default: 5000000000)"
     )
     out.add_argument("--force", action="store_true", help="replace OUT")
-    back = add_action(
-        actions, "import", "convert another program's model file to a checkpoint", _IMPORT_EPILOG, _import
-    )
-    back.add_argument("file", metavar="FILE", help=f"a file that ends in {', '.join(convert.IMPORT_SUFFIXES)}")
-    back.add_argument("-o", "--output", metavar="OUT.h5", required=True, help="the checkpoint to write")
-    back.add_argument("--step", type=int, default=0, metavar="N", help="the step to record in it (default: 0)")
-    back.add_argument("--strip", default="", metavar="PREFIX", help="remove this prefix from all names")
-    back.add_argument("--force", action="store_true", help="replace OUT.h5")
-    drawing = add_action(actions, "plot", "plot the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
-    drawing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
-    drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(KINDS)}")
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -66,7 +66,7 @@ class ModelParallel(SplitStrategy):
         super().__init__(model, comm)
         self.settings, self.device = settings, device
         _check_hooks(model)
-        _broadcast_values(model, comm)
+        _broadcast_values(model, comm, settings)
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
         coordinates = self._locate()
         self.stage = coordinates["pipe"]
@@ -77,8 +77,6 @@ class ModelParallel(SplitStrategy):
         whole = whole_copy(model, comm, settings, device)
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
-            if has_blocks(model):  # the trial run that finds their order needs values
-                materialise(model, torch.device("cpu"))
             self._pipeline = Pipeline(
                 model,
                 self.mesh.pipe,
@@ -373,7 +371,7 @@ def _check_hooks(model: nn.Module) -> None:
             raise UsageError(f"hook on parameter {name}: {_HOOKS}; {ALTERNATIVE}", everywhere=True)
 
 
-def _broadcast_values(model: nn.Module, comm: Communicator) -> None:
+def _broadcast_values(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
     """Broadcast rank 0's model before each rank drops its part; models without values must draw the same ones."""
     check_same_model(model, comm)
     if not is_meta(model):
@@ -387,3 +385,5 @@ def _broadcast_values(model: nn.Module, comm: Communicator) -> None:
             f"0 and {seeds[other]} on rank {other}; call torch.manual_seed with one seed on all before job.wrap(model)",
             everywhere=True,
         )
+    if settings.pipe > 1 and has_blocks(model):  # the trial run that finds their order needs values
+        materialise(model, torch.device("cpu"))

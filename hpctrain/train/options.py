@@ -152,8 +152,8 @@ class RunOptions:
     keep: int = 2  # number of newest checkpoints to keep
     keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: no such checkpoints
     keep_best: str = ""  # a logged metric: also keep the checkpoint with its best value; empty: none
-    only: Only = "all"  # "trained": checkpoints without parameters that require no gradient, as with LoRA
     best: Best = "lowest"  # whether the lowest or the highest value is the best
+    only: Only = "all"  # "trained": checkpoints without parameters that require no gradient, as with LoRA
     on_error: OnError = "stop"  # after a failed save: end the run, or continue until the next one is due
     background: bool = False  # write checkpoints from a copy, in a separate process per rank
     replicate: int = 0  # steps between copies of each rank's shards to another node ("shrink"); 0: none

@@ -66,17 +66,20 @@ class Language(nn.Module):
         )
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
-            self.head.weight = self.body["words"].weight
+            self.head.weight = self.words.weight
             self.all_tied_weights_keys = {"head.weight": "body.words.weight"}
+
+    @property
+    def words(self) -> nn.Embedding:
+        found = self.body["words"]
+        assert isinstance(found, nn.Embedding)
+        return found
 
     def layers(self) -> list[nn.Module]:
         return [self.body["words"], *self.body["blocks"], self.body["final"], self.head]  # type: ignore[misc]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found = tokens
-        for layer in self.layers():
-            found = layer(found)
-        return found
+        return nn.Sequential(*self.layers())(tokens)  # type: ignore[no-any-return]
 
 
 def made(seed: int, *, tied: bool = True) -> Language:
@@ -151,7 +154,11 @@ def test_every_rank_reads_its_part(comm: Any, folder: Path, data: str) -> None:
 @pytest.mark.parametrize("axis", ["tensor", "pipe"])
 def test_split_models_read_their_part(comm: Any, folder: Path, axis: str) -> None:
     job, model = job_of(comm), made(2)
-    job.wrap(model, ParallelSettings(**{axis: 2}), example=torch.zeros(2, 4, dtype=torch.int64))
+    job.wrap(
+        model,
+        ParallelSettings(tensor=2) if axis == "tensor" else ParallelSettings(pipe=2),
+        example=torch.zeros(2, 4, dtype=torch.int64),
+    )
     found = job.load_pretrained(model, folder)
     expected = values_of(made(1))
     for name, tensor in job.state_dict(model).items():
@@ -188,7 +195,7 @@ def test_names_may_lack_the_prefix_or_have_it(tmp_path: Path) -> None:
     assert_equal(values_of(model), values_of(expected))
     block = Block()
     block.base_model_prefix = "inner"  # type: ignore[assignment]
-    with_prefix = {f"inner.{name}": tensor for name, tensor in made(1).body["blocks"][0].state_dict().items()}  # type: ignore[index]
+    with_prefix = {f"inner.{name}": tensor for name, tensor in Block().state_dict().items()}
     load_weights(written(tmp_path / "with", with_prefix), block)
     assert torch.equal(block.up.weight, with_prefix["inner.up.weight"])
 
@@ -198,7 +205,7 @@ def test_tied_weights_may_be_stored_under_any_of_their_names_or_all(tmp_path: Pa
         model = made(2)
         load_weights(saved(tmp_path / str(number), made(1), without=without), model)
         assert_equal(values_of(model), values_of(made(1)))
-        assert model.head.weight is model.body["words"].weight
+        assert model.head.weight is model.words.weight
     with pytest.raises(CheckpointError, match="body.words.weight and head.weight differ, and the model ties them"):
         load_weights(written(tmp_path / "untied", made(1, tied=False).state_dict()), made(2))
 
@@ -231,7 +238,9 @@ def test_all_differences_are_named_and_nothing_changes(comm: Any, shared_tmp_pat
     skip = ["*.final.*", "extra.*", "*.up.*"]
     job.load_pretrained(model, shared_tmp_path / "other", skip=skip)
     after = job.state_dict(model)
-    assert torch.equal(after["body.final.scale"], before["body.final.scale"]) and torch.equal(after["head.weight"], state["head.weight"])
+    assert torch.equal(after["body.final.scale"], before["body.final.scale"]) and torch.equal(
+        after["head.weight"], state["head.weight"]
+    )
     with pytest.raises(UsageError, match="called 'none.*'"):
         job.load_pretrained(model, shared_tmp_path / "other", skip=["none.*"])
     job.close()

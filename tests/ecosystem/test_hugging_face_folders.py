@@ -19,7 +19,8 @@ folder, run = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder)
 with h5py.File(sorted(glob.glob(run + "/checkpoints/*.h5"))[-1]) as file:
     stored = {name: torch.from_numpy(file["model"][name][()]).to(model.dtype) for name in model.state_dict()}
-print("RESULT", json.dumps([str(model.dtype), all(torch.equal(stored[name], each) for name, each in model.state_dict().items())]))
+same = all(torch.equal(stored[name], each) for name, each in model.state_dict().items())
+print("RESULT", json.dumps([str(model.dtype), same]))
 """
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 

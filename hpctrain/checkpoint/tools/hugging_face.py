@@ -89,7 +89,9 @@ def export_folder(
             _write_weights(reader, records, private, dtype, shard_bytes, progress)
             atomic.write_text(private / CONFIG, json.dumps(_with_dtype(text, records, dtype), indent=2) + "\n")
             _copy_tokenizer(source, private)
-            _put(private, target)
+            earlier = atomic.put_folder(private, target)
+            if earlier is not None:
+                shutil.rmtree(earlier, ignore_errors=True)
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -233,20 +235,3 @@ def _copy_tokenizer(source: Path | None, folder: Path) -> None:
         if path.is_file():
             with atomic.replacing(folder / name) as out:
                 out.write(read_bytes(path, _LARGEST_COPY))
-
-
-def _put(private: Path, target: Path) -> None:
-    """Rename a complete folder to its target; an earlier export there is removed afterwards."""
-    atomic.flush_folder(private)
-    aside = atomic.private_name(target)
-    replaces = target.exists()
-    if replaces:
-        os.rename(target, aside)
-    try:
-        os.rename(private, target)
-    except OSError:
-        if replaces:
-            os.rename(aside, target)
-        raise
-    atomic.flush_folder(target.absolute().parent)
-    shutil.rmtree(aside, ignore_errors=True)
