@@ -97,7 +97,7 @@ def test_every_option_of_a_run_has_a_row_with_its_default() -> None:
 def test_allowed_values_of_options_are_on_the_page() -> None:
     table = rows("Options of job.run: RunOptions")
     allowed = {name: get_args(hint) for name, hint in get_type_hints(RunOptions).items() if get_origin(hint) is Literal}
-    assert len(allowed) == 7
+    assert len(allowed) == 8
     for name, values in allowed.items():
         assert set(values) <= set(re.findall(r"`(\w+)`", table[name][1])), name
 

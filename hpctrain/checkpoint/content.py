@@ -41,7 +41,8 @@ class SaveRequest:
 
     A run makes one per save and hands it to ``Saver.start``; ``Saver.save`` and
     ``hpctrain.checkpoint.save`` make one of their arguments, whose meaning is explained there.
-    ``rank_local`` are tensors of this rank alone, which ``load_rank_local`` loads again.
+    ``rank_local`` are tensors of this rank alone, which ``load_rank_local`` loads again. ``frozen`` is
+    the fingerprint of the frozen parameters if these are not stored.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class SaveRequest:
     config: str | None = None
     provenance: Mapping[str, Any] | None = None
     rank_local: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    frozen: str | None = None
 
 
 def rest(
@@ -75,6 +77,8 @@ def rest(
         groups[layout.CONFIG] = {"toml": request.config}
     groups |= provenance_group(request.provenance, world_size)
     groups |= key_groups(layout.MODEL, list(request.models.modules))
+    if request.frozen is not None:
+        groups[layout.MODEL] = {**groups[layout.MODEL], layout.FROZEN: request.frozen}
     return sources + more, groups | _optimizer_groups(optimizers)
 
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -67,10 +67,14 @@ class NamedParameter:
 
 @dataclass(frozen=True)
 class Models:
-    """Models by key, and how each is split over the ranks; a model without an entry in ``splits`` is replicated."""
+    """Models by key, and how each is split over the ranks; a model without an entry in ``splits`` is replicated.
+
+    ``only`` selects tensors: all, without frozen parameters ("trained"), or these alone ("frozen").
+    """
 
     modules: Mapping[str, torch.nn.Module]
     splits: Mapping[str, Split | None]
+    only: Literal["all", "trained", "frozen"] = "all"
 
     @classmethod
     def of(
@@ -90,10 +94,8 @@ class Models:
         for module in modules.values() if ranks == 1 else ():
             for name, tensor in module.named_parameters():
                 if is_dtensor(tensor) and tensor.to_local().shape != tensor.shape:  # type: ignore[attr-defined]
-                    raise UsageError(
-                        f"this rank holds a part of {name}, which torch has split: pass comm=, on all ranks "
-                        "(hpctrain.Communicator.world())"
-                    )
+                    text = "which torch has split: pass comm=, on all ranks (hpctrain.Communicator.world())"
+                    raise UsageError(f"this rank holds a part of {name}, {text}")
         splits = split if isinstance(split, Mapping) else {key: split for key in modules}
         unknown = sorted(set(splits) - set(modules))
         if unknown:
@@ -111,7 +113,10 @@ class Models:
         found: list[Shard] = []
         for key, module in self.modules.items():
             split, group = self.splits.get(key), group_of(layout.MODEL, key)
+            frozen = {name for name, one in module.named_parameters(remove_duplicate=False) if not one.requires_grad}
             for name, value in module.state_dict().items():
+                if self.only != "all" and (name in frozen) is (self.only == "trained"):
+                    continue
                 path = layout.child(group, plain_name(name))
                 shown = path.removeprefix(f"{layout.MODEL}/")
                 if not isinstance(value, torch.Tensor):

@@ -7,8 +7,7 @@ part, whatever the number of ranks and the strategy that wrote the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -17,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.checkpoint import content
+from hpctrain.checkpoint.differences import Difference, compare, is_skipped, table
 from hpctrain.checkpoint.dtensor import SUBCLASS, from_inner_tensors
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.layout import Array, Record, group_of, keys_in, shape_text
+from hpctrain.checkpoint.format.layout import Array, group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.frozen import check_same_frozen
 from hpctrain.checkpoint.local_state import (
     LIST_KEY,
     LocalState,
@@ -42,7 +43,6 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Shard, Split
-from hpctrain.util.text import columns
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -87,6 +87,10 @@ def load(
     neither is their optimizer state. They may exist in the file only, in the program only, or have
     another shape. Each pattern must match something. With several models the names begin with their
     keys: ``"generator/head.*"``.
+
+    If the file holds only trained parameters (``only="trained"`` in ``job.run``), those that require no
+    gradient keep their values. Raises ``CheckpointError`` if these are not the ones of the run that
+    wrote the file.
     """
     if optimizer is not None and model is None:
         raise UsageError("loading an optimizer needs its model: the state is stored by the names of parameters")
@@ -97,11 +101,16 @@ def load(
     with reader:
         if all(name.startswith("module.") for name in reader.below(layout.MODEL)):
             models = Models.of(model, split, ranks=ranks, wrapped=True)  # written before DDP was left out of names
+        frozen = reader.values(layout.MODEL).get(layout.FROZEN)
+        if models.modules and frozen is not None:
+            models = replace(models, only="trained")
         if models.modules:
             local = agreed(comm, lambda: LocalState.of(models, optimizers)).description()
             # Without a split, every rank has all models; a rank that differs is named in the error.
             everyone = [local] if comm is None or not models.is_split else exchange(comm, local, *skip)[1]
             agreed(comm, lambda: _check_fits(reader, everyone, skip))
+            if frozen is not None:
+                check_same_frozen(models, frozen, reader.path, comm)
             agreed(comm, lambda: _fill(reader, models, optimizers, skip))
         return agreed(comm, lambda: _rest(reader, comm.rank if comm else 0))
 
@@ -336,47 +345,3 @@ def _members(groups: ParamGroups, reader: Reader) -> list[set[str]]:
         return [set(group["params"]) for group in groups]
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"{reader.path}: the groups of the optimizer are not as hpctrain writes them") from error
-
-
-# Comparison of the tensors in a file with those that a program expects; all differences are reported at once ----------
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One difference: ``in_file`` and ``in_program`` describe the two sides; ``-`` marks a missing one."""
-
-    name: str
-    problem: str
-    in_file: str
-    in_program: str
-
-
-def compare(in_file: Mapping[str, Record], in_program: Mapping[str, Shard]) -> list[Difference]:
-    """Return all differences in names, shapes and dtypes: in the program's order, then names that only the file has."""
-    found: list[Difference] = []
-    for name, expected in in_program.items():
-        stored = in_file.get(name)
-        if stored is None:
-            found.append(Difference(name, "missing", "-", _described(expected)))
-        elif stored.shape != expected.shape:
-            found.append(Difference(name, "shape", _described(stored), _described(expected)))
-        elif stored.dtype != expected.dtype:
-            found.append(Difference(name, "dtype", _described(stored), _described(expected)))
-    unexpected = [name for name in in_file if name not in in_program]
-    return found + [Difference(name, "unexpected", _described(in_file[name]), "-") for name in unexpected]
-
-
-def _described(tensor: Record | Shard) -> str:
-    return f"{tensor.dtype} {shape_text(tensor.shape)}"
-
-
-def table(differences: Sequence[Difference]) -> str:
-    """Return the differences as aligned columns under a heading."""
-    rows = [("name", "problem", "in the file", "in the program")]
-    rows += [(each.name, each.problem, each.in_file, each.in_program) for each in differences]
-    return "\n".join("  " + line for line in columns(rows))
-
-
-def is_skipped(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the patterns (``"head.*"``) matches a name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -13,7 +13,6 @@ import torch
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import STORAGE, Array, storage_of
 from hpctrain.checkpoint.format.plan import Source
-from hpctrain.checkpoint.format.reader import Reader
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.shard import Shard
 
@@ -230,7 +229,26 @@ def _described(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def fill_shard(reader: Reader, path: str, shard: Shard) -> None:
+class StoredTensor(Protocol):
+    """Description of a stored tensor, of which only the element type is needed."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the torch name of the element type."""
+
+
+class BoxReader(Protocol):
+    """File, or files, of which boxes of tensors can be read."""
+
+    @property
+    def records(self) -> Mapping[str, StoredTensor]:
+        """Return the tensors by name."""
+
+    def read_box(self, path: str, start: tuple[int, ...], extent: tuple[int, ...], out: Array, /) -> None:
+        """Read the box of a tensor that begins at ``start`` into a C-contiguous array of the shape ``extent``."""
+
+
+def fill_shard(reader: BoxReader, path: str, shard: Shard) -> None:
     """Read a shard's box of a stored tensor into the shard's memory; element types are converted."""
     stored = torch_dtype(reader.records[path].dtype)
     read = partial(reader.read_box, path, shard.start, shard.extent)

@@ -129,6 +129,7 @@ def _heading(contents: Contents) -> list[str]:
         f"step {root.get('step')}, world size {root.get('world_size')}, "
         f"written {root.get('created')} by {root.get('creator')}, format {root.get('format_version')}",
         f"fingerprint {contents.fingerprint}",
+        *([] if contents.frozen is None else [f"only trained parameters; fingerprint of the frozen {contents.frozen}"]),
         *_curves(contents.curves, contents.train.get("logged")),
     ]
     rest = {key: value for key, value in contents.train.items() if key not in _OMITTED}

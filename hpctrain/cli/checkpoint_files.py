@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from hpctrain.checkpoint.tools import convert, curves, inspect
+from hpctrain.checkpoint.tools import convert, curves, hugging_face, inspect
 from hpctrain.checkpoint.tools.diff import Diff, TensorDifference, ValueDifference, diff
 from hpctrain.checkpoint.tools.inspect import Verification, all_of, newest_of
 from hpctrain.cli.main import add_action
@@ -50,9 +50,12 @@ examples:
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to safetensors --model-only -o gpt.safetensors
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to torch     a dict: model, optimizer, train, config
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to npz
+  hpctrain checkpoint export runs/a --to hf -o tuned      a folder for from_pretrained of Transformers
+  hpctrain checkpoint export runs/a --to hf -o tuned --config llama --dtype bfloat16
 
-Without --model-only, tensors of safetensors and npz are named by their path: model/head.weight,
-optimizer/head.weight/exp_avg. npz holds bfloat16 as float32. Only --to torch needs torch.
+--to hf needs config.json: that of --config, or of the folder from which the run started (model.factory = "hf:FOLDER").
+Files of the tokenizer are copied from there. Without --model-only, tensors of safetensors and npz are named by their
+path: model/head.weight, optimizer/head.weight/exp_avg. npz holds bfloat16 as float32. Only --to torch needs torch.
 """
 _IMPORT_EPILOG = """\
 examples:
@@ -70,6 +73,8 @@ examples:
 For asynchronous training, the picture includes the staleness of updates. Needs matplotlib:
 pip install 'hpctrain[plot]'. hpctrain checkpoint show prints the same curves as text.
 """
+HUGGING_FACE = "hf"  # format of an export
+_FOLDER_OPTIONS = ("config", "dtype", "shard_bytes")  # of that format
 BIG = 256 << 20  # minimum bytes for a progress bar
 
 
@@ -82,12 +87,7 @@ def add_actions(actions: Any) -> None:
     comparing = add_action(actions, "diff", "show the differences between two checkpoints", _DIFF_EPILOG, _diff)
     comparing.add_argument("first", metavar="A", help="a checkpoint, or the folder of a run")
     comparing.add_argument("second", metavar="B", help="another one")
-    out = add_action(actions, "export", "convert a checkpoint to another format", _EXPORT_EPILOG, _export)
-    out.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
-    out.add_argument("--to", required=True, choices=convert.EXPORT_SUFFIXES, help="the format")
-    out.add_argument("-o", "--output", metavar="OUT", help="the file to write (default: beside FILE, with its name)")
-    out.add_argument("--model-only", action="store_true", help="only the model, under its own names")
-    out.add_argument("--force", action="store_true", help="replace OUT")
+    _add_export(actions)
     back = add_action(
         actions, "import", "convert another program's model file to a checkpoint", _IMPORT_EPILOG, _import
     )
@@ -99,6 +99,23 @@ def add_actions(actions: Any) -> None:
     drawing = add_action(actions, "plot", "plot the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
     drawing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(KINDS)}")
+
+
+def _add_export(actions: Any) -> None:
+    out = add_action(actions, "export", "convert a checkpoint to another format", _EXPORT_EPILOG, _export)
+    out.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
+    kinds = [*convert.EXPORT_SUFFIXES, HUGGING_FACE]
+    out.add_argument("--to", required=True, choices=kinds, help="the format; hf: a folder for Transformers")
+    out.add_argument(
+        "-o", "--output", metavar="OUT", help="the file or folder to write (default: beside FILE, with its name)"
+    )
+    out.add_argument("--model-only", action="store_true", help="only the model, under its own names")
+    out.add_argument("--config", metavar="FOLDER", help="--to hf: a folder with config.json and a tokenizer")
+    out.add_argument("--dtype", choices=hugging_face.DTYPES, help="--to hf: convert floats (default: as stored)")
+    out.add_argument(
+        "--shard-bytes", type=int, metavar="N", help="--to hf: largest file of weights (default: 5000000000)"
+    )
+    out.add_argument("--force", action="store_true", help="replace OUT")
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -186,6 +203,15 @@ def _value_row(each: ValueDifference) -> list[str]:
 
 def _export(args: argparse.Namespace) -> int:
     file = chosen(args.file)
+    given = {name: value for name in _FOLDER_OPTIONS if (value := getattr(args, name)) is not None}
+    if args.to == HUGGING_FACE:
+        folder = Path(file).with_suffix("") if args.output is None else Path(args.output)
+        with progress([file]) as on_bytes:
+            count = hugging_face.export_folder(file, folder, **given, force=args.force, progress=on_bytes)
+        return _written(folder, args.json, tensors=count)
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(f"{options} with --to {args.to}: only for --to {HUGGING_FACE}")
     beside = Path(file).with_suffix(convert.EXPORT_SUFFIXES[args.to])
     output = beside if args.output is None else Path(args.output)
     with progress([file]) as on_bytes:
@@ -205,7 +231,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 def _written(path: Path, as_json: bool, **facts: int) -> int:
     """Print which file was written and return the exit code."""
-    length = path.stat().st_size
+    length = sum(each.stat().st_size for each in path.iterdir()) if path.is_dir() else path.stat().st_size
     if as_json:
         print_json({"file": str(path), "bytes": length, **facts})
     else:

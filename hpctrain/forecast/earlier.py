@@ -197,7 +197,7 @@ def check_functions(settings: Settings) -> None:
 def _functions_in(settings: Settings) -> dict[str, str]:
     """Return the functions that the settings name, by setting."""
     named = {
-        "model.factory": settings.model.factory,
+        "model.factory": settings.model.factory if settings.model.pretrained is None else None,  # no code of the user
         "optimizer.factory": settings.optimizer.factory,
         "train.loss": None if settings.train.loss in LOSSES else settings.train.loss,
     }

@@ -113,6 +113,9 @@ def facts_of(settings: Settings) -> ModelFacts:
     If the token files do not exist yet, the vocabulary size comes from the settings; a model of
     arrays needs its data. Raises ``SettingsError`` and ``DataError``.
     """
+    if settings.model.pretrained is not None:
+        text = f"a plan of model.factory = {settings.model.factory}: models of Transformers compute with values"
+        raise SettingsError(f"{text}, a plan has none; allowed are models that run on the meta device")
     sample, known, notes = _data(settings)
     model = _on_meta(settings, known)
     return describe(model, settings.model.factory or settings.model.name, *sample, notes=tuple(notes))

@@ -118,6 +118,12 @@ def build(
     ``SettingsError`` if the settings do not fit the data, or if a factory cannot be imported or called,
     or does not return a module.
     """
+    if settings.pretrained is not None:
+        from hpctrain.models.hugging_face import causal_lm
+
+        if input_shape is not None:
+            raise SettingsError(f"model.factory {settings.factory} reads tokens, the data are images or vectors")
+        return causal_lm(settings.pretrained, settings.options, vocab_size=vocab_size, context=settings.context)
     if settings.factory is not None:
         return _from_factory(settings.factory, settings.options, separator)
     if settings.gpt_name is not None:

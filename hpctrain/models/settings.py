@@ -82,6 +82,7 @@ SHAPES = {
 
 
 BUILTIN = ("convnet", "mlp")
+PRETRAINED = "hf:"  # the beginning of model.factory for a folder of Transformers
 _GPT_FIELDS = ("layers", "heads", "width", "vocab_size", "dropout", "tied")
 
 
@@ -92,10 +93,12 @@ class ModelSettings:
     # a shape of the GPT family (gpt-tiny ... gpt2-1.5b), mlp or convnet; not used if a factory is set
     name: str = "gpt-tiny"
 
-    # your own model: "package.module:function", called with the options as keyword arguments
+    # your own model: "package.module:function", called with the options as keyword arguments; or
+    # "hf:FOLDER": a causal language model of Transformers with its weights (config.json, safetensors)
     factory: str | None = None
 
-    # keyword arguments of the factory, of mlp (hidden) or of convnet (channels)
+    # keyword arguments of the factory, of mlp (hidden) or of convnet (channels); with "hf:FOLDER", entries
+    # of config.json to change (attn_implementation)
     options: dict[str, Any] = field(default_factory=dict)
 
     # build the factory's model on the meta device; job.wrap initialises each module with its
@@ -117,8 +120,11 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_fields(self, "model")
         if self.factory is not None:
-            if not names_function(self.factory):
-                raise SettingsError(f"model.factory = {short_repr(self.factory)}: write it as package.module:function")
+            if not self.pretrained and not names_function(self.factory):
+                text = f"model.factory = {short_repr(self.factory)}: write it as package.module:function, or hf:FOLDER"
+                raise SettingsError(text)
+            if self.pretrained and self.meta:
+                raise SettingsError(f"model.meta with model.factory = {self.factory}: always applies there; remove it")
         elif self.name not in SHAPES and self.name not in BUILTIN:
             raise SettingsError(unknown(f"model.name {short_repr(self.name)}", self.name, [*SHAPES, *BUILTIN]))
         elif self.name in SHAPES:
@@ -132,6 +138,12 @@ class ModelSettings:
         if self.context is not None and self.context < 1:
             raise SettingsError(f"model.context = {self.context}: allowed is 1 or more")
         check_most(self, "model", context=2**24)
+
+    @property
+    def pretrained(self) -> str | None:
+        """Return the folder of a model of Transformers; ``None`` for other models."""
+        factory = self.factory or ""
+        return factory.removeprefix(PRETRAINED).strip() or None if factory.startswith(PRETRAINED) else None
 
     @property
     def gpt_name(self) -> str | None:

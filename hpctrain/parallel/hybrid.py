@@ -25,9 +25,10 @@ from hpctrain.parallel.clip import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.config import ParallelSettings, shape_of
 from hpctrain.parallel.guard.gradient_hooks import ALTERNATIVE, GradientHooks
 from hpctrain.parallel.hooks import StepHooks, needs_matrices, parameters_of
-from hpctrain.parallel.meta_init import is_meta
+from hpctrain.parallel.meta_init import is_meta, materialise
 from hpctrain.parallel.model_agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.pipeline.blocks import has_blocks
 from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.stage import StageSplit
 from hpctrain.parallel.rng import synchronize_generators
@@ -65,7 +66,7 @@ class ModelParallel(SplitStrategy):
         super().__init__(model, comm)
         self.settings, self.device = settings, device
         _check_hooks(model)
-        _broadcast_values(model, comm)
+        _broadcast_values(model, comm, settings)
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
         coordinates = self._locate()
         self.stage = coordinates["pipe"]
@@ -370,7 +371,7 @@ def _check_hooks(model: nn.Module) -> None:
             raise UsageError(f"hook on parameter {name}: {_HOOKS}; {ALTERNATIVE}", everywhere=True)
 
 
-def _broadcast_values(model: nn.Module, comm: Communicator) -> None:
+def _broadcast_values(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
     """Broadcast rank 0's model before each rank drops its part; models without values must draw the same ones."""
     check_same_model(model, comm)
     if not is_meta(model):
@@ -384,3 +385,5 @@ def _broadcast_values(model: nn.Module, comm: Communicator) -> None:
             f"0 and {seeds[other]} on rank {other}; call torch.manual_seed with one seed on all before job.wrap(model)",
             everywhere=True,
         )
+    if settings.pipe > 1 and has_blocks(model):  # the trial run that finds their order needs values
+        materialise(model, torch.device("cpu"))

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain import trace
-from hpctrain.checkpoint.local_state import Models
 from hpctrain.checkpoint.retention import list_checkpoints
 from hpctrain.checkpoint.saver import Saver
-from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, CheckpointFaultError
 from hpctrain.log import logger
 from hpctrain.plain_tensors import on_shards
@@ -70,8 +68,7 @@ class RunCheckpoints:
         """Return the fingerprint of the models and optimizers, which their checkpoint has as well. Collective."""
         assert self._saver is not None
         state = self._state
-        models = agreed(state.comm, lambda: Models.of(state.models, state.splits, ranks=state.comm.size))
-        self.fingerprint = self._saver.fingerprint(models, state.optimizers)
+        self.fingerprint = self._saver.fingerprint(state.stored_models(), state.optimizers)
         return self.fingerprint
 
     @on_shards

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # The losses with a name. parallel.objective implements them, but it loads torch.
 LOSSES = ("cross_entropy", "mse")
+Only = Literal["all", "trained"]  # parameters that a checkpoint holds
 _MOST_TOKENS = 2**36  # per step over all ranks: limits the computed sizes of activations in bytes
 # Argument names of the classes of torch.optim for the optimizer settings.
 OPTIMIZER_ARGUMENTS = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "weight_decay": "weight_decay"}
@@ -208,6 +209,9 @@ class CheckpointSettings:
     keep_best: str = ""
     # Whether the lowest or the highest value is the best.
     best: Best = "lowest"
+    # Parameters that checkpoints hold: all, or only those that require a gradient ("trained"), for LoRA. A
+    # resume then takes the others from the model that is built, and checks that they are the same.
+    only: Only = "all"
     # Reaction to a failed save: end the run, or warn, continue, and try again when the next
     # checkpoint is due. At the end of the run, a failed save is always an error.
     on_error: Literal["stop", "continue"] = "stop"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +21,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tolerant import TolerantCommunicator
 from hpctrain.errors import UsageError
 from hpctrain.faults.spec import VARIABLE
+from hpctrain.log import logger
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings, asynchronous_settings
 from hpctrain.parallel.compiled import compile_in_place, forget_graphs, plain_module
 from hpctrain.parallel.config import ParallelSettings, parallel_settings, shape_of
@@ -33,8 +36,10 @@ from hpctrain.train.exit import LeavingTogether
 from hpctrain.train.failure_policy import survives
 from hpctrain.train.process import ALLOCATOR, defer_compiler
 from hpctrain.train.watchdog import Watchdog
+from hpctrain.util.text import format_bytes
 
 if TYPE_CHECKING:
+    from hpctrain.checkpoint.pretrained import LoadedWeights
     from hpctrain.checkpoint.states import Stateful
     from hpctrain.data.job_loader import JobLoader
     from hpctrain.train.evaluation import Evaluation, Measure
@@ -299,6 +304,29 @@ class Job:
         compile_in_place(model)  # submodules may have been compiled after wrap
         with consensus_view(strategy), strategy.unshard():
             return _copied_to_host(strategy.model.state_dict())
+
+    @on_shards
+    def load_pretrained(self, model: nn.Module, folder: str | Path, *, skip: Sequence[str] = ()) -> LoadedWeights:
+        """Fill a model from the safetensors files of a Hugging Face folder; every rank reads its own part. Collective.
+
+        The model may be wrapped, by any strategy, or not. Names and shapes are those of its
+        ``state_dict``; values are converted to its dtypes. Tied weights need one of their names. Names that
+        match a pattern in ``skip`` (``"score.*"``) keep their values. Returns the number of tensors, and
+        the bytes that this rank has read. Raises ``CheckpointError`` with a table of all differences
+        before anything is changed.
+        """
+        from hpctrain.checkpoint.pretrained import load_weights
+
+        inner = compile_in_place(model)
+        strategy, began = self.strategies.get(id(inner)), time.monotonic()
+        split = None if strategy is None else strategy.split
+        found = load_weights(folder, inner, comm=self.comm, split=split, skip=skip)
+        if strategy is not None:
+            strategy.refresh()
+        if self.rank == 0:
+            text = "loaded %d tensors of %s: %s read by rank 0, in %.1f s"
+            logger.info(text, found.tensors, folder, format_bytes(found.bytes_read, 1), time.monotonic() - began)
+        return found
 
     @on_shards
     def close(self) -> None:

@@ -23,7 +23,7 @@ from hpctrain.checkpoint.saver import IO, Storage
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
-from hpctrain.train.config import check_trace_steps
+from hpctrain.train.config import Only, check_trace_steps
 from hpctrain.train.failure_policy import OnFailure, check_replicate
 from hpctrain.train.health import OnCorruption, check_straggler
 from hpctrain.train.metrics import Metrics
@@ -153,6 +153,7 @@ class RunOptions:
     keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: no such checkpoints
     keep_best: str = ""  # a logged metric: also keep the checkpoint with its best value; empty: none
     best: Best = "lowest"  # whether the lowest or the highest value is the best
+    only: Only = "all"  # "trained": checkpoints without parameters that require no gradient, as with LoRA
     on_error: OnError = "stop"  # after a failed save: end the run, or continue until the next one is due
     background: bool = False  # write checkpoints from a copy, in a separate process per rank
     replicate: int = 0  # steps between copies of each rank's shards to another node ("shrink"); 0: none

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hpctrain.checkpoint.tools.hugging_face import origin as origin_of
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
@@ -120,6 +121,8 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
         # All ranks have the same weights, but each its own generator: dropout must differ.
         parameters = sum(parameter.numel() for parameter in model.parameters())
         job.wrap(model, example=corpus.train.batch(np.arange(1))[0])
+        if settings.model.pretrained is not None:
+            job.load_pretrained(model, settings.model.pretrained)
         strategy = job.strategy(model)
         seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
         optimizer = agreed(job.comm, lambda: optimizers.make(model, settings.optimizer))
@@ -150,7 +153,6 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
                 if is_due(number, settings):
                     found = run.health.verified(lambda: validate(settings, step, corpus))
                     run.log(same={"validation_loss": found, **metrics_of(strategy)})
-
         # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
         multiple = shape.tensor if settings.parallel.sequence else 1
         with consensus_view(strategy):
@@ -173,6 +175,7 @@ def with_microbatch(settings: Settings) -> Settings:
 
 
 def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> Run:
+    origin = agreed(job.comm, lambda: origin_of(settings.model.pretrained))
     return job.run(
         model,
         optimizer,
@@ -196,7 +199,7 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
         kernel_ranks=settings.train.kernel_ranks,
         tensorboard=settings.train.tensorboard,
         config=to_toml(to_tree(settings)),
-        provenance={"parallel": settings.parallel.summary, "batch": settings.train.batch},
+        provenance={"parallel": settings.parallel.summary, "batch": settings.train.batch, **origin},
     )
 
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint import retention as files
-from hpctrain.checkpoint.restore import is_skipped, load
+from hpctrain.checkpoint.differences import is_skipped
+from hpctrain.checkpoint.restore import load
 from hpctrain.checkpoint.tools.inspect import newest_of
 from hpctrain.comm.agreement import on_first_rank
 from hpctrain.data.random_streams import broadcast_generators
@@ -158,9 +159,11 @@ class Opening:
         state, feed, first = self._state, self._feed, self._job.rank == 0
         found = state.find(strict=self._options.strict)
         if found is None:
+            state.note_frozen()
             return provenance
         changed: list[str] = []
         loaded = state.restore(found, before=lambda groups: changed.extend(overwritten(groups, state.optimizers)))
+        state.note_frozen()
         if FEED not in loaded.train.get("states", {}):
             feed.resume_old(int(loaded.train.get("batches", loaded.step)), self._fresh, loaded.rng)
         if feed.splits:

@@ -141,7 +141,7 @@ class Run:
             parts[LOADER] = self.feed
         folder, keep = self.folder / "checkpoints", self.options.retention
         state = TrainState(self.models, self.optimizers, parts, self.job.comm, folder, keep, self.strategies)
-        state.capture = lambda: self.feed.generators
+        state.only, state.capture = self.options.only, lambda: self.feed.generators
         return state
 
     # Properties and methods for the loop ------------------------------------------------------------------------------

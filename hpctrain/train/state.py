@@ -21,6 +21,7 @@ from hpctrain.checkpoint.content import SaveRequest
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.layout import crc32, group_of, keys_in
 from hpctrain.checkpoint.format.reader import Reader
+from hpctrain.checkpoint.frozen import check_unchanged, frozen_fingerprint
 from hpctrain.checkpoint.local_state import Models, by_key
 from hpctrain.checkpoint.restore import Loaded, load, load_rank_local
 from hpctrain.checkpoint.retention import RetentionPolicy
@@ -32,7 +33,7 @@ from hpctrain.parallel.strategy import AsyncStrategy, SplitStrategy, Strategy, c
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Split
 from hpctrain.train import schedulers
-from hpctrain.train.config import NOT_JUDGED
+from hpctrain.train.config import NOT_JUDGED, Only
 from hpctrain.train.metrics import Curves
 from hpctrain.util.text import printable
 
@@ -78,6 +79,8 @@ class TrainState:
         self.logged: dict[str, float] = {}  # in the current step, by name
         self.capture: Callable[[], Mapping[str, Any]] = content.capture_rng  # returns the generator states to save
         self.stopped: str | None = None  # why the program has ended the run for good
+        self.only: Only = "all"  # parameters that a checkpoint holds
+        self._frozen: str | None = None  # fingerprint of the others at the start of the run
         self.config: str | None = None  # text to store with each checkpoint
         self.provenance: Mapping[str, Any] = {}  # facts to store with each checkpoint
         self._warned = False  # whether a warning about a checkpoint that cannot be the best was logged
@@ -86,6 +89,16 @@ class TrainState:
     def splits(self) -> dict[str, Split | None]:
         """Return the layout of each model over the ranks, by key."""
         return {key: strategy.split for key, strategy in self.strategies.items()}
+
+    def stored_models(self) -> Models:
+        """Return the models with the parameters that a checkpoint holds. Collective."""
+        models = agreed(self.comm, lambda: Models.of(self.models, self.splits, ranks=self.comm.size))
+        return replace(models, only=self.only)
+
+    def note_frozen(self) -> None:
+        """Record the frozen parameters at the start of a run whose checkpoints lack them. Collective."""
+        if self.only == "trained":
+            self._frozen = frozen_fingerprint(self.stored_models(), self.comm)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.h5"
@@ -122,15 +135,19 @@ class TrainState:
         policy = self.retention.policy
         if policy.best:
             train |= {files.KEEP_BEST: policy.best, files.BEST: policy.which}
+        models = self.stored_models()
+        if self._frozen is not None:
+            check_unchanged(self._frozen, models, self.comm)
         return SaveRequest(
             path or self.path(self.step),
-            agreed(self.comm, lambda: Models.of(self.models, self.splits, ranks=self.comm.size)),
+            models,
             self.optimizers,
             train=train,
             rng=self.capture(),
             config=self.config,
             provenance=self.provenance,
             rank_local=self._rank_local_state(),
+            frozen=self._frozen,
         )
 
     def find_schedulers(self) -> list[str]:
@@ -158,6 +175,9 @@ class TrainState:
         of rank 0.
         """
         agreed(self.comm, lambda: Models.of(self.models, self.splits, ranks=self.comm.size).shards())
+        if self.only == "trained" and any(isinstance(one, AsyncStrategy) for one in self.strategies.values()):
+            text = 'only = "trained" with workers that make their own updates: not possible; set only = "all"'
+            raise UsageError(text, everywhere=True)
         for name, part in self.parts.items():
             if is_plain(part):
                 raise UsageError(

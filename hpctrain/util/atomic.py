@@ -121,6 +121,25 @@ def put(private: Path, path: Path, *, call: Call = call_once) -> None:
     call(_rename, private, path, _identity(os.lstat(private)))
 
 
+def put_folder(private: Path, path: Path) -> Path | None:
+    """Rename a complete private folder to its target. Raises ``OSError``; an existing folder there then stays.
+
+    An existing folder gets a private name, which is returned.
+    """
+    flush_folder(private)
+    earlier = private_name(path) if path.exists() else None
+    if earlier is not None:
+        os.rename(path, earlier)
+    try:
+        os.rename(private, path)
+    except OSError:
+        if earlier is not None:
+            os.rename(earlier, path)
+        raise
+    flush_folder(path.absolute().parent)
+    return earlier
+
+
 def discard(private: Path) -> None:
     """Remove a private file if it exists."""
     with suppress(OSError):  # the error that led here is more important

@@ -148,6 +148,7 @@ def format_version(text: str) -> tuple[int, int]:
 
 
 KEYS = "keys"  # the attribute of /model and of /optimizer that lists the keys
+FROZEN = "frozen"  # attribute of /model in a file without the frozen parameters: their fingerprint
 
 
 def group_of(group: str, key: str) -> str:

@@ -176,6 +176,7 @@ class Contents:
     curves: dict[str, list[float]]
     tensors: list[TensorStats]
     fingerprint: str  # of all models and optimizers
+    frozen: str | None = None  # fingerprint of the frozen parameters, if the file holds only the trained ones
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ def show(file: str | Path, name: str | None = None, progress: Progress | None = 
             curves=read_curves(reader),
             tensors=[_stats(reader, record, name is not None, progress) for record in _chosen(reader, name)],
             fingerprint=reader.fingerprint,
+            frozen=reader.values(layout.MODEL).get(layout.FROZEN),
         )
 
 

@@ -39,7 +39,7 @@ NAMES = {
 _DTYPES = {word: name for name, word in NAMES.items()}
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_LONGEST = 16 << 20  # bytes of a header, enough for 100,000 tensors; the format's limit of 100 MB takes 1 GB as JSON
+LONGEST = 16 << 20  # bytes of a header, enough for 100,000 tensors; the format's limit of 100 MB takes 1 GB as JSON
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def read_header(path: str | Path) -> tuple[list[Tensor], dict[str, str]]:
             length = _LENGTH.unpack(file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff"))[0]
             if length > size - _LENGTH.size:
                 raise CheckpointError(f"{path} is not a safetensors file, or is cut off: its header would not fit")
-            if length > _LONGEST:
-                raise CheckpointError(f"{path} has a header of {length} bytes; allowed are {_LONGEST}")
+            if length > LONGEST:
+                raise CheckpointError(f"{path} has a header of {length} bytes; allowed are {LONGEST}")
             text = file.read(length)
     except CheckpointError:
         raise
