@@ -17,9 +17,11 @@ import ctypes
 import importlib
 import os
 import platform
+import shutil
 import sys
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -192,3 +194,11 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def command_name() -> str:
+    """Return how to call the command from this folder: its name if it is in PATH, otherwise its path."""
+    if shutil.which("hpctrain"):
+        return "hpctrain"
+    script = Path(sys.executable).with_name("hpctrain")
+    return os.path.relpath(script) if script.exists() else f"{sys.executable} -m hpctrain"

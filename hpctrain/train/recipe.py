@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +36,7 @@ from hpctrain.train.init import init
 from hpctrain.train.job import Job
 from hpctrain.train.metrics import SAMPLES
 from hpctrain.train.microbatches import ReproducibleBackward, exact_sum, microbatch_of
-from hpctrain.train.process import ALLOCATOR
+from hpctrain.train.process import ALLOCATOR, command_name
 from hpctrain.train.receipt import render
 from hpctrain.train.run import Run
 from hpctrain.util.text import printable_lines
@@ -153,6 +149,7 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
                 if is_due(number, settings):
                     found = run.health.verified(lambda: validate(settings, step, corpus))
                     run.log(same={"validation_loss": found, **metrics_of(strategy)})
+
         # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
         multiple = shape.tensor if settings.parallel.sequence else 1
         with consensus_view(strategy):
@@ -361,14 +358,6 @@ def sample_text(model: nn.Module, prompt: str, device: torch.device, multiple: i
     return bytes(written.tolist()).decode(errors="replace")
 
 
-def _program() -> str:
-    """Return how to call the command from this folder: its name if it is in PATH, otherwise its path."""
-    if shutil.which("hpctrain"):
-        return "hpctrain"
-    script = Path(sys.executable).with_name("hpctrain")
-    return os.path.relpath(script) if script.exists() else f"{sys.executable} -m hpctrain"
-
-
 def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
     """Return a loss with its unit; only the cross entropy has one."""
     if loss != "cross_entropy":
@@ -397,5 +386,5 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, done_befo
         lines.append(f"best checkpoint  {best} (by {run.options.keep_best})")
     if (consumed := render.summary(run.folder)) is not None:
         lines.append(f"efficiency       {consumed}")
-    lines.append(f"inspect          {_program()} checkpoint show {run.state.path(run.step)}")
+    lines.append(f"inspect          {command_name()} checkpoint show {run.state.path(run.step)}")
     print(printable_lines("\n".join(lines)), flush=True)
