@@ -121,7 +121,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         """Return this rank's share of the next global batch and advance the position."""
-        share, self.position = self._ahead(self.position, self._read)
+        share, self.position = self._ahead(self.position, self._read, (self.rank, self.size))
         return share
 
     def _read(self, position: int) -> tuple[Batch, int]:
@@ -179,22 +179,22 @@ class ReadAhead:
         self._depth = depth
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[Future[Any]] = deque()
-        self._position = -1  # of the first one of these
+        self._expected: object = None  # position of the first one of these, and how it is divided
 
-    def __call__(self, position: int, read: Read[T]) -> tuple[T, int]:
-        """Return what is at ``position``, and the next position."""
+    def __call__(self, position: int, read: Read[T], division: object = None) -> tuple[T, int]:
+        """Return what is at ``position``, and the next position; what was read for another ``division`` is dropped."""
         if not self._depth:
             return read(position)
-        if self._position != position:  # the first one, or the run has been set back
+        if self._expected != (position, division):  # the first one, or the run goes back, or ranks have died
             self._pending.clear()
         if not self._pending:
             self._submit(lambda: read(position))
         for _ in range(self._depth + 1 - len(self._pending)):
             before = self._pending[-1]
             self._submit(lambda before=before: read(before.result()[1]))  # type: ignore[misc]
-        self._position = -1
+        self._expected = None
         found: tuple[T, int] = self._pending.popleft().result()
-        self._position = found[1]
+        self._expected = found[1], division
         return found
 
     def _submit(self, call: Callable[[], Any]) -> None:

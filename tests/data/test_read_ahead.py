@@ -57,6 +57,17 @@ def test_a_thread_reads_while_the_program_computes() -> None:
     assert loader.position == 10, "the position is that of the batch that was returned"
 
 
+def test_batches_for_another_number_of_ranks_are_dropped() -> None:
+    """A run may continue with fewer ranks, when others have died."""
+    plain, ahead = (Loader(Numbers(), batch=12, rank=2, size=3, prefetch=each) for each in (0, 2))
+    for loader in (plain, ahead):
+        next(loader)
+        loader.rank, loader.size = 1, 2
+    for _ in range(3):
+        wanted, found = next(plain), next(ahead)
+        assert torch.equal(wanted.inputs, found.inputs) and found.samples == 6 and found.weight == 1.0
+
+
 def test_an_error_comes_with_its_batch() -> None:
     wanted = Loader(Numbers(), batch=10)
     sample = [next(wanted) for _ in range(4)][3].inputs[0]
