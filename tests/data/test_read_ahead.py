@@ -59,9 +59,11 @@ def test_a_thread_reads_while_the_program_computes() -> None:
 
 def test_batches_for_another_number_of_ranks_are_dropped() -> None:
     """A run may continue with fewer ranks, when others have died."""
-    plain, ahead = (Loader(Numbers(), batch=12, rank=2, size=3, prefetch=each) for each in (0, 2))
-    for loader in (plain, ahead):
+    data = Numbers()
+    plain, ahead = (Loader(data, batch=12, rank=2, size=3, prefetch=each) for each in (0, 2))
+    for loader in (ahead, plain):
         next(loader)
+        assert data.third.wait(10), "the next two are being read"
         loader.rank, loader.size = 1, 2
     for _ in range(3):
         wanted, found = next(plain), next(ahead)
