@@ -9,6 +9,7 @@ from typing import Any
 from hpctrain.cli.main import add_action, add_verb
 from hpctrain.data.corpus import KINDS
 from hpctrain.errors import DataError
+from hpctrain.log import logger
 from hpctrain.util.text import printable, printable_lines
 
 _EPILOG = """\
@@ -92,8 +93,14 @@ def _pack_samples(args: argparse.Namespace, kind: Any) -> int:
         printable(
             f"packed {report.train:,} training and {report.validation:,} validation samples ({kind}) with the fields "
             f"{', '.join(report.fields)} into {report.path}"
+            + (f"; files skipped (of other kinds): {report.left_out:,}" if report.left_out else "")
         )
     )
+    if report.stray:
+        logger.warning(
+            "no targets: the classes would be the folders of the files, and %s is in none; move it, and pack again",
+            report.stray,
+        )
     if report.classes:
         print(printable(f"classes: {', '.join(f'{number} {name}' for number, name in enumerate(report.classes))}"))
     return 0

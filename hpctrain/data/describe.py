@@ -43,7 +43,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     with open_file(path) as file:
         found: dict[str, Any] = {"path": str(path)}
         found.update({key: attribute(file, key) for key in _ROOT if key in file.attrs})
-        if attribute(file, "format") == RAGGED:
+        if attribute(file, "format") == RAGGED or "format" not in file.attrs and not _has_arrays(file):
             found.update({key: _list(file, key) for key in _LISTS if key in file.attrs})
             found["datasets"] = [_describe_dataset(file, name, samples) for name, samples in ragged_datasets(file)]
             return found
@@ -75,6 +75,11 @@ def _texts(sources: h5py.Dataset, path: str | Path) -> list[str]:
         return [str(source) for source in sources.asstr()[()]]
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise DataError(f"{path}: /sources is damaged: expected texts") from error
+
+
+def _has_arrays(file: h5py.File) -> bool:
+    """Return whether a file without a format has array data: inputs and targets as datasets."""
+    return any(find_dataset(file, f"{split}/inputs") is not None for split in SPLITS)
 
 
 def _list(file: h5py.File, name: str) -> list[str]:

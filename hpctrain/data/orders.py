@@ -148,6 +148,8 @@ class LengthBatches:
             raise DataError(
                 f"lengths are {self.lengths.dtype} of shape {self.lengths.shape}, expected one whole number per sample"
             )
+        if int(self.lengths.min()) < 0:
+            raise DataError(f"lengths hold {int(self.lengths.min())}, allowed are 0 and above")
         if batch < 1 or window < 1 or (most is not None and most < 1):
             raise SettingsError(f"batches of {batch} samples, most {most}, window {window}: each must be 1 or more")
         longest = int(self.lengths.max())

@@ -27,6 +27,8 @@ class SampleReport:
     validation: int
     fields: tuple[str, ...]
     classes: tuple[str, ...]
+    left_out: int = 0  # files of other kinds
+    stray: str = ""  # a file outside of class folders, because of which there are no classes
 
 
 def pack_samples(
@@ -58,7 +60,9 @@ def pack_samples(
             except DataError as error:
                 raise DataError(f"{name}: {error}") from error
     written = RaggedDataset(out)  # what was written can be read
-    return SampleReport(out, kind, len(written), sum(held), written.fields, source.classes)
+    return SampleReport(
+        out, kind, len(written), sum(held), written.fields, source.classes, source.left_out, source.stray
+    )
 
 
 def _held_out(source: SampleSource, fraction: float, seed: int) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class SampleSource:
     names: Callable[[], Iterator[str]]
     samples: Callable[[], Iterator[Sample]]
     classes: tuple[str, ...] = ()  # names of the classes, if targets are the folders of the files
+    left_out: int = 0  # files of other kinds
+    stray: str = ""  # a file outside of class folders, because of which there are no classes
 
 
 def kind_of(sources: Sequence[str | Path]) -> Kind:
@@ -56,14 +58,16 @@ def open_source(kind: Kind, sources: Sequence[str | Path], *, grey: bool = False
     """Return the samples of a kind in files and folders. Raises ``DataError`` if there are none."""
     if kind == "mds":
         return _mds(sources)
-    documents = [each for each in find_documents(sources) if each.path.suffix.lower() in _SUFFIXES[kind]]
+    everything = find_documents(sources)
+    documents = [each for each in everything if each.path.suffix.lower() in _SUFFIXES[kind]]
+    left_out = len(everything) - len(documents)
     if not documents:
         raise DataError(f"no {kind} file in {listed([str(source) for source in sources])}: {_SUFFIXES[kind]} are read")
     if kind == "tar":
-        return _tar([str(document.path) for document in documents])
+        return replace(_tar([str(document.path) for document in documents]), left_out=left_out)
     if kind in ("parquet", "arrow"):
-        return _table(kind, documents)
-    classes = _classes(documents) if kind in ("npy", "images") else ()
+        return replace(_table(kind, documents), left_out=left_out)
+    classes, stray = _classes(documents) if kind in ("npy", "images") else ((), "")
     read: dict[str, Callable[[Document], Sample]] = {
         "npy": lambda document: {"inputs": _load(document)},
         "npz": lambda document: _load(document),
@@ -76,14 +80,17 @@ def open_source(kind: Kind, sources: Sequence[str | Path], *, grey: bool = False
             name = {} if kind == "npz" else {"name": document.name}
             yield {**read[kind](document), **target, **name}
 
-    return SampleSource(kind, lambda: (document.name for document in documents), samples, classes)
+    return SampleSource(kind, lambda: (each.name for each in documents), samples, classes, left_out, stray)
 
 
-def _classes(documents: Sequence[Document]) -> tuple[str, ...]:
-    """Return the folders of the files, if all are in folders right below their source; else none."""
+def _classes(documents: Sequence[Document]) -> tuple[tuple[str, ...], str]:
+    """Return the folders of the files, if all are right below their source; else none, and a file that is not."""
     parts = [document.name.split("/") for document in documents]
     found = tuple(sorted({each[1] for each in parts if len(each) == 3}))
-    return found if len(found) > 1 and all(len(each) == 3 for each in parts) else ()
+    stray = next((document.name for document, each in zip(documents, parts) if len(each) != 3), "")
+    if len(found) < 2:
+        return (), ""
+    return ((), stray) if stray else (found, "")
 
 
 def _load(document: Document) -> Any:

@@ -33,9 +33,9 @@ def parts_of(batch: Any, count: int) -> list[BatchPart]:
     If there are fewer samples than parts, the empty parts contain a sample of another part with
     share 0: if passes communicate, all ranks must make the same number of them.
     """
-    samples = samples_in(batch)
     if count == 1:
         return [BatchPart(batch, 1.0)]
+    samples = samples_in(batch)
     found = []
     for number in range(count):
         begin, end = samples * number // count, samples * (number + 1) // count

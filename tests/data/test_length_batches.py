@@ -73,6 +73,8 @@ def test_bad_input() -> None:
         LengthBatches([[1]], 2)
     with pytest.raises(DataError, match="expected one whole number per sample"):
         LengthBatches([1.5], 2)
+    with pytest.raises(DataError, match="lengths hold -1"):
+        LengthBatches([-1, 2], 2)
     with pytest.raises(SettingsError, match="batches of 0 samples"):
         LengthBatches([1], 0)
     with pytest.raises(DataError, match=r"sample 1 has the length 9, more than the 8 of a whole batch"):

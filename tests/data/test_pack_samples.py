@@ -108,6 +108,12 @@ def test_the_command_and_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "training and" in said and "validation samples (images) with the fields inputs, name, targets" in said
     assert "classes: 0 cat, 1 dog, 2 emu" in said
+    Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(folder / "top.png")
+    (folder / "README.txt").write_text("other")
+    assert main(["data", "pack", str(folder), "-o", str(tmp_path / "b.h5")]) == 0
+    captured = capsys.readouterr()
+    assert "files skipped (of other kinds): 1" in captured.out and "classes" not in captured.out
+    assert "no targets: the classes would be the folders of the files, and set/top.png is in none" in captured.err
     assert main(["data", "pack", str(folder), "-o", str(out)]) == 2
     assert f"{out} exists: --force replaces it" in capsys.readouterr().err
     assert main(["data", "show", str(out)]) == 0

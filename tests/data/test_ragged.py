@@ -123,6 +123,10 @@ def test_files_of_others(tmp_path: Path) -> None:
         wanted = {"e": np.float64(number), "v": values[number].astype(np.int16), "n": f"é{number}"}
         check(found, {"x": values[number].astype(np.float64), **wanted})
     assert dataset.lengths("x").tolist() == dataset.lengths("v").tolist() == [len(each) for each in values]
+    with pytest.raises(SettingsError, match=r"dtypes\['n'\] = torch.float64: the field is text"):
+        RaggedDataset(tmp_path / "a.h5", "events", fields=fields, dtypes={"n": torch.float64})
+    with pytest.raises(SettingsError, match=r"dtypes\['x'\] = 'float16': allowed are types such as torch.float32"):
+        RaggedDataset(tmp_path / "a.h5", "events", fields=fields, dtypes={"x": "float16"})  # type: ignore[dict-item]
     with pytest.raises(SettingsError, match="dtypes has no field hits"):
         RaggedDataset(tmp_path / "a.h5", "events", fields=fields, dtypes={"hits": torch.float64})
 
@@ -225,7 +229,10 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
         ({"y": np.zeros(2)}, "sample 1 of train has the fields y, and the first one x"),
         ({"x": [[1], [1, 2]]}, "the field x is a list that is no array"),
         ({"x": np.zeros(2, complex)}, "the field x is complex128, allowed are numbers"),
-        ({}, "a sample needs at least one field"),
+        ({}, "a sample is a dict with at least one field, not {}"),
+        ((1, 2), r"a sample is a dict with at least one field, not \(1, 2\)"),
+        ({"a/b": 1}, "the field 'a/b': allowed are names without a slash"),
+        ({"x": torch.ones(2, dtype=torch.bfloat16)}, "the field x is a Tensor that is no array"),
     ],
 )
 def test_samples_that_do_not_fit_leave_no_file(tmp_path: Path, other: Sample, told: str) -> None:

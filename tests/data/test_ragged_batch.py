@@ -61,7 +61,7 @@ def test_padding_is_that_of_pad_sequence(tmp_path: Path, given: Callable[..., An
 @pytest.mark.parametrize("given", (from_file, in_memory))
 def test_concatenation_is_that_of_cat(tmp_path: Path, given: Callable[..., Any]) -> None:
     whole = samples()
-    batch = Concatenation()(given(tmp_path, whole))
+    batch = Concatenation(("tokens", "points"))(given(tmp_path, whole))
     assert np.array_equal(batch["tokens"].numpy(), np.concatenate([one["tokens"] for one in whole]))
     assert torch.equal(batch["points"], torch.cat([torch.as_tensor(one["points"]) for one in whole]))
     lengths = [len(one["points"]) for one in whole]
@@ -76,7 +76,8 @@ def test_images_are_padded_in_all_dims(tmp_path: Path) -> None:
     for number, each in enumerate(images):
         wanted[(number, *map(slice, each.shape))] = each
     assert np.array_equal(batch["x"].numpy(), wanted)
-    assert batch["x_lengths"].tolist() == [list(each.shape) for each in images]
+    assert batch["x_shapes"].tolist() == [list(each.shape) for each in images]
+    assert batch["x_lengths"].tolist() == [2] * 6
     with pytest.raises(DataError, match="x varies in several dims"):
         Concatenation()(from_file(tmp_path, [{"x": each} for each in images]))
 
@@ -84,7 +85,44 @@ def test_images_are_padded_in_all_dims(tmp_path: Path) -> None:
 def test_tuples_and_plain_tensors_have_numbers_as_names() -> None:
     batch = Padding()([(torch.ones(2), 1), (torch.ones(3), 2)])
     assert batch["0"].shape == (2, 3) and batch["1"].tolist() == [1, 2]
-    assert Concatenation()([torch.ones(2), torch.ones(0)])["0_offsets"].tolist() == [0, 2, 2]
+    assert Concatenation("0")([torch.ones(2), torch.ones(0)])["0_offsets"].tolist() == [0, 2, 2]
+    with pytest.raises(SettingsError, match=r"name the fields of different sizes, .* the fields are 0"):
+        Concatenation()([torch.ones(2)])
+
+
+def one_sample(tmp_path: Path) -> Any:
+    """Return a batch of one sample of the file of all."""
+    return RaggedDataset(tmp_path / "a.h5").__getitems__([3])
+
+
+def test_a_batch_has_the_same_entries_whatever_the_sizes_of_its_samples(tmp_path: Path) -> None:
+    for given in (from_file, in_memory):
+        for collate in (Padding(), Padding(fields=("tokens", "points")), Concatenation(("tokens", "points"))):
+            whole = collate(given(tmp_path, samples()))
+            part = collate(given(tmp_path, samples()[3:4]) if given is in_memory else one_sample(tmp_path))
+            alike = [dict(samples()[6]), dict(samples()[6])]
+            equal = collate(in_memory(tmp_path, alike))
+            assert whole.keys() == part.keys()
+            assert given is from_file or whole.keys() == equal.keys()
+            assert (
+                part["points"].shape[-1] == 3
+                and len(part["points_lengths" if "points_lengths" in part else "label"]) == 1
+            )
+    write_ragged(tmp_path / "b.h5", train=samples(), validation=samples()[3:5])  # equal sizes in one split
+    both = [Padding()(RaggedDataset(tmp_path / "b.h5", split).__getitems__([0])) for split in ("train", "validation")]
+    assert both[0].keys() == both[1].keys()
+
+
+def test_wrong_names_and_values_are_refused() -> None:
+    for collate in (Padding(values={"z": 1}), Padding(fields="z"), Concatenation("z")):
+        with pytest.raises(SettingsError, match="has no field z: the fields are x"):
+            collate([{"x": torch.ones(2)}])
+    with pytest.raises(SettingsError, match="Padding of x by 0.5: allowed are whole numbers"):
+        Padding(0.5)([{"x": torch.ones(2, dtype=torch.int32)}])
+    with pytest.raises(DataError, match="different sizes of y: add it to fields"):
+        Padding(fields="x")([{"x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2), "y": torch.ones(3)}])
+    with pytest.raises(DataError, match="a single number as y: leave it out of fields"):
+        Concatenation("y")([{"x": torch.ones(2), "y": 1}])
 
 
 def test_samples_with_other_fields_or_dims_are_refused() -> None:

@@ -51,6 +51,12 @@ def test_images_are_scaled_and_tokens_are_ids(tmp_path: Path) -> None:
     assert inputs.tolist() == [[1, 0], [7, 3]] and inputs.dtype == torch.int64 and found.facts == {"vocab_size": 8}
 
 
+def test_whole_numbers_with_more_dims_are_float32(tmp_path: Path) -> None:
+    pairs = [{"inputs": np.arange(2 * number).reshape(2, number), "targets": 0} for number in (1, 3)]
+    found = opened(tmp_path, pairs, pairs)
+    assert found.batch(np.array([0]))[0].dtype == torch.float32 and found.facts["input_shape"] == (2, 3)
+
+
 @pytest.mark.parametrize(
     "sample, told",
     [

@@ -108,7 +108,7 @@ def test_bash_completes_verbs_actions_options_choices_and_files(pages: tuple[str
     assert verbs == list(VERBS) and some == ["modulefile"]
     assert actions == ["ls", "best", "show", "verify", "diff", "export", "import", "plot"]
     assert sorted(files) == ["a.toml", "step_1.h5"] and file == ["step_1.h5"]
-    assert options == ["--resume"] and choices == ["safetensors", "npz", "torch"] and output == ["a.toml"]
+    assert options == ["--resume"] and choices == ["safetensors", "npz", "torch", "hf"] and output == ["a.toml"]
 
 
 def test_all_names_defined_in_bash_have_the_prefix(pages: tuple[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,55 +123,103 @@ def _column(name: str, values: Sequence[Any]) -> Column:
     return Column(torch.cat([each.flatten() for each in tensors]), lengths, np.array([each.shape for each in tensors]))
 
 
+def _varies(name: str, column: Column, fields: Collection[str] | None, *, is_dataset: bool) -> bool:
+    """Return whether a field is one of different sizes, in every batch alike; ``fields`` are those that the user names.
+
+    Otherwise these are the fields that a file says so of, and of other samples all that have dims.
+    """
+    if fields is None:
+        varies = column.lengths is not None
+        return varies if is_dataset else varies or column.rows.dim() > 1
+    if name in fields and column.lengths is None and column.rows.dim() == 1:
+        raise DataError(f"the samples of a batch have a single number as {name}: leave it out of fields")
+    if name not in fields and column.lengths is not None:
+        raise DataError(f"the samples of a batch have different sizes of {name}: add it to fields")
+    return name in fields
+
+
+def _by_rows(column: Column) -> Column:
+    """Return a field of one size as one whose samples may have different numbers of rows."""
+    if column.lengths is not None:
+        return column
+    samples, rows = column.rows.shape[:2]
+    return Column(column.rows.reshape(samples * rows, *column.rows.shape[2:]), np.full(samples, rows))
+
+
+def _check_known(names: Collection[str], batch: Mapping[str, object], what: str) -> None:
+    for name in names:
+        if name not in batch:
+            raise SettingsError(f"{what} has no field {name}: the fields are {', '.join(batch)}")
+
+
 class Padding:
     """Collation of samples of different sizes into padded tensors: ``collate_fn=Padding()``.
 
     The batch is a dict. A field of one size is ``[samples, ...]``. Of any other field, each sample is extended to
-    the largest size of the batch by ``value``, or by ``values[field]``; ``FIELD_lengths`` has the sizes: ``[samples]``,
-    or ``[samples, dims]`` if more dims than the first differ. Sizes are rounded up to a multiple of ``multiple``. Texts
-    and bytes are lists.
+    the largest size of the batch by ``value``, or by ``values[field]``; ``FIELD_lengths`` are the sizes of the first
+    dim, and ``FIELD_shapes`` ``[samples, dims]`` those of all if several may differ. Sizes are rounded up to a multiple
+    of ``multiple``. Texts and bytes are lists. ``fields`` names the fields of different sizes; by default these are
+    those of a ``RaggedDataset``, and of other samples all that have dims.
     """
 
-    def __init__(self, value: float = 0, values: Mapping[str, float] | None = None, *, multiple: int = 1) -> None:
+    def __init__(
+        self,
+        value: float = 0,
+        values: Mapping[str, float] | None = None,
+        *,
+        fields: Collection[str] | None = None,
+        multiple: int = 1,
+    ) -> None:
         if multiple < 1:
             raise SettingsError(f"Padding(multiple={multiple}): allowed is 1 or more")
         self.value, self.values, self.multiple = value, dict(values or {}), multiple
+        self.fields = (fields,) if isinstance(fields, str) else fields
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch of the samples."""
         import torch
 
+        columns, is_dataset = columns_of(samples), isinstance(samples, RaggedBatch)
+        _check_known({*self.values, *(self.fields or ())}, columns, "Padding")
         batch: dict[str, Any] = {}
-        for name, column in columns_of(samples).items():
-            if column.kind:
-                batch[name] = _contents(column)
-            elif column.lengths is None:
-                batch[name] = column.rows
-            elif column.shapes is None:
+        for name, column in columns.items():
+            if column.kind or not _varies(name, column, self.fields, is_dataset=is_dataset):
+                batch[name] = _contents(column) if column.kind else column.rows
+                continue
+            column, shapes = _by_rows(column), column.shapes
+            assert column.lengths is not None
+            if shapes is None:
                 batch[name] = self._rows(name, column.rows, column.lengths)
-                batch[f"{name}_lengths"] = torch.from_numpy(np.asarray(column.lengths, np.int64))
+                if not is_dataset and column.rows.dim() > 1:
+                    tail = [np.full(len(column), size) for size in column.rows.shape[1:]]
+                    shapes = np.stack([column.lengths, *tail], axis=1)
             else:
-                batch[name] = self._blocks(name, column.rows, column.lengths, column.shapes)
-                batch[f"{name}_lengths"] = torch.from_numpy(np.asarray(column.shapes, np.int64))
+                batch[name] = self._blocks(name, column.rows, column.lengths, shapes)
+            lengths = column.lengths if column.shapes is None else column.shapes[:, 0]
+            batch[f"{name}_lengths"] = torch.from_numpy(np.asarray(lengths, np.int64))
+            if shapes is not None:
+                batch[f"{name}_shapes"] = torch.from_numpy(np.asarray(shapes, np.int64))
         return batch
 
     def _rows(self, name: str, rows: Tensor, lengths: Array) -> Tensor:
-        import torch
-
         longest = self._rounded(int(lengths.max(initial=0)))
-        shape = (len(lengths), longest, *rows.shape[1:])
-        padded = torch.full(shape, self.values.get(name, self.value), dtype=rows.dtype)
+        padded = self._filled(name, (len(lengths), longest, *rows.shape[1:]), rows)
         put_rows(padded, rows, lengths)
         return padded
 
     def _blocks(self, name: str, elements: Tensor, lengths: Array, shapes: Array) -> Tensor:
-        import torch
-
         largest = [self._rounded(int(each)) for each in shapes.max(axis=0, initial=0)]
-        value: Any = self.values.get(name, self.value)
-        padded = torch.full((len(shapes), *largest), value, dtype=elements.dtype)
+        padded = self._filled(name, (len(shapes), *largest), elements)
         put_blocks(padded, elements, lengths, shapes)
         return padded
+
+    def _filled(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        import torch
+
+        value = self.values.get(name, self.value)
+        if not like.dtype.is_floating_point and value != int(value):
+            raise SettingsError(f"Padding of {name} by {value}: allowed are whole numbers, as {like.dtype} has")
+        return torch.full(shape, value, dtype=like.dtype)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.multiple) * self.multiple
@@ -183,25 +231,35 @@ class Concatenation:
     The batch is a dict. A field of one size is ``[samples, ...]``. Of any other field it has the rows of all samples;
     ``FIELD_offsets`` ``[samples + 1]`` are their beginnings and the end, and ``FIELD_samples`` is the number of the
     sample of each row, as graphs and variable-length attention use them. Fields with several varying dims are
-    refused. Texts and bytes are lists.
+    refused. Texts and bytes are lists. ``fields`` names the fields of different sizes; it may be left out for the
+    samples of a ``RaggedDataset``.
     """
+
+    def __init__(self, fields: Collection[str] | None = None) -> None:
+        self.fields = (fields,) if isinstance(fields, str) else fields
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch of the samples."""
         import torch
 
+        columns, is_dataset = columns_of(samples), isinstance(samples, RaggedBatch)
+        if self.fields is None and not is_dataset:
+            raise SettingsError(
+                "Concatenation of samples that do not come from a RaggedDataset: name the fields of different sizes, "
+                f'as in Concatenation(fields=("x",)); the fields are {", ".join(columns)}'
+            )
+        _check_known(self.fields or (), columns, "Concatenation")
         batch: dict[str, Any] = {}
-        for name, column in columns_of(samples).items():
-            if column.kind:
-                batch[name] = _contents(column)
-            elif column.lengths is None:
-                batch[name] = column.rows
+        for name, column in columns.items():
+            if column.kind or not _varies(name, column, self.fields, is_dataset=is_dataset):
+                batch[name] = _contents(column) if column.kind else column.rows
             elif column.shapes is not None:
                 raise DataError(
                     f"the field {name} varies in several dims, so its samples cannot be concatenated: take Padding, or "
                     "a collate_fn of your own"
                 )
             else:
+                column = _by_rows(column)
                 lengths = torch.from_numpy(np.asarray(column.lengths, np.int64))
                 batch[name] = column.rows
                 batch[f"{name}_offsets"] = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

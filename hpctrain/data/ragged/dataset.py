@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -52,9 +53,7 @@ class RaggedDataset:
         self._facts = _alike(_facts_of(find_files(files), group, fields, comm))
         self._fields: dict[str, Field] = dict(self._facts[0].fields)
         self._dtypes = dict(dtypes or {})
-        for name in [*self._dtypes]:
-            if name not in self._fields:
-                raise SettingsError(f"dtypes has no field {name}: the fields are {', '.join(self._fields)}")
+        _check_dtypes(self._dtypes, self._fields)
         self._ends = np.cumsum([facts.samples for facts in self._facts], dtype=np.int64)
         self._files = OpenFiles(self._facts)
 
@@ -68,6 +67,7 @@ class RaggedDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a sample."""
+        index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"no sample {index}: the data set has {len(self)}")
         found: dict[str, Any] = self.__getitems__([index % len(self)])[0]
@@ -159,6 +159,19 @@ def _tensor(array: Array) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(array)
+
+
+def _check_dtypes(dtypes: Mapping[str, torch.dtype], fields: Mapping[str, Field]) -> None:
+    import torch
+
+    for name, dtype in dtypes.items():
+        if name not in fields:
+            raise SettingsError(f"dtypes has no field {name}: the fields are {', '.join(fields)}")
+        if not isinstance(dtype, torch.dtype) or fields[name].kind:
+            what = (
+                f"the field is {fields[name].kind}" if fields[name].kind else "allowed are types such as torch.float32"
+            )
+            raise SettingsError(f"dtypes[{name!r}] = {dtype!r}: {what}")
 
 
 class _Part:

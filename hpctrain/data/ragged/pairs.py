@@ -45,14 +45,14 @@ class RaggedPairs:
                 "own programs may return a sum and a count from the function of run.backward"
             )
         rows = first[inputs].rows
-        self._whole = not rows.dtype.is_floating_point
+        self._tokens = not rows.dtype.is_floating_point and len(self._size) == 1
         self._image = rows.dtype == torch.uint8 and len(self._size) > 1
         self._classes = not first[targets].rows.dtype.is_floating_point
         outputs = int(np.prod(first[targets].rows.shape[1:]))
         if self._classes:
             outputs = 1 + max(_highest(each, targets, self.path) for each in both.values())
         self.facts: dict[str, Any] = {"input_shape": self._size, "outputs": outputs}
-        if self._whole and not self._image:
+        if self._tokens:
             self.facts = {"vocab_size": 1 + max(_highest(each, inputs, self.path) for each in both.values())}
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class RaggedPairs:
         return inputs, targets.to(torch.int64 if self._classes else torch.float32)
 
     def _padded(self, column: Column) -> Tensor:
-        dtype = torch.int64 if self._whole and not self._image else torch.float32
+        dtype = torch.int64 if self._tokens else torch.float32
         rows = column.rows.to(dtype)
         if self._image:
             rows = rows / 255

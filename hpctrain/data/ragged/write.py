@@ -17,6 +17,7 @@ import numpy.typing as npt
 from hpctrain.data.pack import new_file
 from hpctrain.data.ragged.layout import FORMAT, NUMBERS, VERSION, Kind
 from hpctrain.errors import DataError, UsageError
+from hpctrain.util.text import short_repr
 
 Array = npt.NDArray[Any]
 BLOCK = 16 << 20  # bytes that are copied at a time
@@ -26,7 +27,7 @@ class RaggedWriter:
     """Writer of a ragged file; it is complete, and has its name, when the ``with`` block ends without an error.
 
     The first sample of a group decides its fields, their element types and their numbers of dims. Fields whose
-    samples turn out to have one size are written as plain datasets.
+    samples turn out to have one size, in all groups, are written as plain datasets.
     """
 
     def __init__(self, path: str | Path, *, attributes: Mapping[str, Any] | None = None) -> None:
@@ -50,8 +51,11 @@ class RaggedWriter:
 
     def append(self, sample: Mapping[str, Any], group: str = "train") -> None:
         """Add a sample, a dict of arrays, numbers, texts and bytes. Raises ``DataError`` if it does not fit."""
-        if not sample:
-            raise DataError("a sample needs at least one field")
+        if not isinstance(sample, Mapping) or not sample:
+            raise DataError(f"a sample is a dict with at least one field, not {short_repr(sample)}")
+        for name in sample:
+            if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
+                raise DataError(f"the field {short_repr(name)}: allowed are names without a slash")
         number = self._samples.get(group, 0)
         spools = self._groups.get(group)
         values = {name: _array(name, value) for name, value in sample.items()}
@@ -80,7 +84,8 @@ class RaggedWriter:
             for group, spools in self._groups.items():
                 place = file.create_group(group)
                 for name, spool in spools.items():
-                    spool.write(place, name)
+                    alike = [each[name] for each in self._groups.values() if name in each]
+                    spool.write(place, name, set().union(*(each.shapes for each in alike)))
 
 
 class _Spool:
@@ -90,6 +95,10 @@ class _Spool:
         self._dtype, self._dims, self.kind = first.dtype, first.ndim, kind
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)
         self._shapes: list[tuple[int, ...]] = []
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        return set(self._shapes)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -106,16 +115,16 @@ class _Spool:
         self._file.write(np.ascontiguousarray(array).data if array.size else b"")
         self._shapes.append(array.shape)
 
-    def write(self, place: h5py.Group, name: str) -> None:
-        """Write the values as datasets of a file."""
+    def write(self, place: h5py.Group, name: str, known: set[tuple[int, ...]]) -> None:
+        """Write the values as datasets of a file; ``known`` are the shapes of the field in all groups."""
         shapes = np.array(self._shapes, np.int64).reshape(len(self._shapes), self._dims)
         self._file.flush()
         self._file.seek(0)
-        if not self.kind and (not self._dims or (shapes == shapes[0]).all()):
+        if not self.kind and len(known) == 1:
             self._fill(place, name, (len(shapes), *self._shapes[0]))
             return
         inner = place.create_group(name)
-        tails = {shape[1:] for shape in self._shapes}
+        tails = {shape[1:] for shape in known}
         if len(tails) == 1:
             rows, tail = shapes[:, 0], next(iter(tails))
         else:
@@ -151,11 +160,9 @@ def _array(name: str, value: Any) -> tuple[Array, Kind]:
         return np.frombuffer(value.encode(), np.uint8), "text"
     if isinstance(value, (bytes, bytearray, memoryview)):
         return np.frombuffer(bytes(value), np.uint8), "bytes"
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
     try:
-        array = np.asarray(value)
-    except ValueError as error:
+        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError) as error:
         raise DataError(f"the field {name} is a {type(value).__name__} that is no array: {error}") from error
     if array.dtype.kind not in NUMBERS or array.dtype.itemsize > 8:
         raise DataError(f"the field {name} is {array.dtype}, allowed are numbers of at most 8 bytes, texts and bytes")
