@@ -367,7 +367,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
         axis.set_xlabel("seconds from the first step to SIGKILL")
         axis.set_ylabel("ms from SIGKILL to the next step")
         axis.set_ylim(bottom=0)
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         figure.suptitle(f"Dead ranks of {RANKS}: time until the others have done a step", fontweight="bold")
 
     return plot.save(path, (8, 4), fill)
