@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     packing.add_argument("--force", action="store_true", help="replace an existing file of any kind")
     summary = "show the content of a data file and check its checksums"
     showing = add_action(actions, "show", summary, _SHOW_EPILOG, _show)
-    showing.add_argument("file", metavar="FILE", help="a token or array file")
+    showing.add_argument("file", metavar="FILE", help="a data file")
 
 
 def _pack(args: argparse.Namespace) -> int:

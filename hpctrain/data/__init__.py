@@ -83,6 +83,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first requested (PEP 562)."""
     if name not in _HOMES:

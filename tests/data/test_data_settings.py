@@ -64,6 +64,7 @@ def test_the_package_exports_the_names_that_it_lists() -> None:
     import hpctrain.data
 
     assert all(getattr(hpctrain.data, name).__name__ == name for name in hpctrain.data.__all__)
+    assert {*hpctrain.data.__all__} <= {*dir(hpctrain.data)}
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         hpctrain.data.nonsense
 

@@ -74,7 +74,7 @@ def attempt(action: Callable[[], Any], what: str, where: str) -> Any:
         if isinstance(error, UsageError) and not isinstance(error, DataError):
             raise UsageError(f"{where}: {error}") from error
         reason = shorten(printable(" ".join(str(error).split())), 160) or type(error).__name__
-        raise DataError(f"{where}: cannot decode {what}: {reason}; repair it, or leave it out of fields") from error
+        raise DataError(f"{where}: cannot decode {what}: {reason}; repair or remove it, or select other fields") from error
 
 
 # Readers of bytes, one per kind; the second argument says whether arrays become Tensors ---------------------------
