@@ -192,7 +192,7 @@ def test_truncated_contents_are_refused_with_the_place(extension: str) -> None:
     data = written[extension]()
     decode(extension, data, WHERE)
     for size in (0, 5, len(data) // 2):
-        with pytest.raises(DataError, match=rf"^{WHERE}: cannot decode .{extension}: .+; repair it"):
+        with pytest.raises(DataError, match=rf"^{WHERE}: cannot decode .{extension}: .+; repair or remove it"):
             decode(extension, data[:size], WHERE)
 
 

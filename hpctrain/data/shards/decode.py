@@ -73,7 +73,8 @@ def attempt(action: Callable[[], Any], what: str, where: str) -> Any:
     except Exception as error:  # decoders raise errors of many types for damaged contents
         if isinstance(error, UsageError) and not isinstance(error, DataError):
             raise UsageError(f"{where}: {error}") from error
-        reason = shorten(printable(" ".join(str(error).split())), 160) or type(error).__name__
+        text = " ".join(re.sub(r"<_io\.\w+ object at \w+>", "", str(error)).split())
+        reason = shorten(printable(text), 160) or type(error).__name__
         raise DataError(f"{where}: cannot decode {what}: {reason}; repair or remove it, or select other fields") from error
 
 
