@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from hpctrain.cli.main import add_action, add_verb
 from hpctrain.data.corpus import KINDS
 from hpctrain.errors import DataError
-from hpctrain.log import logger
 from hpctrain.util.text import printable, printable_lines
 
 _EPILOG = """\
@@ -97,10 +97,8 @@ def _pack_samples(args: argparse.Namespace, kind: Any) -> int:
         )
     )
     if report.stray:
-        logger.warning(
-            "no targets: the classes would be the folders of the files, and %s is in none; move it, and pack again",
-            report.stray,
-        )
+        text = f"the classes would be the folders of the files, and {report.stray} is in none; move it, and pack again"
+        print(printable(f"warning: no targets: {text}"), file=sys.stderr)
     if report.classes:
         print(printable(f"classes: {', '.join(f'{number} {name}' for number, name in enumerate(report.classes))}"))
     return 0

@@ -75,7 +75,8 @@ def attempt(action: Callable[[], Any], what: str, where: str) -> Any:
             raise UsageError(f"{where}: {error}") from error
         text = " ".join(re.sub(r"<_io\.\w+ object at \w+>", "", str(error)).split())
         reason = shorten(printable(text), 160) or type(error).__name__
-        raise DataError(f"{where}: cannot decode {what}: {reason}; repair or remove it, or select other fields") from error
+        remedy = "repair or remove it, or select other fields"
+        raise DataError(f"{where}: cannot decode {what}: {reason}; {remedy}") from error
 
 
 # Readers of bytes, one per kind; the second argument says whether arrays become Tensors ---------------------------
