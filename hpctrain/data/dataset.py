@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,6 +72,12 @@ class JoinedDataset:
         inputs, targets = (torch.cat(pieces)[back] for pieces in zip(*found))
         return inputs, targets
 
+    def hold(self, replace: Callable[[Any], Any]) -> None:
+        """Replace each array by what a function returns for it."""
+        for part in self._parts:
+            holder: Any = part
+            holder.hold(replace)
+
 
 def check_indices(indices: Indices, length: int, path: str) -> None:
     if len(indices) and not (0 <= indices.min() and indices.max() < length):
@@ -130,6 +136,10 @@ class TokenDataset:
         self._check_range(windows)
         inputs, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
         return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def hold(self, replace: Callable[[Any], Any]) -> None:
+        """Replace the array of tokens by what a function returns for it."""
+        self._tokens = replace(self._tokens)
 
     def _check_layout(self, tokens: h5py.Dataset) -> None:
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
@@ -271,6 +281,10 @@ class ArrayDataset:
             inputs /= np.float32(255)
         targets = _rows(self._targets, indices).astype(np.int64 if self._classes else np.float32)
         return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def hold(self, replace: Callable[[Any], Any]) -> None:
+        """Replace the arrays of inputs and targets by what a function returns for them."""
+        self._inputs, self._targets = replace(self._inputs), replace(self._targets)
 
 
 def write_arrays(path: str | Path, *, train: Pair, validation: Pair) -> None:

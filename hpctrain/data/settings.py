@@ -33,6 +33,9 @@ class DataSettings:
     inputs: str = "inputs"
     targets: str = "targets"
 
+    # memory: each node reads a part of the data once, and samples travel between the nodes; none: files are mapped
+    cache: Literal["none", "memory"] = "none"
+
     # batches that a thread reads ahead while the model computes; 0: each is read when it is needed
     prefetch: int = 0
 
@@ -42,11 +45,29 @@ class DataSettings:
             raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
         if self.prefetch < 0:
             raise SettingsError(f"data.prefetch = {self.prefetch}: allowed is 0 (none) or more")
+        if self.cache == "memory" and (self.format == "ragged" or self.prefetch):
+            other = 'format = "ragged"' if self.format == "ragged" else f"prefetch = {self.prefetch}"
+            raise SettingsError(f'data.cache = "memory" with data.{other}: not supported together; set one of them')
         if self.document_masks and self.format != "tokens":
             raise SettingsError(
                 f"data.document_masks = true with data.format = {self.format!r}: only token files have documents; "
                 "remove one of the two"
             )
+
+
+TOGETHER = ("ddp", "zero1", "zero2", "fsdp")  # values of parallel.data with which all ranks read every batch
+
+
+def check_cache(cache: str, on_failure: str, data: str) -> None:
+    """Raise ``SettingsError`` if data in the memory of all nodes do not fit the run: all ranks fetch them together."""
+    if cache != "memory" or data in TOGETHER and on_failure != "shrink":
+        return
+    other = 'run.on_failure = "shrink"' if data in TOGETHER else f'parallel.data = "{data}"'
+    raise SettingsError(
+        f'setting data.cache = "memory" with {other}: not possible, because all ranks fetch their samples together; '
+        'allowed is data.cache = "none"',
+        everywhere=True,
+    )
 
 
 def data_files(settings: DataSettings) -> list[str]:

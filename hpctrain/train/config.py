@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpctrain.checkpoint.retention import Best
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.cluster.nodes import number_ranges
-from hpctrain.data.settings import DataSettings
+from hpctrain.data.settings import DataSettings, check_cache
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.asynchronous.config import AsynchronousSettings, is_asynchronous, rename_section
@@ -273,6 +273,7 @@ class Settings:
         self._check_microbatch()
         check_health(self.health, self.parallel, self.offload)
         check_failure(self.run.on_failure, self.parallel, self.offload, self.run.device)
+        check_cache(self.data.cache, self.run.on_failure, self.parallel.data)
         check_replicate(self.checkpoint.replicate, self.run.on_failure, "setting checkpoint.")
         window = self.model.window or 1
         if self.train.batch * window > _MOST_TOKENS:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from hpctrain.checkpoint.tools.hugging_face import origin as origin_of
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
+from hpctrain.data.cache import hold
 from hpctrain.data.dataset import FileDataset
 from hpctrain.data.loader import Batch, Loader, evaluation_batches
 from hpctrain.data.settings import open_dataset
@@ -108,7 +109,7 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
     with init(**run_settings, **sections, settings=to_tree(settings), verbose=verbose) as job:
         # All input is checked before the folder is modified.
         shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
-        corpus = agreed(job.comm, lambda: open_corpus(settings))
+        corpus = open_corpus(settings, job.comm)
         agreed(job.comm, lambda: optimizers.resolve(settings.optimizer))
         ALLOCATOR.start()
         model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
@@ -200,9 +201,11 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
     )
 
 
-def open_corpus(settings: Settings) -> Corpus:
-    window = settings.model.window
-    return Corpus(open_dataset(settings.data, "train", window), open_dataset(settings.data, "validation", window))
+def open_corpus(settings: Settings, comm: Communicator) -> Corpus:
+    """Open both splits of the data, on all ranks alike; bring them to memory if the settings say so. Collective."""
+    opened = partial(open_dataset, settings.data, context=settings.model.window)
+    corpus = agreed(comm, lambda: Corpus(opened("train"), opened("validation")))
+    return Corpus(*hold(comm, corpus.train, corpus.validation)) if settings.data.cache == "memory" else corpus
 
 
 def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:

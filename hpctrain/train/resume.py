@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 FACTS = ("start_from", "start_step", "start_skip")
 # Settings that affect when a run stops, saves, evaluates and logs, but not the numbers that it computes.
 _WITHOUT_EFFECT = {  # besides all of the sections checkpoint and health
+    "data": {"cache", "prefetch"},
     "run": {"folder", "resume", "strict", "walltime", "margin", "oversubscribe", "on_failure"},
     "train": {
         "evaluate_every",
@@ -58,6 +59,7 @@ _WITHOUT_EFFECT = {  # besides all of the sections checkpoint and health
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 # Settings that earlier versions lacked, with the value that they computed with.
 _ADDED: dict[str, Any] = {
+    "data.cache": "none",
     "data.document_masks": False,
     "data.inputs": "inputs",
     "data.prefetch": 0,

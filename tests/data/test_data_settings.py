@@ -39,7 +39,7 @@ def test_several_files_are_read_as_one(token_file: str) -> None:
 
 def test_settings_round_trip_through_a_dict() -> None:
     tree = {"files": ["a.h5", "b.h5"], "format": "arrays", "prefetch": 1, "validation_samples": 7}
-    tree |= {"inputs": "x", "targets": "y", "document_masks": False}
+    tree |= {"inputs": "x", "targets": "y", "document_masks": False, "cache": "none"}
     settings = build(DataSettings, tree, "data.")
     wanted = DataSettings(("a.h5", "b.h5"), "arrays", inputs="x", targets="y", prefetch=1, validation_samples=7)
     assert settings == wanted and to_tree(settings) == tree

@@ -25,6 +25,7 @@ ROOT = HERE.parents[1]
 # Tests that send messages; computation is the same on any number of nodes, so its tests run on one.
 SUITES = (
     "tests/comm",
+    "tests/data/test_cache.py",
     "tests/doctor/preflight",
     "tests/parallel/test_ddp.py",
     "tests/parallel/test_ddp_gradients.py",
