@@ -61,7 +61,11 @@ class HeldBytes:
             WORD * (first + (last - first) * each // comm.local_size) for each in (comm.local_rank, comm.local_rank + 1)
         )
         mine = held[begin - WORD * first : end - WORD * first]
-        self.bytes_read = agreed(comm, lambda: self._load(mine, begin))
+        try:
+            self.bytes_read = agreed(comm, lambda: self._load(mine, begin))
+        except DataError:
+            self.free()
+            raise
         self.memory.barrier()
         if comm.rank == 0:
             text = "data.cache: %s are in the memory of %s, read once"
