@@ -16,10 +16,13 @@ from hpctrain.comm.transport.mpi import MpiTransport
 transport = MpiTransport(MPI.COMM_WORLD, message_bytes=64)
 transport.barrier()
 if transport.rank:
+    while not os.path.exists("begun"):  # the other rank may still be in the barrier
+        time.sleep(0.01)
     transport.comm.Revoke()  # as a rank does that has noticed a dead rank first
     while not os.path.exists("told"):  # MPI must stay until then
         time.sleep(0.01)
     os._exit(0)  # MPI_Finalize would wait for the other rank
+open("begun", "w").close()
 work = transport.irecv(torch.empty(256, dtype=torch.uint8), 1, 5)
 try:
     if sys.argv[1] == "wait":
