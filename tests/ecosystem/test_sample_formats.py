@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def _picture() -> Any:
     return CHANCE.integers(0, 256, (height, width, 3), np.uint8)
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_tar_files_of_webdataset_have_the_same_samples(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     paths = [str(tmp_path / f"x-{number:06d}.tar") for number in range(2)]
@@ -38,6 +40,7 @@ def test_tar_files_of_webdataset_have_the_same_samples(tmp_path: Path) -> None:
                 arrays = {"jpg": _picture(), "seg.png": _picture(), "npy": CHANCE.normal(size=(3, 2))}
                 writer.write({**values, **arrays, "pth": torch.arange(sample), "bin": CHANCE.bytes(5)})
     theirs = list(webdataset.WebDataset(paths, shardshuffle=False).decode("rgb8"))
+    gc.collect()  # WebDataset leaves its files open
     ours = TarDataset(tmp_path / "x-{000000..000001}.tar")
     assert len(theirs) == len(ours) == 60
     for one, other in zip(theirs, ours):
