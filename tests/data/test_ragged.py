@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hpctrain.data import Padding, RaggedDataset, RaggedWriter, write_ragged
+from hpctrain.data.ragged.layout import MOST_OPEN
 from hpctrain.errors import DataError, SettingsError, UsageError
 
 Sample = Mapping[str, Any]
@@ -129,6 +130,18 @@ def test_files_of_others(tmp_path: Path) -> None:
         RaggedDataset(tmp_path / "a.h5", "events", fields=fields, dtypes={"x": "float16"})  # type: ignore[dict-item]
     with pytest.raises(SettingsError, match="dtypes has no field hits"):
         RaggedDataset(tmp_path / "a.h5", "events", fields=fields, dtypes={"hits": torch.float64})
+
+
+def test_a_batch_of_more_files_than_stay_open(tmp_path: Path) -> None:
+    """A descriptor that is used again by the next file must not be read for an earlier one."""
+    count = MOST_OPEN + 40
+    for number in range(count):
+        write_ragged(tmp_path / f"{number:03}.h5", train=[{"x": np.full(1 << 15, number, np.int32), "y": number}])
+        os.utime(tmp_path / f"{number:03}.h5", ns=(1, 1))  # all have one size and one time
+    dataset = RaggedDataset(tmp_path / "*.h5")
+    order = np.random.default_rng(0).permutation(count).tolist()
+    for found, number in zip(dataset.__getitems__(order), order, strict=True):
+        assert int(found["y"]) == number and bool((found["x"] == number).all())
 
 
 def test_workers_read_the_same(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.hdf5 import attribute, dataset_of, find_dataset, open_file
+from hpctrain.data.shards.files import Descriptor
 from hpctrain.errors import DataError
 from hpctrain.stage.local import staged
 from hpctrain.util.text import counted, listed
@@ -261,29 +262,27 @@ Array = npt.NDArray[Any]
 
 
 class OpenFile:
-    """A file that is read at random places; ``facts`` are those that the data set knows."""
+    """A file that is read at random places; ``facts`` are those that the data set knows.
+
+    It is closed when the last reference to it is gone: a batch may have samples of more files than stay open.
+    """
 
     def __init__(self, facts: FileFacts) -> None:
         self.facts = facts
-        self._place = staged(facts.path)
-        try:
-            self.handle = os.open(self._place, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DataError(f"cannot open {facts.path}: {error.strerror}") from error
+        self._descriptor = Descriptor(facts.path)
+        self._place, self._handle = staged(facts.path), self._descriptor.handle
+        # A copy on this node has a time of its own.
+        self._changed = self._descriptor.mtime_ns if self._descriptor.is_copy else facts.changed
         self.process = os.getpid()
         self._file: h5py.File | None = None
         self._views: dict[str, Array] = {}
-        try:
-            self.check()
-            self._map = mmap.mmap(self.handle, 0, access=mmap.ACCESS_READ)
-        except BaseException:
-            os.close(self.handle)
-            raise
+        self.check()
+        self._map = mmap.mmap(self._handle, 0, access=mmap.ACCESS_READ)
 
     def check(self) -> None:
         """Raise ``DataError`` if the file has changed since the data set was opened."""
-        now = os.fstat(self.handle)
-        if (now.st_size, now.st_mtime_ns) != (self.facts.size, self.facts.changed):
+        now = os.fstat(self._handle)
+        if (now.st_size, now.st_mtime_ns) != (self.facts.size, self._changed):
             raise DataError(
                 f"{self.facts.path} changed while it was read: its size or its time differs; start again with the new "
                 "file"
@@ -312,18 +311,12 @@ class OpenFile:
         done = 0
         while done < len(memory):
             try:
-                count = os.preadv(self.handle, [memory[done:]], offset + done)
+                count = os.preadv(self._handle, [memory[done:]], offset + done)
             except OSError as error:
                 raise DataError(f"cannot read {self.facts.path}: {error.strerror}") from error
             if not count:
                 raise DataError(f"{self.facts.path} ends at byte {offset + done}: it was truncated")
             done += count
-
-    def close(self) -> None:
-        self._views.clear()
-        if self._file is not None and self.process == os.getpid():
-            self._file.close()
-        os.close(self.handle)
 
 
 class OpenFiles:
@@ -338,21 +331,11 @@ class OpenFiles:
         if found is not None and found.process == os.getpid():
             self._opened.move_to_end(number)
             return found
-        if found is not None:  # of the process from which this one was forked
-            del self._opened[number]
-            found.close()
+        self._opened.pop(number, None)  # of the process from which this one was forked
         self._opened[number] = found = self._open(self._facts[number])
         while len(self._opened) > MOST_OPEN:
-            self._opened.popitem(last=False)[1].close()
+            self._opened.popitem(last=False)
         return found
-
-    def close(self) -> None:
-        """Close all files; they are opened again when they are read."""
-        while self._opened:
-            self._opened.popitem()[1].close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": OrderedDict()}
-
-    def __del__(self) -> None:
-        self.close()
