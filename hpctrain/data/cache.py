@@ -8,7 +8,6 @@ parts of other nodes on demand. Over a network without hardware support, a rank 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.comm.agreement import agreed
+from hpctrain.data.shards.files import Descriptor
 from hpctrain.errors import DataError
 from hpctrain.log import logger
-from hpctrain.stage.local import staged
 from hpctrain.util.text import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -77,7 +76,8 @@ class HeldBytes:
         for array, start in zip(self._arrays, self._begins):
             first, last = max(start, begin), min(start + array.nbytes, begin + len(held))
             if first < last:
-                _read(array, first - start, held[first - begin : last - begin])
+                where = array.offset + first - start
+                Descriptor(str(array.filename)).fill(held[first - begin : last - begin], where)
                 done += last - first
         return done
 
@@ -193,21 +193,3 @@ def hold(comm: Communicator, *datasets: FileDataset) -> list[HeldDataset]:
         holder = dataset
         holder.hold(lambda _: held.array(next(number)))
     return [HeldDataset(dataset, held) for dataset in datasets]
-
-
-def _read(array: np.memmap[Any, Any], offset: int, out: Array) -> None:
-    """Fill ``out`` with the bytes of a mapped array from ``offset`` on."""
-    path = staged(str(array.filename))
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done = 0
-            while done < len(out):
-                count = os.preadv(handle, [out[done:].data], array.offset + offset + done)
-                if not count:
-                    raise DataError(f"{path} was truncated while it was read; pack it again")
-                done += count
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error

@@ -255,6 +255,15 @@ def test_samples_that_do_not_fit_leave_no_file(tmp_path: Path, other: Sample, to
     assert not list(tmp_path.iterdir())
 
 
+def test_groups_have_fields_of_one_form(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match="sample 0 of validation: x is float64 with 2 dims, and that of the first sample"
+    ):
+        write_ragged(tmp_path / "a.h5", train=[{"x": np.zeros(3)}], validation=[{"x": np.zeros((3, 1))}])
+    write_ragged(tmp_path / "a.h5", train=[{"x": np.zeros(3)}] * 2, validation=[{"x": np.zeros(2)}])
+    assert [RaggedDataset(tmp_path / "a.h5", each).largest("x") for each in ("train", "validation")] == [(3,), (2,)]
+
+
 def test_a_writer_replaces_a_file_only_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "a.h5"
     write_ragged(path, train=[{"x": 1}])

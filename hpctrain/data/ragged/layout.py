@@ -307,16 +307,7 @@ class OpenFile:
 
     def read(self, out: Array, offset: int) -> None:
         """Fill an array from the bytes at an offset of the file."""
-        memory = memoryview(out.view(np.uint8).data).cast("B")
-        done = 0
-        while done < len(memory):
-            try:
-                count = os.preadv(self._handle, [memory[done:]], offset + done)
-            except OSError as error:
-                raise DataError(f"cannot read {self.facts.path}: {error.strerror}") from error
-            if not count:
-                raise DataError(f"{self.facts.path} ends at byte {offset + done}: it was truncated")
-            done += count
+        self._descriptor.fill(out, offset)
 
 
 class OpenFiles:

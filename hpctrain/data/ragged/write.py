@@ -1,10 +1,14 @@
-"""Writing of ragged data files (``hpctrain.data.RaggedWriter``): sample by sample, in bounded memory, atomically."""
+"""Writing of ragged data files (``hpctrain.data.RaggedWriter``): sample by sample, atomically.
+
+In memory are the sizes of the samples, 8 bytes per dim; their values are in temporary files.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 import zlib
+from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -62,16 +66,19 @@ class RaggedWriter:
         if spools is None:
             folder = self.path.parent
             folder.mkdir(parents=True, exist_ok=True)
+            for name, value in values.items():
+                for each in (one for one in self._groups.values() if name in one):
+                    each[name].check(*value, f"sample 0 of {group}: {name}")
             spools = self._groups[group] = {name: _Spool(*value, folder) for name, value in values.items()}
         if values.keys() != spools.keys():
             raise DataError(
                 f"sample {number} of {group} has the fields {', '.join(values)}, and the first one {', '.join(spools)}"
             )
-        for name, (array, kind) in values.items():
-            spools[name].check(array, kind, f"sample {number} of {group}: {name}")
+        for name, (content, kind) in values.items():
+            spools[name].check(content, kind, f"sample {number} of {group}: {name}")
         try:
-            for name, (array, _) in values.items():
-                spools[name].add(array)
+            for name, (content, _) in values.items():
+                spools[name].add(content)
         except OSError as error:
             raise DataError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._samples[group] = number + 1
@@ -84,8 +91,8 @@ class RaggedWriter:
             for group, spools in self._groups.items():
                 place = file.create_group(group)
                 for name, spool in spools.items():
-                    alike = [each[name] for each in self._groups.values() if name in each]
-                    spool.write(place, name, set().union(*(each.shapes for each in alike)))
+                    shapes = [each[name].shapes for each in self._groups.values() if name in each]
+                    spool.write(place, name, np.concatenate(shapes))
 
 
 class _Spool:
@@ -94,41 +101,43 @@ class _Spool:
     def __init__(self, first: Array, kind: Kind, folder: Path) -> None:
         self._dtype, self._dims, self.kind = first.dtype, first.ndim, kind
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)
-        self._shapes: list[tuple[int, ...]] = []
+        self._sizes = array("q")
+        self._samples = 0
 
     @property
-    def shapes(self) -> set[tuple[int, ...]]:
-        return set(self._shapes)
+    def shapes(self) -> npt.NDArray[np.int64]:
+        """The shapes of all samples, ``[samples, dims]``."""
+        return np.frombuffer(self._sizes, np.int64).reshape(self._samples, self._dims)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def check(self, array: Array, kind: Kind, where: str) -> None:
-        if (array.dtype, array.ndim, kind) != (self._dtype, self._dims, self.kind):
+    def check(self, values: Array, kind: Kind, where: str) -> None:
+        if (values.dtype, values.ndim, kind) != (self._dtype, self._dims, self.kind):
             raise DataError(
-                f"{where} is {_form(array, kind)}, and that of the first sample is {self.kind or self._dtype} with "
+                f"{where} is {_form(values, kind)}, and that of the first sample is {self.kind or self._dtype} with "
                 f"{self._dims} dims; convert it"
             )
 
-    def add(self, array: Array) -> None:
-        self._file.write(np.ascontiguousarray(array).data if array.size else b"")
-        self._shapes.append(array.shape)
+    def add(self, values: Array) -> None:
+        self._file.write(np.ascontiguousarray(values).data if values.size else b"")
+        self._sizes.extend(values.shape)
+        self._samples += 1
 
-    def write(self, place: h5py.Group, name: str, known: set[tuple[int, ...]]) -> None:
-        """Write the values as datasets of a file; ``known`` are the shapes of the field in all groups."""
-        shapes = np.array(self._shapes, np.int64).reshape(len(self._shapes), self._dims)
+    def write(self, place: h5py.Group, name: str, everywhere: npt.NDArray[np.int64]) -> None:
+        """Write the values as datasets of a file; ``everywhere`` are the shapes of the field in all groups."""
+        shapes, varies = self.shapes, (everywhere != everywhere[0]).any(axis=0)
         self._file.flush()
         self._file.seek(0)
-        if not self.kind and len(known) == 1:
-            self._fill(place, name, (len(shapes), *self._shapes[0]))
+        if not self.kind and not varies.any():
+            self._fill(place, name, (len(shapes), *everywhere[0].tolist()))
             return
         inner = place.create_group(name)
-        tails = {shape[1:] for shape in known}
-        if len(tails) == 1:
-            rows, tail = shapes[:, 0], next(iter(tails))
+        if not varies[1:].any():
+            rows, tail = shapes[:, 0], everywhere[0, 1:].tolist()
         else:
-            rows, tail = shapes.prod(axis=1), ()
+            rows, tail = shapes.prod(axis=1), []
             _put(inner, "shapes", shapes)
         values = self._fill(inner, "values", (int(rows.sum()), *tail))
         if self.kind:
@@ -161,16 +170,16 @@ def _array(name: str, value: Any) -> tuple[Array, Kind]:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return np.frombuffer(bytes(value), np.uint8), "bytes"
     try:
-        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+        found = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
     except (TypeError, ValueError) as error:
         raise DataError(f"the field {name} is a {type(value).__name__} that is no array: {error}") from error
-    if array.dtype.kind not in NUMBERS or array.dtype.itemsize > 8:
-        raise DataError(f"the field {name} is {array.dtype}, allowed are numbers of at most 8 bytes, texts and bytes")
-    return array, ""
+    if found.dtype.kind not in NUMBERS or found.dtype.itemsize > 8:
+        raise DataError(f"the field {name} is {found.dtype}, allowed are numbers of at most 8 bytes, texts and bytes")
+    return found, ""
 
 
-def _form(array: Array, kind: Kind) -> str:
-    return f"{kind or array.dtype} with {array.ndim} dims"
+def _form(values: Array, kind: Kind) -> str:
+    return f"{kind or values.dtype} with {values.ndim} dims"
 
 
 def write_ragged(

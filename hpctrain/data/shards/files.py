@@ -144,6 +144,19 @@ class Descriptor:
         except OSError as error:
             raise DataError(f"cannot read {self.path} at offset {offset}: {reason(error).lower()}") from error
 
+    def fill(self, out: npt.NDArray[Any], offset: int) -> None:
+        """Fill an array from the bytes at an offset. Raises ``DataError`` if they cannot be read, or the file ends."""
+        memory = memoryview(out.view(np.uint8).data).cast("B")
+        done = 0
+        while done < len(memory):
+            try:
+                count = os.preadv(self.handle, [memory[done:]], offset + done)
+            except OSError as error:
+                raise DataError(f"cannot read {self.path} at offset {offset}: {reason(error).lower()}") from error
+            if not count:
+                raise DataError(f"{self.path} was truncated while it was read: it ends at byte {offset + done}")
+            done += count
+
 
 class ShardFiles:
     """Files that are read at offsets, and never change: size and time of change are compared at every read.

@@ -58,8 +58,8 @@ class FailureRecord:
         """Have ``why`` as the reason why the job ends, should all ranks die in the ``with`` block."""
         self.say(why, step, recovering=True)
         yield
-        with suppress(OSError):
-            forget_failure(self._path.parent)
+        with suppress(OSError):  # the next start removes it; the run goes on
+            self._path.unlink(missing_ok=True)
 
     def _write(self, facts: Mapping[str, Any]) -> None:
         with suppress(OSError):  # the reason why the job ends has already been printed
