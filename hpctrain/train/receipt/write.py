@@ -58,7 +58,7 @@ class FailureRecord:
         """Have ``why`` as the reason why the job ends, should all ranks die in the ``with`` block."""
         self.say(why, step, recovering=True)
         yield
-        with suppress(OSError):  # the next start removes it; the run goes on
+        with suppress(OSError):  # the next start removes it, and this one continues
             self._path.unlink(missing_ok=True)
 
     def _write(self, facts: Mapping[str, Any]) -> None:
