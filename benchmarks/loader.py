@@ -20,6 +20,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def small_turns(folder: Path, count: int) -> dict[str, Callable[[int], float]]:
     return {name: (lambda _, loader=loader: read(loader)) for name, loader in loaders.items()}  # type: ignore[misc]
 
 
-def large_turns(folder: Path, count: int, *, cached: bool) -> dict[str, Callable[[int], float]]:
-    """Return functions that read all large samples once, and return bytes per second."""
+def large_turns(folder: Path, count: int, opened: ExitStack, *, cached: bool) -> dict[str, Callable[[int], float]]:
+    """Return functions that read all large samples once, and return bytes per second; ``opened`` closes the file."""
     path = folder / "large.h5"
     draw = np.random.default_rng(1)
     if not path.exists():
@@ -90,7 +91,7 @@ def large_turns(folder: Path, count: int, *, cached: bool) -> dict[str, Callable
     whole = path.stat().st_size
     piece = LARGE_BATCH * whole // count
 
-    file = open(path, "rb", buffering=0)  # until the benchmark ends
+    file = opened.enter_context(open(path, "rb", buffering=0))
 
     def read_file(_: int) -> None:
         file.seek(0)
@@ -134,12 +135,14 @@ def ratios(found: dict[str, list[float]], name: str, base: str) -> float:
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     counts = (5_000, 16) if args.quick else (400_000, 256)
-    with tempfile.TemporaryDirectory(prefix="hpctrain-loader-", dir=args.folder) as temporary:
+    with tempfile.TemporaryDirectory(prefix="hpctrain-loader-", dir=args.folder) as temporary, ExitStack() as opened:
         folder = Path(temporary)
         small = interleave(small_turns(folder, counts[0]), args.rounds, what="rounds")
-        large = {"page cache": interleave(large_turns(folder, counts[1], cached=True), args.rounds, what="rounds")}
+        turns = large_turns(folder, counts[1], opened, cached=True)
+        large = {"page cache": interleave(turns, args.rounds, what="rounds")}
         if os.access(CACHES, os.W_OK):
-            large["disk"] = interleave(large_turns(folder, counts[1], cached=False), args.rounds, what="rounds")
+            turns = large_turns(folder, counts[1], opened, cached=False)
+            large["disk"] = interleave(turns, args.rounds, what="rounds")
     seconds, peak = resume()
     found = [*at_least("small samples per second and core", statistics.median(small[OURS]), PER_SECOND)]
     found += at_least("the same, relative to plain PyTorch", ratios(small, OURS, PLAIN), 1.0)
