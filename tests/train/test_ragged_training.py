@@ -1,4 +1,4 @@
-"""Runs on samples of different sizes: the same samples per step and the same weights on any number of ranks."""
+"""Runs on samples of different sizes: losses and weights of plain PyTorch, the same samples on any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hpctrain.data import write_ragged
 
@@ -16,7 +17,20 @@ PROGRAM = """
 import json, sys
 import torch
 import hpctrain
-from hpctrain.data import Padding, RaggedDataset
+from hpctrain.data import Concatenation, Padding, RaggedDataset
+
+
+class Scaled(torch.utils.data.Dataset):  # a data set of the user around one of hpctrain
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        sample = dict(self.inner[index])
+        return {**sample, "x": sample["x"] * 1.0}
+
 
 folder, halt, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 with hpctrain.init(device="cpu") as job:
@@ -24,7 +38,9 @@ with hpctrain.init(device="cpu") as job:
     dataset = RaggedDataset("part-*.h5", comm=job.comm)
     options = {"lengths": dataset.lengths("x")} if kind != "plain" else {}
     options |= {"most": 40} if kind == "most" else {}
-    loader = job.loader(dataset, batch=8, seed=3, collate_fn=Padding(), **options)
+    collate = Padding() if kind != "wrapped" else Concatenation(fields=("x",))
+    data = Scaled(dataset) if kind == "wrapped" else dataset
+    loader = job.loader(data, batch=8, seed=3, collate_fn=collate, **options)
     model = job.wrap(torch.nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     seen, losses = {}, {}
@@ -32,6 +48,10 @@ with hpctrain.init(device="cpu") as job:
         for _ in run.epochs(2):
             for step, batch in run:
                 def compute(part):
+                    if kind == "wrapped":
+                        counts = part["x_offsets"].diff()
+                        sums = torch.zeros(len(counts)).index_add(0, part["x_samples"], model(part["x"])[:, 0])
+                        return (sums / counts - part["target"]).square().sum(), len(counts)
                     present = torch.arange(part["x"].shape[1]) < part["x_lengths"][:, None]
                     means = (model(part["x"])[..., 0] * present).sum(1) / part["x_lengths"]
                     return (means - part["target"]).square().mean()
@@ -49,10 +69,9 @@ with hpctrain.init(device="cpu") as job:
 """
 
 
-@pytest.fixture
-def parts(tmp_path: Path) -> None:
+def samples() -> list[dict[str, Any]]:
     draw = np.random.default_rng(0)
-    samples = [
+    return [
         {
             "x": draw.normal(size=(1 + number % 9, 2)).astype(np.float32),
             "target": np.float32(number % 3),
@@ -60,8 +79,37 @@ def parts(tmp_path: Path) -> None:
         }
         for number in range(COUNT)
     ]
-    write_ragged(tmp_path / "part-0.h5", train=samples[:21])
-    write_ragged(tmp_path / "part-1.h5", train=samples[21:])
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> None:
+    write_ragged(tmp_path / "part-0.h5", train=samples()[:21])
+    write_ragged(tmp_path / "part-1.h5", train=samples()[21:])
+
+
+def plain_loop(batches: list[list[int]]) -> tuple[list[float], list[list[float]]]:
+    """Return the losses and the last weights of plain PyTorch, sample by sample, on batches of these samples."""
+    torch.manual_seed(0)
+    model, known, losses = torch.nn.Linear(2, 1), samples(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in batches:
+        errors = [model(torch.from_numpy(known[each]["x"])).mean() - float(known[each]["target"]) for each in batch]
+        loss = torch.stack(errors).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.weight.tolist()
+
+
+@pytest.mark.limit(180)
+@pytest.mark.parametrize("kind", ("wrapped", pytest.param("most", marks=pytest.mark.long)))
+def test_losses_and_weights_are_those_of_plain_pytorch(launch: Any, parts: None, kind: str) -> None:
+    found = result_of(launch(2, PROGRAM, "run", "0", kind))
+    steps = sorted(found["seen"], key=int)
+    losses, weight = plain_loop([found["seen"][step] for step in steps])
+    assert np.allclose([found["losses"][step] for step in steps], losses, rtol=1e-5)
+    assert np.allclose(found["weight"], weight, rtol=1e-5)
 
 
 def result_of(job: Any) -> dict[str, Any]:
