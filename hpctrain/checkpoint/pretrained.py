@@ -29,7 +29,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.plain_tensors import on_shards
 from hpctrain.shard import Shard, Split
-from hpctrain.util.reading import open_regular, read_json, reason
+from hpctrain.util.reading import fill, open_regular, read_json, reason
 from hpctrain.util.text import short_repr
 
 if TYPE_CHECKING:
@@ -86,17 +86,12 @@ class WeightsFolder:
             self.bytes_read += len(piece)
 
     def _read(self, name: str, piece: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(piece):
-            try:
-                count = os.preadv(self._handles[name], [piece[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot read {name}: {error.strerror}") from error
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.path} was truncated meanwhile: {name} ends {len(piece) - done} bytes early"
-                )
-            done += count
+        try:
+            missing = fill(self._handles[name], piece, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot read {name}: {error.strerror}") from error
+        if missing:
+            raise CheckpointError(f"{self.path} was truncated meanwhile: {name} ends {missing} bytes early")
 
 
 def _files_of(folder: Path) -> dict[str, list[str]]:

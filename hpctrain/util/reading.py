@@ -31,6 +31,20 @@ def open_regular(path: str | Path) -> int:
     return handle
 
 
+def fill(handle: int, memory: memoryview, offset: int) -> int:
+    """Fill memory with the bytes of a file at an offset; return how many are missing because the file ends before.
+
+    Raises ``OSError``. One system call reads at most 2 GiB.
+    """
+    done = 0
+    while done < len(memory):
+        count = os.preadv(handle, [memory[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return len(memory) - done
+
+
 def read_bytes(path: str | Path, limit: int = TEXT) -> bytes:
     """Return the content of a regular file. Raises ``OSError``, also if it has more than ``limit`` bytes."""
     with open(open_regular(path), "rb", buffering=0) as file:

@@ -23,7 +23,7 @@ from hpctrain.checkpoint.format.layout import Array, Extent, Record, crc32, diff
 from hpctrain.checkpoint.format.structure import Structure, read_attribute, refusing, unpack, walk
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
-from hpctrain.util.reading import open_regular
+from hpctrain.util.reading import fill, open_regular
 
 # Superblock version 3 (HDF5 File Format Specification 3.0, II.A.): signature, version, size of offsets, size of
 # lengths, flags, base address, address of the extension, address of the end of the file.
@@ -168,15 +168,12 @@ class Reader:
                     progress(piece.nbytes)
 
     def _fill(self, what: str, piece: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(piece):
-            try:
-                count = os.preadv(self._handle, [piece[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot read {what}: {error.strerror}") from error
-            if count == 0:
-                raise CheckpointError(f"{self.path}: {what} ends {len(piece) - done} bytes too early")
-            done += count
+        try:
+            missing = fill(self._handle, piece, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot read {what}: {error.strerror}") from error
+        if missing:
+            raise CheckpointError(f"{self.path}: {what} ends {missing} bytes too early")
 
     def _check_crc(self, record: Record, crc: int, written: int) -> None:
         if crc != written:

@@ -32,6 +32,7 @@ from hpctrain.checkpoint.format.plan import (
 from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.util import atomic
+from hpctrain.util.reading import fill
 from hpctrain.util.retry import NO_SPACE, TRANSIENT, free_bytes, retries
 
 
@@ -110,12 +111,8 @@ def write_at(handle: int, data: memoryview, offset: int) -> None:
 
 
 def _read_at(handle: int, block: memoryview, offset: int, name: str) -> None:
-    done = 0
-    while done < len(block):
-        count = os.preadv(handle, [block[done:]], offset + done)
-        if count == 0:
-            raise CheckpointError(f"{name} is incomplete: the file ends {len(block) - done} bytes too early")
-        done += count
+    if missing := fill(handle, block, offset):
+        raise CheckpointError(f"{name} is incomplete: the file ends {missing} bytes too early")
 
 
 # One file, from its layout to its commit ------------------------------------------------------------------------------

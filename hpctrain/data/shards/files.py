@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hpctrain.errors import DataError
 from hpctrain.stage.local import staged
-from hpctrain.util.reading import open_regular, reason
+from hpctrain.util.reading import fill, open_regular, reason
 from hpctrain.util.text import counted, printable, short_repr, shorten
 
 Numbers = npt.NDArray[np.int64]
@@ -147,15 +147,12 @@ class Descriptor:
     def fill(self, out: npt.NDArray[Any], offset: int) -> None:
         """Fill an array from the bytes at an offset. Raises ``DataError`` if they cannot be read, or the file ends."""
         memory = memoryview(out.view(np.uint8).data).cast("B")
-        done = 0
-        while done < len(memory):
-            try:
-                count = os.preadv(self.handle, [memory[done:]], offset + done)
-            except OSError as error:
-                raise DataError(f"cannot read {self.path} at offset {offset}: {reason(error).lower()}") from error
-            if not count:
-                raise DataError(f"{self.path} was truncated while it was read: it ends at byte {offset + done}")
-            done += count
+        try:
+            missing = fill(self.handle, memory, offset)
+        except OSError as error:
+            raise DataError(f"cannot read {self.path} at offset {offset}: {reason(error).lower()}") from error
+        if missing:
+            raise DataError(f"{self.path} was truncated while it was read: it lacks {missing} bytes at its end")
 
 
 class ShardFiles:
