@@ -69,6 +69,7 @@ REACTIONS: dict[str, dict[str, Any]] = {
     "skip": {"train.on_nonfinite": "skip"},
 }
 LOST_NODE = "lost node"
+HANGS = f"it did not end within {LIMIT:g} s"
 FAULTS = {
     "none": "",
     "kill in backward": f"kill step={STEP} at=backward rank=1",
@@ -185,9 +186,11 @@ class Table:
         hpctrain = [str(Path(sys.executable).parent / "hpctrain")]
         given = ["--fault", FAULTS[fault]] if FAULTS[fault] else []
         hpctrain = [sys.executable, str(Path(__file__).with_name("faults_nodes.py"))] if nodes else hpctrain
-        return run_child(
-            ["env", *limit, *launcher, *hpctrain, "train", "kill.toml", *words, *given], timeout=LIMIT, cwd=self._folder
-        )
+        command = ["env", *limit, *launcher, *hpctrain, "train", "kill.toml", *words, *given]
+        try:
+            return run_child(command, timeout=LIMIT, cwd=self._folder)
+        except UsageError:
+            return subprocess.CompletedProcess(command, 1, "", f"ends the job: {HANGS}")
 
 
 def repeated_steps(attempt: Mapping[str, Any]) -> int:
@@ -275,6 +278,8 @@ def run(args: argparse.Namespace) -> None:
     write_text(args.out / f"{name}.md", markdown([list(HEAD), *map(cells, alike(found))]))
     if any(one.equal is None and one.fault != "none" and not one.ended for one in found):
         raise UsageError("a job has not finished, and gave no reason")
+    if hanging := [f"{one.fault}, {one.strategy}, {one.reaction}" for one in found if HANGS in one.ended]:
+        raise UsageError(f"jobs that did not end within {LIMIT:g} s: {'; '.join(hanging)}")
 
 
 def alike(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:

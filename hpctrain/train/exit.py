@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import importlib
 import os
 import socket
 import sys
@@ -131,8 +132,9 @@ def end_job(code: int) -> None:
     """End all ranks of the job from a rank that failed while joining it."""
     sys.stdout.flush()
     wait_until_read()
-    if module := _mpi():
-        module.COMM_WORLD.Abort(code)
+    if _mpi():
+        failures: Any = importlib.import_module("hpctrain.comm.transport.failures")  # imports MPI
+        failures.abort(code)
     end_ranks(code)
     # After an interrupt within the import that initializes MPI, there is no module to finalize MPI
     # with. Every launcher treats a process that exits without MPI_Finalize as failed.

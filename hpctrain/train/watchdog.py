@@ -176,13 +176,13 @@ class Watchdog:
             print(text, file=_stderr(), flush=True)
             if self.failure_record is not None:
                 self.failure_record.say(why, self.step)
-            if self._continues and self._exit_notifier is not None:
-                self._exit_notifier.end_others()  # they would continue without this rank
+            if self.detector is not None and self._exit_notifier is not None:
+                self._exit_notifier.end_others(code)  # they could continue without this rank
             wait_until_read()
         else:
             time.sleep(silence if is_first else ABORT_WAIT)
         if leave is None and self._is_last:
-            leave = os._exit  # after MPI_Abort of the last rank, the launcher would exit with code 0
+            leave = os._exit  # no other rank is left
         (leave or self._transport.abort)(code)
 
     @property
@@ -247,14 +247,20 @@ class Watchdog:
 
     def _look_for_dead_ranks(self) -> None:
         """Look for dead ranks, where MPI does not end a job that has some: continue without them, or end the job."""
-        if not self._continues:
-            self._end_without_dead_ranks()
+        if self.detector is None:
             return
-        assert self.detector is not None
-        self.detector.interrupt()
-        notifier = self._exit_notifier
-        if interruption.reason and notifier is not None and (rank := notifier.rank_that_ends()) is not None:
-            self._end(f"rank {rank} has ended it", "", EXIT_FAILURE, silence=REPORT_WAIT)
+        self.end_with_others()
+        if self.detector.continues:
+            self.detector.interrupt()
+        else:
+            self._end_without_dead_ranks()
+
+    def end_with_others(self) -> None:
+        """End this rank if another one has told that it ends the job, where MPI does not end all ranks."""
+        if self.detector is None or self._exit_notifier is None:
+            return
+        if (ending := self._exit_notifier.rank_that_ends()) is not None:
+            self._end(f"rank {ending[0]} has ended it", "", ending[1], silence=REPORT_WAIT)
 
     def _end_without_dead_ranks(self, within: float = 0.0) -> None:
         """End the job if another rank has died, where MPI does not do so itself; wait ``within`` seconds for that.

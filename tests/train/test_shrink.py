@@ -368,6 +368,48 @@ def test_errors_and_own_collectives_end_the_job(launch: Any, why: str) -> None:
     assert len(re.findall(rf"ends the job: {reason}", result.stderr)) == 1, result
 
 
+ERRORS = """
+import sys
+import torch
+import hpctrain
+from hpctrain.train.exit import end_job
+
+rank, place, on_failure = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+job = hpctrain.init()
+model = job.wrap(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=8)
+if place == "between" and job.rank == rank:
+    end_job(7)
+with job.run(model, optimizer, loader, checkpoints="run", on_failure=on_failure) as run:
+    for step, batch in run:
+        if place == "step" and step == 3 and job.rank == rank:
+            raise ValueError("bad sample")
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@needs_tolerance
+@pytest.mark.limit(60)
+@pytest.mark.parametrize(
+    ("rank", "place", "on_failure"),
+    [
+        (2, "step", "shrink"),
+        pytest.param(0, "step", "shrink", marks=pytest.mark.long),
+        (3, "step", "restart"),
+        (1, "between", "restart"),
+    ],
+)
+def test_an_error_on_one_of_four_ranks_ends_them_all(launch: Any, rank: int, place: str, on_failure: str) -> None:
+    """With fault tolerance, MPI_Abort of Open MPI 5.0 ends its own rank alone, and the others are told nothing."""
+    result = launch(4, ERRORS, str(rank), place, on_failure, options=TOLERANT, timeout=50)
+    assert result.returncode == 1 and not result.survivors, result
+    reason = "ValueError: bad sample" if place == "step" else rf"rank {rank} on \S+ has died"
+    assert len(re.findall(rf"ends the job: {reason}", result.stderr)) == 1, result
+
+
 @needs_tolerance
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("how", ["code", pytest.param("raise", marks=pytest.mark.long)])

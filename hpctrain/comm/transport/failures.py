@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 from mpi4py import MPI
 
@@ -23,11 +26,43 @@ from hpctrain.log import logger
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by --with-ft ulfm
 _YES = ("1", "true", "yes", "ulfm", "mpi")
+_SENDING = 0.5  # seconds in which the messages of a rank that ends the job arrive
+_FIRST = 1.0  # seconds that other ranks than rank 0 wait for another one to end the job: not all may be killed
 
 
 def reports_failures(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether MPI reports dead ranks, instead of ending the job."""
     return environ.get(_ENABLED, "").lower() in _YES and MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN
+
+
+def abort(code: int) -> NoReturn:
+    """End the job from this rank with an exit code: all ranks of the world.
+
+    With fault tolerance, ``MPI_Abort`` ends its own rank alone, and no other one learns of it, nor of a rank that
+    exits; of a rank that is killed they do, and end themselves. The launcher's exit code is that of a rank that exits.
+    """
+    if not reports_failures():
+        MPI.COMM_WORLD.Abort(code)
+    world = MPI.COMM_WORLD
+    deadline = time.monotonic() + (_SENDING if world.Get_rank() == 0 else _FIRST)
+    while world.Get_size() > 1 and not _another_has_died(world):
+        if time.monotonic() > deadline:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+    os._exit(code)
+
+
+def _another_has_died(world: MPI.Intracomm) -> bool:
+    """Return whether a rank has died since the last recovery; also sends what is in progress."""
+    with suppress_rank_failures():
+        world.Iprobe(MPI.ANY_SOURCE, 0)
+    if detectors := list(_DETECTORS):
+        return any(detector.dead() for detector in detectors)
+    failed = world.Get_failed()
+    try:
+        return bool(failed.Get_size())
+    finally:
+        failed.Free()
 
 
 # Classes of MPI errors that mean that another rank has died; empty if MPI does not report it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,7 @@ class Heartbeat:
 
 
 _LEFT, _END = 0, 1  # tags of messages: this rank has left, this rank ends the job
+_CODE = struct.Struct("i")  # exit code in a message
 GRACE = 1.0  # seconds within which all ranks of a regular job reach its end
 
 
@@ -124,6 +126,7 @@ class ExitNotifier:
         self._comm, self._grace = comm.Dup(), grace
         self._ranks_left: set[int] = set()
         self._notified = False
+        self._sent: list[bytes] = []
 
     def leave(self) -> None:
         """Return when all ranks leave; if that takes longer than ``grace``, notify the others first.
@@ -153,28 +156,39 @@ class ExitNotifier:
         with suppress_rank_failures():
             while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT, status):
                 source = status.Get_source()
-                self._comm.Recv([None, 0, MPI.BYTE], source, _LEFT)
+                self._comm.Recv([bytearray(_CODE.size), MPI.BYTE], source, _LEFT)
                 self._ranks_left.add(source)
         return sorted(self._ranks_left)
 
-    def end_others(self) -> None:
-        """Tell the other ranks that this rank ends the job."""
-        self._send(_END)
+    def end_others(self, code: int) -> None:
+        """Tell the other ranks that this rank ends the job with an exit code."""
+        self._send(_END, code)
 
-    def rank_that_ends(self) -> int | None:
-        """Return a rank that has told that it ends the job; None if there is none."""
-        for rank in range(self._comm.Get_size()):
+    def rank_that_ends(self) -> tuple[int, int] | None:
+        """Return a rank that has told that it ends the job, and the exit code; None if there is none."""
+        status, code = MPI.Status(), bytearray(_CODE.size)
+        sources: Iterable[int] = (MPI.ANY_SOURCE,)
+        try:
+            self._comm.Iprobe(MPI.ANY_SOURCE, _END)
+        except MPI.Exception as error:  # a rank has died: no message is found that way
+            if not is_rank_failure(error):
+                raise
+            sources = range(self._comm.Get_size())
+        for source in sources:
             with suppress_rank_failures():
-                if self._comm.Iprobe(rank, _END):
-                    return rank
+                if self._comm.Iprobe(source, _END, status):
+                    self._comm.Recv([code, MPI.BYTE], status.Get_source(), _END)
+                    return status.Get_source(), _CODE.unpack(code)[0]
         return None
 
     def _notify(self) -> None:
         self._notified = True
         self._send(_LEFT)
 
-    def _send(self, tag: int) -> None:
+    def _send(self, tag: int, code: int = 0) -> None:
+        notice = _CODE.pack(code)
+        self._sent.append(notice)  # it must live until it has been sent
         for rank in range(self._comm.Get_size()):
             if rank != self._comm.Get_rank():
                 with suppress_rank_failures():
-                    self._comm.Isend([None, 0, MPI.BYTE], rank, tag).Free()
+                    self._comm.Isend([notice, MPI.BYTE], rank, tag).Free()

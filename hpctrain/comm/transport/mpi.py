@@ -126,7 +126,7 @@ class MpiTransport(Transport):
         """Abort the whole job immediately: all ranks of the world, also those outside of this communicator."""
         sys.stdout.flush()
         sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(code)
+        failures.abort(code)
 
     def free(self) -> None:
         self.comm.Free()

@@ -255,6 +255,7 @@ class Recovery:
         with waiting("recovery"):
             while True:
                 try:
+                    self._job.guard.end_with_others()
                     comm, more = self._detector.survivors()
                     lost += more
                     with self._recorded(comm, lost, before + 1):
