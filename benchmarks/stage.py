@@ -2,11 +2,12 @@
 
     make -C benchmarks stage
 
-A copy of this environment is the shared one, with its Python. A library that is loaded by LD_PRELOAD
-(``benchmarks/slow_files.c``, needs a C compiler) makes each call on its files take 5 ms, and lets all processes
-together read 100 MB per second. Without staging, all ranks import from there. With it, one process of the node reads
-the archive from there, and the ranks import from the copy; its time is that of both, without the packing, which is done
-once. The job is that of ``startup``.
+A copy of this environment is the shared one, with its Python. A file system for it (``benchmarks/slow_files.c``) makes
+each request take 5 ms, and lets all nodes together read 100 MB per second. It keeps what a node has read, as clients of
+NFS and Lustre do, and is mounted anew for each job. It needs root, a C compiler, and FUSE (Debian: libfuse3-dev, fuse3,
+pkg-config). Without staging, all ranks of a node import from there. With it, one process reads the archive from there,
+and the ranks import from the copy; its time is that of both, without the packing, which is done once. The job is that
+of ``startup``.
 
 The second table is a file of 64 MiB that reaches the storage of several nodes, each of which is one rank here: read by
 every node, and read once and passed on along the tree. All ranks share the cores of this machine.
@@ -16,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +38,13 @@ from harness.turns import interleave
 from startup import JOB
 
 import hpctrain
-from hpctrain.stage.archive import pack
+from hpctrain.stage.archive import pack, starter_of
 from hpctrain.stage.environment import find_environment
+from hpctrain.stage.starter import write_starter
 
 SOURCE = Path(__file__).with_name("slow_files.c")
 MILLISECONDS, BANDWIDTH, FILE = 5, 100e6, 64 * 2**20
+STATE = struct.Struct("3q40x")  # of the file system: when the server is free, requests, bytes
 RATIO, RANKS, NODES = 0.2, (2, 4, 8), (1, 2, 4, 8)
 LONGEST = 560.0  # seconds of a job
 READ = """
@@ -50,7 +56,7 @@ began = time.time()
 with open(sys.argv[1], "rb", buffering=0) as source, open(f"{sys.argv[2]}/{comm.rank}.bin", "wb", buffering=0) as copy:
     while piece := source.read(4 * 2**20):
         copy.write(piece)
-print("seconds", time.time() - began)
+print(f"seconds {time.time() - began}", flush=True)
 """
 PASS = """
 import os, sys, time
@@ -65,7 +71,7 @@ result, summary = JobStaging(comm, place, "job").stage(sources_of([], [Path(sys.
 assert not result.failed
 seconds = comm.gather(time.time() - began)
 if comm.rank == 0:
-    print("seconds", max(seconds))
+    print(f"seconds {max(seconds)}")
 """
 
 
@@ -75,24 +81,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     memory = "/dev/shm" if shutil.disk_usage("/dev/shm").free > 8 * 2**30 else None
-    with tempfile.TemporaryDirectory(prefix="hpctrain-shared-") as shared, tempfile.TemporaryDirectory(
+    with tempfile.TemporaryDirectory(prefix="hpctrain-shared-") as folder, tempfile.TemporaryDirectory(
         dir=memory
     ) as local:
-        slow = slow_environ(Path(shared))
-        python = copied_environment(Path(shared) / "venv")
+        shared = SharedFiles(Path(folder))
+        python = copied_environment(shared.files / "venv")
         print("packing the environment ...", file=sys.stderr)
-        archive = pack(find_environment(python.parents[1]), Path(shared))
-        data = Path(shared) / "data.bin"
+        environment = find_environment(python.parents[1])
+        archive = pack(environment, shared.files)
+        if why := write_starter(environment, archive):
+            refuse(f"cannot write {starter_of(archive)}: {why}")
+        data = shared.files / "data.bin"
         data.write_bytes(os.urandom(FILE // (16 if args.quick else 1)))
         ranks, nodes = (RANKS[:1], NODES[:2]) if args.quick else (RANKS, NODES)
         turns: dict[str, Any] = {}
         for number in ranks:
-            turns[f"{number} ranks, shared"] = lambda _, number=number: first_step(number, [str(python)], slow)
-            turns[f"{number} ranks, staged"] = lambda _, number=number: staged(number, python, archive, local, slow)
+            turns[f"{number} ranks, shared"] = lambda _, number=number: shared.first_step(number, [str(python)])
+            turns[f"{number} ranks, staged"] = lambda _, number=number: shared.staged(number, archive, local)
         for number in nodes:
             for name, program in (("read by each", READ), ("passed on", PASS)):
-                turns[f"{number} nodes, {name}"] = lambda _, number=number, program=program: on_nodes(
-                    number, program, data, local, slow
+                turns[f"{number} nodes, {name}"] = lambda _, number=number, program=program: shared.on_nodes(
+                    number, program, data, local
                 )
         times = {name: each for name, each in interleave(turns, args.rounds, warmup=0, what="rounds").items() if each}
     if len(times) < len(turns):
@@ -100,15 +109,13 @@ def run(args: argparse.Namespace) -> None:
     medians = {name: statistics.median(each) for name, each in times.items()}
     ratios = {number: medians[f"{number} ranks, staged"] / medians[f"{number} ranks, shared"] for number in ranks}
     found = list(at_most(f"first step, staged / shared, {ranks[-1]} ranks", ratios[ranks[-1]], RATIO))
-    rows = [["", "shared s", "staged s", "shared / staged"]]
-    rows += [
-        [
-            f"{number} ranks",
-            *(f"{medians[f'{number} ranks, {way}']:.1f}" for way in ("shared", "staged")),
-            f"{1 / ratio:.1f}",
-        ]
-        for number, ratio in ratios.items()
-    ]
+    rows = [["", "shared s", "staged s", "shared / staged", "requests: shared", "staged"]]
+    for number, ratio in ratios.items():
+        names = [f"{number} ranks, {way}" for way in ("shared", "staged")]
+        seconds = [f"{medians[name]:.1f}" for name in names]
+        rows.append(
+            [f"{number} ranks", *seconds, f"{1 / ratio:.1f}", *(f"{shared.requests[name]:,}" for name in names)]
+        )
     spread = [["", "read by each, s", "passed on, s"]]
     spread += [
         [f"{number} nodes", *(f"{medians[f'{number} nodes, {way}']:.2f}" for way in ("read by each", "passed on"))]
@@ -119,22 +126,88 @@ def run(args: argparse.Namespace) -> None:
         "bytes_per_second": BANDWIDTH,
         "file_bytes": FILE,
         "staged_to_shared": ratios,
+        "requests": shared.requests,
+        "bytes_read": shared.nbytes,
         "seconds": {name: summary(each) for name, each in times.items()},
     }
     finish(args, "stage", content, [target_table(found), table(rows), table(spread)], file="stage", found=found)
 
 
-def slow_environ(shared: Path) -> dict[str, str]:
-    """Return the variables that make the files of the environment slow."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        refuse("this benchmark needs a C compiler (cc), for the slow file system")
-    library, state = shared / "slow.so", shared / "state"
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True, timeout=60)
-    state.write_bytes(bytes(8))
-    folders = f"{shared}/venv:{shared}/data.bin:{os.path.realpath(sys.base_prefix)}"
-    names = {"SLOW_FOLDERS": folders, "SLOW_STATE": str(state), "LD_PRELOAD": str(library)}
-    return {**names, "SLOW_MILLISECONDS": str(MILLISECONDS), "SLOW_BANDWIDTH": str(BANDWIDTH)}
+class SharedFiles:
+    """Folder on the slow file system, and the jobs that use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files, self._folder = folder / "shared", folder
+        self.files.mkdir()
+        self.requests: dict[str, int] = {}
+        self.nbytes: dict[str, int] = {}
+        self._program, self._state = folder / "slow_files", folder / "state"
+        if os.geteuid() or not Path("/dev/fuse").exists():
+            refuse("this benchmark mounts a slow file system: it needs root and /dev/fuse")
+        try:
+            flags = subprocess.check_output(["pkg-config", "--cflags", "--libs", "fuse3"], text=True).split()
+            subprocess.run(["cc", "-O2", "-o", self._program, SOURCE, *flags], check=True, timeout=60)
+        except (OSError, subprocess.CalledProcessError) as error:
+            refuse(f"this benchmark needs a C compiler and FUSE (libfuse3-dev, fuse3, pkg-config): {error}")
+
+    def _node(self, *command: str | Path) -> list[str]:
+        """Return the command of a node, on which the files are slow and none has been read."""
+        base = os.path.realpath(sys.base_prefix)
+        slow = f"SLOW_STATE={self._state} SLOW_BANDWIDTH={BANDWIDTH} SLOW_MILLISECONDS={MILLISECONDS}"
+        lines = []
+        for number, place in enumerate((str(self.files), base)):
+            behind = self._folder / f"behind{number}"
+            behind.mkdir(exist_ok=True)
+            lines += [f"mount --bind {place} {behind}", f"{slow} {self._program} {behind} {place} &"]
+            lines += [f"until mountpoint -q {place}; do sleep 0.01; done"]
+        lines += [f"trap 'umount -l {self.files} {base}' EXIT", '"$@"']
+        return ["unshare", "--mount", "sh", "-ec", "\n".join(lines), "sh", *map(str, command)]
+
+    def _clear(self) -> None:
+        self._state.write_bytes(bytes(64))
+
+    def _note(self, name: str) -> None:
+        _, self.requests[name], self.nbytes[name] = STATE.unpack(self._state.read_bytes())
+
+    def first_step(self, ranks: int, interpreter: Sequence[str]) -> float:
+        """Return the seconds from the start of a job until its first step begins."""
+        self._clear()
+        began = time.time()
+        with tempfile.TemporaryDirectory() as folder:
+            text = output(self._node(*mpiexec(ranks), *interpreter, "-c", JOB.format(folder=folder)))
+        self._note(f"{ranks} ranks, shared")
+        return begun(text) - began
+
+    def staged(self, ranks: int, archive: Path, local: str) -> float:
+        """Return the seconds of staging and of the start of a job until its first step begins."""
+        self._clear()
+        with tempfile.TemporaryDirectory() as folder:
+            copy: list[str | Path] = [
+                *mpiexec(1),
+                starter_of(archive),
+                "copy",
+                "--env",
+                archive,
+                "--to",
+                local,
+                "--job",
+                "b",
+            ]
+            run: list[str | Path] = [*mpiexec(ranks), "sh", "-c", '. "$0"; exec python -c "$1"']
+            lines = f'staged=$({shell(copy)} | tail -n 1); {shell(run)} "$staged" "$0"'
+            began = time.time()
+            text = output(self._node("sh", "-c", lines, JOB.format(folder=folder)))
+        self._note(f"{ranks} ranks, staged")
+        output([str(starter_of(archive)), "remove", "--to", local, "--all"])
+        return begun(text) - began
+
+    def on_nodes(self, number: int, program: str, data: Path, local: str) -> float:
+        """Return the seconds in which a file reaches the storage of several nodes."""
+        self._clear()
+        with tempfile.TemporaryDirectory(dir=local) as folder:
+            node = self._node(sys.executable, "-c", program, data, folder)
+            text = output([*mpiexec(number), *node])
+        return max(seconds_in(text))
 
 
 def copied_environment(folder: Path) -> Path:
@@ -152,40 +225,17 @@ def copied_environment(folder: Path) -> Path:
     return python
 
 
-def words_of(environ: Mapping[str, str]) -> list[str]:
-    return ["env", *(f"{name}={value}" for name, value in environ.items())]
+def shell(words: Sequence[str | Path]) -> str:
+    return shlex.join(map(str, words))
 
 
-def first_step(ranks: int, interpreter: Sequence[str], environ: Mapping[str, str], began: float | None = None) -> float:
-    """Return the seconds from the start of a job until its first step begins, or since ``began``."""
-    began = time.time() if began is None else began
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*mpiexec(ranks), *words_of(environ), *interpreter, "-c", JOB.format(folder=folder)]
-        text = output(command)
-    return float(next(line.split()[1] for line in text.splitlines() if line.startswith("begun"))) - began
-
-
-def staged(ranks: int, python: Path, archive: Path, local: str, environ: Mapping[str, str]) -> float:
-    """Return the seconds of staging and of the start of a job until its first step begins."""
-    began = time.time()
-    slow = words_of({**environ, "SLOW_FOLDERS": f"{environ['SLOW_FOLDERS']}:{archive}"})
-    stage = [*slow, str(python), "-m", "hpctrain", "stage"]
-    script = output([*mpiexec(ranks), *stage, "copy", "--env", str(archive), "--to", local, "--job", "b"]).strip()
-    seconds = first_step(ranks, ["sh", "-c", '. "$0"; exec python "$@"', script], environ, began)
-    output([*stage, "remove", "--to", local, "--all"])
-    return seconds
-
-
-def on_nodes(number: int, program: str, data: Path, local: str, environ: Mapping[str, str]) -> float:
-    """Return the seconds in which a file reaches the storage of several nodes."""
-    with tempfile.TemporaryDirectory(dir=local) as folder:
-        slow = words_of({**environ, "SLOW_FOLDERS": str(data)})
-        text = output([*mpiexec(number), *slow, sys.executable, "-c", program, str(data), folder])
-    return max(seconds_in(text))
+def begun(text: str) -> float:
+    """Return the time at which the first step has begun, as a job printed it."""
+    return float(next(line.split()[1] for line in text.splitlines() if line.startswith("begun")))
 
 
 def seconds_in(text: str) -> Iterator[float]:
-    return (float(line.split()[1]) for line in text.splitlines() if line.startswith("seconds"))
+    return map(float, re.findall(r"seconds (\d[\d.]*)", text))
 
 
 def output(command: Sequence[str]) -> str:

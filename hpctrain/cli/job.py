@@ -203,10 +203,22 @@ def _staged(args: argparse.Namespace, venv: str) -> dict[str, Any]:
     if "env" in items:
         if not venv:
             raise UsageError("--stage env: the job has no virtual environment of its own (--venv); remove env")
-        from hpctrain.stage.archive import pack
-        from hpctrain.stage.environment import find_environment
+        from tqdm import tqdm
 
-        found["stage_env"] = str(pack(find_environment(Path(venv)), Path(os.path.expanduser(PACKED))))
+        from hpctrain.stage.archive import pack, starter_of
+        from hpctrain.stage.environment import find_environment
+        from hpctrain.stage.starter import write_starter
+
+        environment = find_environment(Path(venv))
+        with tqdm(desc="packing", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            archive = pack(environment, Path(os.path.expanduser(PACKED)), progress)
+        lacks = write_starter(environment, archive)  # without it, the script calls hpctrain stage
+        found |= {"stage_env": str(archive), "stage_program": "" if lacks else str(starter_of(archive))}
     return found
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import marshal
 import math
 import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cli.main import add_action, add_verb
+from hpctrain.cli.main import add_action, add_verb, main
 from hpctrain.cluster.launcher import detect
 from hpctrain.comm.transport.waiting import timeout_seconds
 from hpctrain.errors import EXIT_FAILURE, UsageError
@@ -32,9 +36,10 @@ examples:
   hpctrain stage pack ~/venv -o /project/me      another environment, another folder for the file
 
 in a job script for Slurm (under PBS: mpiexec with one rank per node):
-  staged=$(srun --ntasks-per-node=1 hpctrain stage copy --env ~/.hpctrain/env-1f3a.tar --data corpus.h5)
+  env=~/.hpctrain/env-1f3a                        (env-1f3a.run is hpctrain stage in one file)
+  staged=$(srun --ntasks-per-node=1 $env.run copy --env $env.tar.gz --data corpus.h5)
   srun sh -c '[ -r "$0" ] && . "$0"; exec "$@"' "$staged" python train.py
-  srun --ntasks-per-node=1 hpctrain stage remove
+  srun --ntasks-per-node=1 $env.run remove
 
 Rank 0 reads each file once, the nodes pass it on along a tree, and check it. A node that cannot hold a copy uses the
 original, with a warning. Copies are made in ${FOLDER}, $SLURM_TMPDIR, $TMPDIR or /dev/shm, the first that is set; they
@@ -49,7 +54,7 @@ Prints the name of the file, which contains a part of its checksum. Packages tha
 """
 _COPY_EPILOG = """\
 examples:
-  srun --ntasks-per-node=1 hpctrain stage copy --env ~/.hpctrain/env-1f3a.tar
+  srun --ntasks-per-node=1 hpctrain stage copy --env ~/.hpctrain/env-1f3a.tar.gz
   mpiexec -ppn 1 hpctrain stage copy --data corpus.h5 image.sif --to /local
 
 Start one process per node; of several on a node, one copies, and the others wait. --json prints what every node has.
@@ -110,16 +115,22 @@ def _job(args: argparse.Namespace) -> str:
 def pack(args: argparse.Namespace) -> int:
     """Pack an environment and print the file's name; return the exit code."""
     from hpctrain.stage.archive import pack as packed
-    from hpctrain.stage.archive import read_index
+    from hpctrain.stage.archive import read_index, starter_of
     from hpctrain.stage.environment import find_environment
+    from hpctrain.stage.starter import write_starter
 
     folder = args.environment or Path(sys.prefix)
+    environment = find_environment(folder)
     with _Bar() as bar:
         into = args.output or Path(os.path.expanduser(PACKED))
-        archive = packed(find_environment(folder), into, lambda done, total: bar("packing", done, total))
-    index = read_index(archive)
-    _say(f"{folder}: {format_bytes(index.unpacked)} in {counted(index.files, 'file', ',')}")
-    print(json.dumps({"archive": str(archive), **asdict(index)}, indent=1) if args.json else printable(archive))
+        archive = packed(environment, into, lambda done, total: bar("packing", done, total))
+    index, why = read_index(archive), write_starter(environment, archive)
+    sizes = f"{format_bytes(index.unpacked)} in {counted(index.files, 'file', ',')}"
+    _say(f"{folder}: {sizes}, packed into {format_bytes(index.nbytes)}")
+    if why:
+        _say(f"warning: jobs will start hpctrain stage from this environment, in hundreds of files: {why}")
+    facts = {"archive": str(archive), "starter": None if why else str(starter_of(archive)), **asdict(index)}
+    print(json.dumps(facts, indent=1) if args.json else printable(archive))
     return 0
 
 
@@ -247,3 +258,39 @@ class _Bar:
             self._what = what
             self._bar = tqdm(desc=what, total=total, unit="B", unit_scale=True, dynamic_ncols=True)
         self._bar.update(done - self._bar.n)
+
+
+# Modules for the program that starts this command from one file -------------------------------------------------------
+
+
+def collect_modules(path: str) -> None:
+    """Write the compiled modules of this command to a file, for ``hpctrain.stage.starter``.
+
+    Called in the environment to which they belong: its Python compiles them, and only it can load them.
+    """
+    from hpctrain.stage import staging  # noqa: F401  (imported at first use)
+    from hpctrain.stage.environment import packages_of
+
+    with suppress(SystemExit), redirect_stdout(io.StringIO()):
+        main(["stage", "copy", "--help"])
+    own = Path(__file__).resolve().parents[1]
+    import mpi4py
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    with suppress(ImportError, RuntimeError):  # a login node may lack libraries of MPI
+        from mpi4py import MPI  # noqa: F401  (what it imports is needed)
+    packages = [str(Path(mpi4py.__file__).parents[1]), str(own.parent), *map(str, packages_of(Path(sys.prefix)))]
+    found = dict(_compiled((sysconfig.get_path("stdlib"), str(own), str(Path(mpi4py.__file__).parent))))
+    Path(path).write_bytes(marshal.dumps((found, list(dict.fromkeys(packages)), sys.prefix)))
+
+
+def _compiled(folders: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, list[str] | None, Any]]]:
+    """Yield names, origins, folders of submodules and code of the modules that come from some folders."""
+    for name, module in sorted(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if spec is None or spec.name != name or not spec.origin or not spec.origin.endswith(".py"):
+            continue
+        folder = next((each for each in folders if spec.origin.startswith(each + os.sep)), None)
+        if folder is not None and "site-packages" not in spec.origin[len(folder) :]:
+            inside = spec.submodule_search_locations
+            yield name, (spec.origin, None if inside is None else list(inside), spec.loader.get_code(name))

@@ -73,6 +73,7 @@ class Request:
     venv: str = _text("path")  # a virtual environment to activate
     # Packed environment and data files that are copied to the nodes before each start (hpctrain stage).
     stage_env: str = _text("path")
+    stage_program: str = _text("path")  # starts hpctrain stage from one file
     stage_data: tuple[str, ...] = _text("path", ())
     modules: tuple[str, ...] = _text("module", ())
     environment: Mapping[str, str] = field(default_factory=dict)

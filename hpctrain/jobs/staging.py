@@ -31,7 +31,8 @@ def stage_values(request: Request, profile: Profile, launcher: Words) -> dict[st
         )
     if request.template == "benchmark":
         raise UsageError("stage: a benchmark reads no data; remove --stage")
-    words = [*_placed(request, profile, launcher), "hpctrain", "stage"]
+    program = [request.stage_program] if request.stage_program else ["hpctrain", "stage"]
+    words = [*_placed(request, profile, launcher), *program]
     copied = [*(["--env", request.stage_env] if request.stage_env else [])]
     copied += ["--data", *request.stage_data] if request.stage_data else []
     return {

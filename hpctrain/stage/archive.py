@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
-import queue
 import stat
 import tarfile
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpctrain.errors import UsageError
-from hpctrain.stage.environment import (
-    CONFIG,
-    Environment,
-    Member,
-    members,
-    programs_with_paths,
-    texts_with_paths,
-)
-from hpctrain.stage.local import NodeStorage, Piece, check_room, discard
+from hpctrain.stage.compression import BLOCK, BlockCompressor
+from hpctrain.stage.environment import CONFIG, Environment, Member, members, programs_with_paths, texts_with_paths
 from hpctrain.stage.rpath import local_text, search_paths
 from hpctrain.util import atomic
 from hpctrain.util.reading import read_json
 
-FORMAT = "hpctrain-environment"
-PREFIX, SUFFIX, INDEX = "env-", ".tar", ".json"
+FORMAT = "hpctrain-environment-2"
+PREFIX, SUFFIX, INDEX, STARTER = "env-", ".tar.gz", ".json", ".run"
 _DIGITS = 16  # of the checksum, in names
-_WAITING = 8  # pieces that wait to be unpacked
 
 
 @dataclass(frozen=True)
@@ -87,8 +78,8 @@ def _pack(environment: Environment, into: Path, progress: Callable[[int, int], N
     private = atomic.private_name(into / "env")
     try:
         with open(atomic.create(private), "r+b", buffering=0) as file:
-            sink = _Hashed(file, lambda done: progress(done, sum(sizes)))
-            _write(found, sink)
+            sink = _Hashed(file)
+            _write(found, sink, lambda done: progress(done, sum(sizes)))
             os.fsync(file.fileno())
         index = EnvironmentIndex(
             digest=sink.digest.hexdigest(),
@@ -113,11 +104,16 @@ def _pack(environment: Environment, into: Path, progress: Callable[[int, int], N
 
 
 def index_path(archive: Path) -> Path:
-    return archive.with_suffix(INDEX)
+    return archive.with_name(archive.name.removesuffix(SUFFIX) + INDEX)
+
+
+def starter_of(archive: Path) -> Path:
+    """Return the name of the program that belongs to an archive; it need not exist."""
+    return archive.with_name(archive.name.removesuffix(SUFFIX) + STARTER)
 
 
 def _archive_of(index: Path) -> Path:
-    return index.with_suffix(SUFFIX)
+    return index.with_name(index.name.removesuffix(INDEX) + SUFFIX)
 
 
 def read_index(archive: Path) -> EnvironmentIndex:
@@ -170,126 +166,61 @@ def _signature(environment: Environment, found: Iterable[Member]) -> str:
 class _Hashed:
     """File of an archive in progress, with its checksum."""
 
-    def __init__(self, file: BinaryIO | Any, progress: Callable[[int], None]) -> None:
-        self._file, self._progress = file, progress
+    def __init__(self, file: BinaryIO | Any) -> None:
+        self._file = file
         self.digest, self.nbytes = hashlib.sha256(), 0
 
-    def write(self, content: bytes) -> int:
+    def write(self, content: bytes) -> None:
         self.digest.update(content)
         view = memoryview(content)
         while view:
             view = view[self._file.write(view) :]
         self.nbytes += len(content)
-        self._progress(self.nbytes)
+
+
+class _Counted:
+    """File object that tells how many bytes it has got."""
+
+    def __init__(self, out: BlockCompressor, progress: Callable[[int], None]) -> None:
+        self._out, self._progress, self._done = out, progress, 0
+
+    def write(self, content: bytes) -> int:
+        self._out.write(content)
+        self._done += len(content)
+        self._progress(self._done)
         return len(content)
 
 
-def _write(found: Iterable[Member], out: Any) -> None:
+def _write(found: Iterable[Member], sink: _Hashed, progress: Callable[[int], None]) -> None:
     """Write the members: equal files give equal bytes. Times are kept, by which Python knows compiled files."""
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT, bufsize=1024 * 1024) as archive:
-        for member in found:
-            info = tarfile.TarInfo(member.name)
-            info.mtime = int(member.status.st_mtime)
-            executable = member.status.st_mode & 0o111
-            if member.target:
-                info.type, info.linkname = tarfile.SYMTYPE, member.target
-                archive.addfile(info)
-            elif stat.S_ISDIR(member.status.st_mode):
-                info.type, info.mode = tarfile.DIRTYPE, 0o755
-                archive.addfile(info)
-            else:
-                info.size, info.mode = member.status.st_size, 0o755 if executable else 0o644
-                with open(member.path, "rb") as content:
-                    archive.addfile(info, content)
+    compressor = BlockCompressor(sink.write)
+    try:
+        counted: Any = _Counted(compressor, progress)
+        with tarfile.open(fileobj=counted, mode="w|", format=tarfile.PAX_FORMAT, bufsize=BLOCK) as archive:
+            for member in found:
+                _add(archive, member)
+        compressor.finish()
+    finally:
+        compressor.close()
 
 
-# Unpacking ------------------------------------------------------------------------------------------------------------
+def _add(archive: tarfile.TarFile, member: Member) -> None:
+    info = tarfile.TarInfo(member.name)
+    info.mtime = int(member.status.st_mtime)
+    executable = member.status.st_mode & 0o111
+    if member.target:
+        info.type, info.linkname = tarfile.SYMTYPE, member.target
+        archive.addfile(info)
+    elif stat.S_ISDIR(member.status.st_mode):
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
+        archive.addfile(info)
+    else:
+        info.size, info.mode = member.status.st_size, 0o755 if executable else 0o644
+        with open(member.path, "rb") as content:
+            archive.addfile(info, content)
 
 
-class EnvironmentCopy:
-    """Copy of an environment; a thread unpacks the archive."""
-
-    def __init__(self, storage: NodeStorage, index: EnvironmentIndex) -> None:
-        self._storage, self._index = storage, index
-        check_room(storage, index.unpacked)
-        self._folder = storage.begin(index.name)
-        self._digest = hashlib.sha256()
-        self._queue: queue.Queue[Piece] = queue.Queue(_WAITING)
-        self._failure: OSError | None = None
-        self._thread = threading.Thread(target=self._unpack, name="unpack", daemon=True)
-        self._thread.start()
-
-    def take(self, piece: Piece) -> None:
-        """Take the next bytes. Raises ``OSError`` if the copy has failed."""
-        self._digest.update(piece)
-        self._put(piece)
-
-    def _put(self, piece: Piece) -> None:
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            try:
-                self._queue.put(piece, timeout=0.2)
-                return
-            except queue.Full:
-                continue
-
-    def complete(self, digest: str) -> Path:
-        """Return the complete copy, in which scripts have its path. Raises ``OSError``."""
-        self._put(b"")
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-        if self._digest.hexdigest() != digest:
-            raise OSError("the archive has arrived damaged, or has changed: its checksum is another one")
-        place = self._storage.folder / self._index.name
-        relocate(self._folder, self._index, place)
-        return self._storage.put(self._folder, self._index.name)
-
-    def abandon(self) -> None:
-        """Remove what has been made."""
-        self._failure = self._failure or OSError("given up")
-        while True:  # the thread may wait for a piece
-            try:
-                self._queue.put(b"", timeout=0.2)
-                break
-            except queue.Full:
-                if not self._thread.is_alive():
-                    break
-                self._queue.get()
-        self._thread.join()
-        discard(self._folder)
-
-    def _unpack(self) -> None:
-        try:
-            arriving: Any = _Arriving(self._queue)
-            with tarfile.open(fileobj=arriving, mode="r|", bufsize=1024 * 1024) as archive:
-                for member in archive:
-                    member.uid, member.gid = os.geteuid(), os.getegid()
-                    archive.extract(member, self._folder, numeric_owner=True, filter="data")
-        except OSError as error:
-            self._failure = error
-        except (tarfile.TarError, EOFError, ValueError) as error:
-            self._failure = OSError(f"the archive is damaged: {error}")
-
-
-class _Arriving:
-    """File object over pieces that arrive; an empty piece is its end."""
-
-    def __init__(self, pieces: queue.Queue[Piece]) -> None:
-        self._pieces, self._rest, self._ended = pieces, memoryview(b""), False
-
-    def read(self, size: int = -1) -> bytes:
-        """Return the next bytes, fewer only at the end."""
-        found: list[Piece] = []
-        while size > 0 and not self._ended:
-            if not self._rest:
-                self._rest = memoryview(self._pieces.get())
-                self._ended = not self._rest
-            found.append(self._rest[:size])
-            size -= len(found[-1])
-            self._rest = self._rest[len(found[-1]) :]
-        return b"".join(found)
+# Paths in a copy ------------------------------------------------------------------------------------------------------
 
 
 def relocate(unpacked: Path, index: EnvironmentIndex, place: Path) -> None:
@@ -304,16 +235,22 @@ def relocate(unpacked: Path, index: EnvironmentIndex, place: Path) -> None:
             content = _with_home(content, os.fsencode(place / "base" / "bin"))
         _replace(path, content)
     for name in index.programs:
-        path = unpacked / name
-        content = bytearray(path.read_bytes())
-        for found in search_paths(content):
-            text = local_text(found.text, name, index.roots)
+        _write_search_paths(unpacked / name, name, index.roots)
+
+
+def _write_search_paths(path: Path, name: str, roots: Mapping[str, str]) -> None:
+    status = path.stat()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        with memoryview(content) as view:
+            paths = search_paths(view)
+        for found in paths:
+            text = local_text(found.text, name, roots)
             if len(text) <= len(found.text):
                 content[found.offset : found.offset + len(found.text)] = text.ljust(len(found.text), b"\0")
-        _replace(path, content)
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
-def _replace(path: Path, content: bytes | bytearray) -> None:
+def _replace(path: Path, content: bytes) -> None:
     status = path.stat()
     with atomic.replacing(path, mode=status.st_mode & 0o777) as file:
         file.write(content)

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpctrain.comm.byte_tree import ByteTree, pieces_of
 from hpctrain.errors import UsageError
-from hpctrain.stage.archive import EnvironmentCopy, EnvironmentIndex, read_index
-from hpctrain.stage.local import ArrivingCopy, FileCopy, NodeStorage, script_of
+from hpctrain.stage.archive import EnvironmentIndex, read_index, relocate
+from hpctrain.stage.compression import BLOCK, decompressed
+from hpctrain.stage.local import ArrivingCopy, FileCopy, NodeStorage, Piece, check_room, discard, script_of
 from hpctrain.util.text import counted, format_bytes, format_seconds
 
+_WAITING = 8  # pieces that wait to be unpacked
 Progress = Callable[[str, int, int], None]  # what, bytes that have been read, their total
 
 
@@ -209,3 +215,102 @@ class JobStaging:
 def _text(error: OSError) -> str:
     """Return why a copy has failed."""
     return f"{error.strerror}: {error.filename}" if error.filename and error.strerror else error.strerror or str(error)
+
+
+# Copies of environments -----------------------------------------------------------------------------------------------
+
+
+class EnvironmentCopy:
+    """Copy of an environment; a thread unpacks the archive."""
+
+    def __init__(self, storage: NodeStorage, index: EnvironmentIndex) -> None:
+        self._storage, self._index = storage, index
+        check_room(storage, index.unpacked)
+        self._folder = storage.begin(index.name)
+        self._digest = hashlib.sha256()
+        self._queue: queue.Queue[Piece] = queue.Queue(_WAITING)
+        self._failure: OSError | None = None
+        self._thread = threading.Thread(target=self._unpack, name="unpack", daemon=True)
+        self._thread.start()
+
+    def take(self, piece: Piece) -> None:
+        """Take the next bytes. Raises ``OSError`` if the copy has failed."""
+        self._digest.update(piece)
+        self._put(piece)
+
+    def _put(self, piece: Piece) -> None:
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._queue.put(piece, timeout=0.2)
+                return
+            except queue.Full:
+                continue
+
+    def complete(self, digest: str) -> Path:
+        """Return the complete copy, in which scripts have its path. Raises ``OSError``."""
+        self._put(b"")
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        if self._digest.hexdigest() != digest:
+            raise OSError("the archive has arrived damaged, or has changed: its checksum is another one")
+        place = self._storage.folder / self._index.name
+        relocate(self._folder, self._index, place)
+        return self._storage.put(self._folder, self._index.name)
+
+    def abandon(self) -> None:
+        """Remove what has been made."""
+        self._failure = self._failure or OSError("given up")
+        while True:  # the thread may wait for a piece
+            try:
+                self._queue.put(b"", timeout=0.2)
+                break
+            except queue.Full:
+                if not self._thread.is_alive():
+                    break
+                self._queue.get()
+        self._thread.join()
+        discard(self._folder)
+
+    def _unpack(self) -> None:
+        try:
+            with closing(decompressed(_until_empty(self._queue))) as blocks:
+                _extract(blocks, self._folder)
+        except OSError as error:
+            self._failure = error
+        except ValueError as error:
+            self._failure = OSError(f"the archive is damaged: {error}")
+
+
+def _until_empty(pieces: queue.Queue[Piece]) -> Iterator[Piece]:
+    """Yield pieces as they arrive, until an empty one."""
+    while piece := pieces.get():
+        yield piece
+
+
+def _extract(blocks: Iterator[bytes], folder: Path) -> None:
+    """Write the files of an archive by ``tar``, which takes a fifth of the time of Python's ``tarfile``."""
+    command = ["tar", "-x", "-p", "-o", "-f", "-", "-C", str(folder)]
+    environ = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
+    with os.fdopen(os.memfd_create("tar"), "w+b") as messages:
+        tar = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=messages, stderr=messages, env=environ, pipesize=BLOCK
+        )
+        assert tar.stdin is not None
+        try:
+            with suppress(BrokenPipeError), tar.stdin:  # its message says why it has ended
+                for block in blocks:
+                    tar.stdin.write(block)
+            for _ in blocks:  # else ``take`` could wait for room in the queue
+                pass
+        except BaseException:
+            tar.kill()
+            raise
+        finally:
+            code = tar.wait()
+        if code:
+            messages.seek(0)
+            said = messages.readline(400).decode("utf-8", "replace").strip()
+            raise OSError(f"cannot unpack the archive: {said or f'tar has ended with exit code {code}'}")

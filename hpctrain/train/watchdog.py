@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.transport.base import Transport
-from hpctrain.comm.transport.waiting import interruption, timeout_seconds, waiting
+from hpctrain.comm.transport.waiting import timeout_seconds, waiting
 from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, DeadlineError, HpctrainError, LockError, RankFailedError
 from hpctrain.log import logger
 from hpctrain.train.control import ASKED_BY, interrupt_message, stop_request

@@ -25,7 +25,7 @@ STAGED = Request(
     nodes=3,
     ranks_per_node=4,
     cpus_per_rank=2,
-    stage_env="/home/me/env-1.tar",
+    stage_env="/home/me/env-1.tar.gz",
     stage_data=("a.h5", "b.h5"),
 )
 
@@ -56,11 +56,17 @@ def test_one_process_per_node_copies(scheduler: str, launcher: str, placed: str)
     script = render(STAGED, profile(scheduler, launcher))
     copy, remove = staging(script)
     assert placed in " ".join(copy) and placed in " ".join(remove)
-    assert " ".join(copy).endswith("hpctrain stage copy --env /home/me/env-1.tar --data a.h5 b.h5")
+    assert " ".join(copy).endswith("hpctrain stage copy --env /home/me/env-1.tar.gz --data a.h5 b.h5")
     assert """sh -c '[ -r "$0" ] && . "$0"; exec "$@"' "$staged" hpctrain train a.toml""" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     order = [script.index(word) for word in ("staged=$(", "hpctrain train a.toml", "stage remove", 'exit "$code"')]
     assert order == sorted(order)
+
+
+def test_the_program_beside_the_archive_copies_and_removes() -> None:
+    script = render(replace(STAGED, stage_program="/home/me/env-1.run"), profile("slurm", "srun"))
+    assert "/home/me/env-1.run copy --env /home/me/env-1.tar.gz --data a.h5 b.h5 | tail" in script
+    assert "/home/me/env-1.run remove || true" in script and "hpctrain stage" not in script
 
 
 def test_a_range_of_nodes_copies_to_those_of_this_start() -> None:

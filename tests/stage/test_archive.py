@@ -13,8 +13,9 @@ import pytest
 from support.environments import MakeEnvironment, packed
 
 from hpctrain.errors import UsageError
-from hpctrain.stage.archive import EnvironmentCopy, index_path, read_index
+from hpctrain.stage.archive import index_path, read_index
 from hpctrain.stage.local import NodeStorage
+from hpctrain.stage.staging import EnvironmentCopy
 
 
 def unpacked(archive: Path, folder: Path) -> Path:
@@ -58,10 +59,18 @@ def test_the_same_files_give_the_same_archive(make_environment: MakeEnvironment,
     (prefix / "lib/python3.11/site-packages/one.py").write_text("value = 2\n")
     second = packed(prefix, tmp_path / "a")
     assert second != first and first.exists()
-    assert second.name == f"env-{read_index(second).digest[:16]}.tar"
+    assert second.name == f"env-{read_index(second).digest[:16]}.tar.gz"
     assert sorted(os.listdir(tmp_path / "a")) == sorted(
-        [f"{each.stem}{end}" for each in (first, second) for end in (".tar", ".json")]
+        [read_index(each).name + end for each in (first, second) for end in (".tar.gz", ".json")]
     )
+
+
+def test_other_programs_read_it(make_environment: MakeEnvironment, tmp_path: Path) -> None:
+    archive = packed(make_environment(), tmp_path / "a")
+    with tarfile.open(archive) as found:
+        names = found.getnames()
+    listed = subprocess.run(["tar", "tzf", archive], capture_output=True, text=True, check=True).stdout
+    assert [name.rstrip("/") for name in listed.splitlines()] == names and "env/bin/tool" in names
 
 
 def test_progress_reaches_the_size(make_environment: MakeEnvironment, tmp_path: Path) -> None:
@@ -150,7 +159,7 @@ def test_a_folder_that_cannot_be_written_is_named(make_environment: MakeEnvironm
     ],
 )
 def test_an_archive_without_its_index_is_refused(tmp_path: Path, index: str | None, said: str) -> None:
-    archive = tmp_path / "env-0123456789abcdef.tar"
+    archive = tmp_path / "env-0123456789abcdef.tar.gz"
     archive.write_bytes(b"x")
     if index is not None:
         index_path(archive).write_text(index)
@@ -160,6 +169,6 @@ def test_an_archive_without_its_index_is_refused(tmp_path: Path, index: str | No
 
 def test_a_shorter_archive_is_refused(make_environment: MakeEnvironment, tmp_path: Path) -> None:
     archive = packed(make_environment(), tmp_path / "a")
-    os.truncate(archive, 1000)
-    with pytest.raises(UsageError, match="it has 1000 bytes, not .*; pack it again"):
+    os.truncate(archive, 100)
+    with pytest.raises(UsageError, match="it has 100 bytes, not .*; pack it again"):
         read_index(archive)

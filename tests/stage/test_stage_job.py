@@ -13,9 +13,8 @@ import pytest
 from support.environments import packed, write_environment
 
 from hpctrain.errors import UsageError
-from hpctrain.stage.archive import EnvironmentCopy
 from hpctrain.stage.local import VARIABLE, FileCopy, NodeStorage, staged, staged_summary
-from hpctrain.stage.staging import JobStaging, StageSource, sources_of
+from hpctrain.stage.staging import EnvironmentCopy, JobStaging, StageSource, sources_of
 
 
 @pytest.fixture
@@ -162,19 +161,27 @@ def test_an_archive_cannot_write_elsewhere(tmp_path: Path) -> None:
     from dataclasses import replace
 
     from hpctrain.stage.archive import read_index
+    from hpctrain.stage.compression import BlockCompressor
 
     index = read_index(packed(write_environment(tmp_path / "shared"), tmp_path / "archives"))
     (tmp_path / "node").mkdir()
     storage = NodeStorage(tmp_path / "node")
-    hostile = io.BytesIO()
-    with tarfile.open(fileobj=hostile, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("env/../../../escaped"))
-    digest = hashlib.sha256(hostile.getvalue()).hexdigest()
-    copy = EnvironmentCopy(storage, replace(index, digest=digest))
-    copy.take(hostile.getvalue())
-    with pytest.raises(OSError, match="the archive is damaged"):
-        copy.complete(digest)
-    copy.abandon()
+    link = tarfile.TarInfo("env/link")
+    link.type, link.linkname = tarfile.SYMTYPE, "../../../.."
+    for names in ([tarfile.TarInfo("env/../../../escaped")], [link, tarfile.TarInfo("env/link/escaped")]):
+        content, hostile = io.BytesIO(), io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as archive:
+            for name in names:
+                archive.addfile(name)
+        compressor = BlockCompressor(hostile.write)
+        compressor.write(content.getvalue())
+        compressor.finish()
+        digest = hashlib.sha256(hostile.getvalue()).hexdigest()
+        copy = EnvironmentCopy(storage, replace(index, digest=digest))
+        copy.take(hostile.getvalue())
+        with pytest.raises(OSError, match="cannot unpack the archive: tar: .*env/"):
+            copy.complete(digest)
+        copy.abandon()
     assert not list(tmp_path.rglob("escaped")) and list(storage.folder.iterdir()) == []
 
 
