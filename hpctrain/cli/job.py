@@ -127,7 +127,7 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
         cpus_per_rank=_first(args.cpus_per_rank, profile.cpus_per_rank, 1),
         sweep=combine(args.sweep),
         venv=_venv(args, profile),
-        **_staged(args, _venv(args, profile)),
+        **_staged(args, _venv(args, profile), args.container or profile.container),
         modules=tuple(args.modules),
         environment=_environment(args.env),
         settings=_settings(args),
@@ -187,12 +187,12 @@ def _venv(args: argparse.Namespace, profile: Profile) -> str:
     return sys.prefix if sys.prefix != sys.base_prefix else ""
 
 
-def _staged(args: argparse.Namespace, venv: str) -> dict[str, Any]:
+def _staged(args: argparse.Namespace, venv: str, image: str) -> dict[str, Any]:
     """Return the fields of a request for what ``--stage`` names; the environment is packed unless it has been."""
     if not args.stage:
         return {}
     items = args.stage.split(",")
-    files = [item for item in items if item not in ("env", "data")]
+    files = [item for item in items if item not in ("env", "data", "container")]
     if "data" in items:
         if args.runner or args.config.endswith(PROGRAM):
             raise UsageError(
@@ -200,6 +200,9 @@ def _staged(args: argparse.Namespace, venv: str) -> dict[str, Any]:
             )
         files = [*data_files(load_settings(args.config, _settings(args)).data), *files]
     found: dict[str, Any] = {"stage_data": check_files(tuple(dict.fromkeys(files)))}
+    if "container" in items:
+        check_files((image,) if image not in ("", "none") else ())
+        found["stage_container"] = True
     if "env" in items:
         if not venv:
             raise UsageError("--stage env: the job has no virtual environment of its own (--venv); remove env")
@@ -324,7 +327,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--at-once", type=int, default=0, metavar="N", help="concurrent tasks (default: all)")
     group.add_argument("--profile", metavar="NAME", help="profile of a site, or a path (default: $HPCTRAIN_PROFILE)")
     group.add_argument("--venv", metavar="FOLDER", help="virtual environment to use, or none (default: this one)")
-    copied = "copy to the nodes before each start: env (the environment), data (the config's files), other files"
+    copied = (
+        "copy to the nodes before each start: env (the environment), data (the config's files), container, other files"
+    )
     group.add_argument("--stage", default="", metavar="WHAT,...", help=copied)
     group.add_argument("--container", default="", metavar="IMAGE", help="run in this container (default: none)")
     _add_list(group, "--module", "modules", "NAME", "module to load (repeatable)")

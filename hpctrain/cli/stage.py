@@ -55,7 +55,7 @@ Prints the name of the file, which contains a part of its checksum. Packages tha
 _COPY_EPILOG = """\
 examples:
   srun --ntasks-per-node=1 hpctrain stage copy --env ~/.hpctrain/env-1f3a.tar.gz
-  mpiexec -ppn 1 hpctrain stage copy --data corpus.h5 image.sif --to /local
+  mpiexec -ppn 1 hpctrain stage copy --data corpus.h5 --container image.sif --to /local
 
 Start one process per node; of several on a node, one copies, and the others wait. --json prints what every node has.
 """
@@ -85,7 +85,9 @@ def _add_copy(actions: Any) -> None:
     what = "copy to all nodes of this job, and print the shell script by which programs use the copies"
     parser = add_action(actions, "copy", what, _COPY_EPILOG, copy)
     parser.add_argument("--env", type=Path, metavar="FILE", help="environment that hpctrain stage pack has packed")
-    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help="data files, containers, ...")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help="data files")
+    named = "image of a container; its copy is named by HPCTRAIN_CONTAINER in the printed script"
+    parser.add_argument("--container", type=Path, metavar="IMAGE", help=named)
     _add_place(parser)
 
 
@@ -136,8 +138,8 @@ def pack(args: argparse.Namespace) -> int:
 
 def copy(args: argparse.Namespace) -> int:
     """Copy to all nodes and print on rank 0 what the job needs; return the exit code."""
-    if args.env is None and not args.data:
-        raise UsageError("nothing to copy: name --env FILE, --data FILE or both", everywhere=True)
+    if args.env is None and args.container is None and not args.data:
+        raise UsageError("nothing to copy: name --env FILE, --data FILE or --container IMAGE", everywhere=True)
     launch, job, place = detect(), _job(args), _place(args)
     from mpi4py import MPI
 
@@ -153,7 +155,7 @@ def copy(args: argparse.Namespace) -> int:
     sources, reason = None, ""
     if world.Get_rank() == 0:
         try:
-            sources = sources_of([args.env] if args.env else [], args.data)
+            sources = sources_of([args.env] if args.env else [], args.data, args.container)
         except UsageError as error:
             reason = str(error)
     if reason := world.bcast(reason, 0):
@@ -263,25 +265,25 @@ class _Bar:
 # Modules for the program that starts this command from one file -------------------------------------------------------
 
 
-def collect_modules(path: str) -> None:
-    """Write the compiled modules of this command to a file, for ``hpctrain.stage.starter``.
+def collect_modules(mark: bytes) -> None:
+    """Print a mark and the compiled modules of this command, for ``hpctrain.stage.starter``.
 
     Called in the environment to which they belong: its Python compiles them, and only it can load them.
     """
+    import mpi4py
+
     from hpctrain.stage import staging  # noqa: F401  (imported at first use)
     from hpctrain.stage.environment import packages_of
 
     with suppress(SystemExit), redirect_stdout(io.StringIO()):
         main(["stage", "copy", "--help"])
     own = Path(__file__).resolve().parents[1]
-    import mpi4py
-
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     with suppress(ImportError, RuntimeError):  # a login node may lack libraries of MPI
         from mpi4py import MPI  # noqa: F401  (what it imports is needed)
     packages = [str(Path(mpi4py.__file__).parents[1]), str(own.parent), *map(str, packages_of(Path(sys.prefix)))]
     found = dict(_compiled((sysconfig.get_path("stdlib"), str(own), str(Path(mpi4py.__file__).parent))))
-    Path(path).write_bytes(marshal.dumps((found, list(dict.fromkeys(packages)), sys.prefix)))
+    sys.stdout.buffer.write(mark + marshal.dumps((found, list(dict.fromkeys(packages)), sys.prefix)))
 
 
 def _compiled(folders: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, list[str] | None, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -117,6 +117,12 @@ class Profile:
             check(f"setting environment.{variable}", value, "text")
         self._check_scheduler()
 
+    def in_container(self, image: str, words: list[str]) -> list[str]:
+        """Return a command inside of a container, if there is an image."""
+        if not image:
+            return words
+        return [self.container_program, "exec", *option_words(self.container_options), image, *words]
+
     def _check_scheduler(self) -> None:
         """Raise ``UsageError`` for settings that the scheduler does not support."""
         slurm = self.scheduler == "slurm"
@@ -126,6 +132,11 @@ class Profile:
             raise UsageError(f'setting gpus = "{self.gpus}": with {self.scheduler} it is {allowed}')
         if not slurm and self.launcher == "srun":
             raise UsageError('setting launcher = "srun": with pbs it is openmpi, hydra or pals')
+
+
+def option_words(options: Sequence[str]) -> list[str]:
+    """Return options as separate words: ``--bind-to none`` is split at its blank."""
+    return [word for option in options for word in option.split(" ", 1)]
 
 
 def load(name: str, environ: Mapping[str, str] = os.environ) -> tuple[Profile, str]:

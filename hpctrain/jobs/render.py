@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
-from hpctrain.jobs.profile import Profile
+from hpctrain.jobs.profile import Profile, option_words
 from hpctrain.jobs.request import FOLDER, NEWEST_FILE, Request, granted_nodes, task_cases
 from hpctrain.jobs.spares import NODE_FILE, on_living_nodes, pbs_spare_values, spare_values
 from hpctrain.jobs.staging import one_per_node, stage_values, staged_program
@@ -22,8 +22,9 @@ MODULE = "hpctrain"  # name of the project's own modulefiles
 def program(request: Request, profile: Profile) -> Words:
     """Return the command of every rank, in its container if there is one."""
     if request.is_program:
-        return _contained(request, profile, _own_program(request, profile))
-    return _contained(request, profile, _benchmark(request) if request.template == "benchmark" else _train(request))
+        return profile.in_container(request.container, _own_program(request, profile))
+    words = _benchmark(request) if request.template == "benchmark" else _train(request)
+    return profile.in_container(request.container, words)
 
 
 def preflight(request: Request, profile: Profile) -> Words | None:
@@ -33,19 +34,7 @@ def preflight(request: Request, profile: Profile) -> Words | None:
     folder = Raw('"$folder"')
     found = ["--folder", folder, "--output", Raw(f"{folder}/preflight.json")]
     words = ["hpctrain", "doctor", "--preflight", "--strict", "--seconds", str(request.preflight), *found]
-    return _contained(request, profile, words)
-
-
-def _contained(request: Request, profile: Profile, words: Words) -> Words:
-    """Return a command inside the job's container, if there is one."""
-    if request.container:
-        return [profile.container_program, "exec", *_words(profile.container_options), request.container, *words]
-    return words
-
-
-def _words(options: tuple[str, ...]) -> Words:
-    """Return options as separate words: ``--bind-to none`` is split at its blank."""
-    return [word for option in options for word in option.split(" ", 1)]
+    return profile.in_container(request.container, words)
 
 
 def _srun(request: Request, profile: Profile) -> Words:
@@ -389,10 +378,10 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "launcher": _launcher(request, profile),
         "preflight": preflight(request, profile),
         "all_killed": _ALL_KILLED if profile.launcher == "openmpi" else None,
-        "program": staged_program(request, program(request, profile)),
+        "program": staged_program(request, profile, program(request, profile)),
         **stage_values(request, profile, _launcher(one_per_node(request), profile)),
     }
 
 
 def _launcher(request: Request, profile: Profile) -> Words:
-    return [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)]
+    return [*_LAUNCHERS[profile.launcher](request, profile), *option_words(profile.launch_options)]

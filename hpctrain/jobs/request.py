@@ -75,6 +75,7 @@ class Request:
     stage_env: str = _text("path")
     stage_program: str = _text("path")  # starts hpctrain stage from one file
     stage_data: tuple[str, ...] = _text("path", ())
+    stage_container: bool = False  # the image, too
     modules: tuple[str, ...] = _text("module", ())
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = _text("setting", ())  # changes of the config by --set
@@ -171,7 +172,7 @@ class Request:
     @property
     def stages(self) -> bool:
         """Return whether something is copied to the nodes before each start."""
-        return bool(self.stage_env or self.stage_data)
+        return bool(self.stage_env or self.stage_data or self.stage_container)
 
     @property
     def walltime(self) -> int:

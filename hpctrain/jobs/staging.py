@@ -12,7 +12,8 @@ from hpctrain.jobs.template import Raw, Value, join
 
 Words = list[str]
 _BINDING = Raw('"${bind[@]}"')  # of a PBS script, for as many ranks per node as the run has
-_THROUGH = '[ -r "$0" ] && . "$0"; exec "$@"'  # on a node without copies there is no such file
+_READ = '[ -r "$0" ] && . "$0"'  # on a node without copies there is no such file
+CONTAINER = "HPCTRAIN_CONTAINER"  # copy of the image, set in that file
 
 
 def one_per_node(request: Request) -> Request:
@@ -25,16 +26,19 @@ def stage_values(request: Request, profile: Profile, launcher: Words) -> dict[st
     """Return the values of the placeholders for staging; ``launcher`` starts one process on each node."""
     if not request.stages:
         return {"stage": None, "unstage": None}
-    if request.container:
+    if request.container and request.stage_env:
         raise UsageError(
-            "stage: the ranks run in a container, which has its own files; remove --stage, or give --container none"
+            "stage: the ranks run in a container, which has its own environment; stage container and data, not env"
         )
+    if request.stage_container and not request.container:
+        raise UsageError("stage: there is no container; name it with --container, or remove container from --stage")
     if request.template == "benchmark":
         raise UsageError("stage: a benchmark reads no data; remove --stage")
     program = [request.stage_program] if request.stage_program else ["hpctrain", "stage"]
-    words = [*_placed(request, profile, launcher), *program]
+    words = [*_placed(request, profile, launcher), *profile.in_container(request.container, program)]
     copied = [*(["--env", request.stage_env] if request.stage_env else [])]
     copied += ["--data", *request.stage_data] if request.stage_data else []
+    copied += ["--container", request.container] if request.stage_container else []
     return {
         "stage": (
             Raw("# One process per node copies to the node's own storage; without a copy, ranks use the original."),
@@ -44,9 +48,18 @@ def stage_values(request: Request, profile: Profile, launcher: Words) -> dict[st
     }
 
 
-def staged_program(request: Request, words: Words) -> Words:
+def staged_program(request: Request, profile: Profile, words: Words) -> Words:
     """Return the command of every rank, which uses the copies on its node."""
-    return ["sh", "-c", _THROUGH, Raw('"$staged"'), *words] if request.stages else words
+    if not request.stages:
+        return words
+    if not request.stage_container:
+        return ["sh", "-c", f'{_READ}; exec "$@"', Raw('"$staged"'), *words]
+    place = len(profile.in_container(request.container, [])) - 1  # of the image in the command
+    image = f'"${{{CONTAINER}:-{request.container}}}"'
+    return [
+        *("sh", "-c", f'{_READ}; exec {join(words[:place])} {image} "$@"', Raw('"$staged"')),
+        *words[place + 1 :],
+    ]
 
 
 def _placed(request: Request, profile: Profile, launcher: Words) -> Words:
@@ -68,5 +81,5 @@ def check_files(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Return the paths; raises ``UsageError`` for a file that is missing now."""
     for path in paths:
         if not Path(path).is_file():
-            raise UsageError(f"--stage {path}: no such file; allowed are env, data, and files")
+            raise UsageError(f"--stage {path}: no such file; allowed are env, data, container, and files")
     return paths

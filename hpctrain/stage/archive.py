@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import stat
 import tarfile
@@ -239,18 +238,15 @@ def relocate(unpacked: Path, index: EnvironmentIndex, place: Path) -> None:
 
 
 def _write_search_paths(path: Path, name: str, roots: Mapping[str, str]) -> None:
-    status = path.stat()
-    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-        with memoryview(content) as view:
-            paths = search_paths(view)
-        for found in paths:
-            text = local_text(found.text, name, roots)
-            if len(text) <= len(found.text):
-                content[found.offset : found.offset + len(found.text)] = text.ljust(len(found.text), b"\0")
-    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    content = bytearray(path.read_bytes())
+    for found in search_paths(memoryview(content)):
+        text = local_text(found.text, name, roots)
+        if len(text) <= len(found.text):
+            content[found.offset : found.offset + len(found.text)] = text.ljust(len(found.text), b"\0")
+    _replace(path, content)
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(path: Path, content: bytes | bytearray) -> None:
     status = path.stat()
     with atomic.replacing(path, mode=status.st_mode & 0o777) as file:
         file.write(content)

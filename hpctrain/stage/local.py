@@ -27,6 +27,7 @@ from hpctrain.util.reading import read_json
 Piece = bytes | memoryview
 
 VARIABLE = "HPCTRAIN_STAGED"  # path of the record of this job on this node
+CONTAINER = "HPCTRAIN_CONTAINER"  # path of the image's copy on this node
 FOLDER = "HPCTRAIN_STAGE_FOLDER"  # where to stage, if not named otherwise
 _PLACES = (FOLDER, "SLURM_TMPDIR", "TMPDIR")
 _MEMORY = "/dev/shm"
@@ -250,9 +251,11 @@ def facts_of(record: str) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def script_of(record: str, environment: Path | None) -> str:
+def script_of(record: str, environment: Path | None, container: str = "") -> str:
     """Return a script that makes a shell and its programs use what is staged."""
     lines: Sequence[str] = (f"export {VARIABLE}={_quoted(record)}",)
+    if container:
+        lines = (*lines, f"export {CONTAINER}={_quoted(container)}")
     if environment is not None:
         folder = _quoted(str(environment))
         lines = (*lines, f"export VIRTUAL_ENV={folder}", f"PATH={folder}/bin:$PATH", "export PATH", "unset PYTHONHOME")

@@ -37,6 +37,7 @@ class StageSource:
     name: str  # of the copy
     nbytes: int
     index: EnvironmentIndex | None = None
+    is_container: bool = False
 
 
 @dataclass
@@ -71,13 +72,13 @@ class StageSummary:
         return text + (f", {counted(hosts, 'node')} without all copies" if hosts else "")
 
 
-def sources_of(archives: Sequence[Path], data: Sequence[Path]) -> list[StageSource]:
+def sources_of(archives: Sequence[Path], data: Sequence[Path], container: Path | None = None) -> list[StageSource]:
     """Return what to copy. Raises ``UsageError`` for a file that cannot be read."""
     found = []
     for archive in archives:
         index = read_index(archive)
         found.append(StageSource(os.path.abspath(archive), index.name, index.nbytes, index))
-    for path in data:
+    for path in (*data, *([] if container is None else [container])):
         try:
             status = os.stat(path)
         except OSError as error:
@@ -86,7 +87,7 @@ def sources_of(archives: Sequence[Path], data: Sequence[Path]) -> list[StageSour
             raise UsageError(f"cannot stage {path}: only regular files can be staged; name the files of a folder")
         key = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns)).encode("utf-8", "surrogateescape")
         name = f"data-{hashlib.sha256(key).hexdigest()[:16]}"
-        found.append(StageSource(os.path.abspath(path), name, status.st_size))
+        found.append(StageSource(os.path.abspath(path), name, status.st_size, is_container=path is container))
     return found
 
 
@@ -108,10 +109,13 @@ class JobStaging:
         """Copy what rank 0 names to all nodes; return what this node has, and a summary. Raises ``UsageError``."""
         began = time.monotonic()
         environments: list[Path] = []
+        container = ""
         for source in self._comm.bcast(sources, 0):
             path = self._copy(source)
             if path is not None and source.index is not None:
                 environments.append(path / "env")
+            elif path is not None and source.is_container:
+                container = str(path)
         results: list[NodeResult] = self._comm.allgather(self._result)
         seconds = max(self._comm.allgather(time.monotonic() - began))
         failed = [(each.host, path, why) for each in results for path, why in each.failed.items()]
@@ -120,7 +124,7 @@ class JobStaging:
         reused = sum(len(each.reused) for each in results)
         summary = StageSummary(len(results), seconds, read, files, reused, tuple(failed))
         if self._storage is not None:
-            self._result.script = self._record(self._storage, environments, summary)
+            self._result.script = self._record(self._storage, environments, container, summary)
         return self._result, summary
 
     def _copy(self, source: StageSource) -> Path | None:
@@ -197,13 +201,13 @@ class JobStaging:
         if done != source.nbytes or os.stat(source.path).st_size != source.nbytes:
             raise OSError(f"{source.path} has changed while it was staged")
 
-    def _record(self, storage: NodeStorage, environments: Sequence[Path], summary: StageSummary) -> str:
+    def _record(self, storage: NodeStorage, environments: Sequence[Path], container: str, summary: StageSummary) -> str:
         """Write the record of this node; return its script."""
         archives = {str(path.parent) for path in environments}
         data = {original: copy for original, copy in self._result.copies.items() if copy not in archives}
         facts = {**asdict(self._result), "job": self._job, "data": data, "summary": summary.text}
         record = str(storage.folder / f"job-{self._job}.json")
-        script = script_of(record, environments[0] if environments else None)
+        script = script_of(record, environments[0] if environments else None, container)
         try:
             return str(storage.record(self._job, facts, script))
         except OSError as error:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.stage.archive import starter_of
 from hpctrain.stage.environment import Environment
 from hpctrain.util import atomic
 
-_SECONDS = 120.0  # most time of the environment's Python
 _MARK = b"\n# compiled modules:\n"
-_COLLECT = """\
+_SECONDS = 120.0  # most time of the environment's Python
+_COLLECT = f"""\
 import sys
 sys.path.append(sys.argv[1])
 from hpctrain.cli.stage import collect_modules
-collect_modules(sys.argv[2])
+collect_modules({_MARK!r})
 """
 # Imports nothing from files. Modules that are not in the file are imported from the environment as usual.
 _START = f"""\
@@ -57,22 +56,17 @@ def write_starter(environment: Environment, packed: Path) -> str:
     path, python = starter_of(packed), environment.prefix / "bin" / "python"
     if path.exists():
         return ""
-    private = atomic.private_name(path)
+    command = [str(python), "-c", _COLLECT, str(Path(__file__).resolve().parents[2])]
     try:
-        private.touch(mode=0o755)
-        command = [str(python), "-c", _COLLECT, str(Path(__file__).resolve().parents[2]), str(private)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-        modules = private.read_bytes()
-        if done.returncode or not modules:
-            return (done.stderr.strip().splitlines() or [f"{python} does not run hpctrain"])[-1]
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS)
+        if done.returncode or not done.stdout.startswith(_MARK):
+            said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            return said[-1] if said else f"{python} does not run hpctrain"
         # -I -S: neither variables nor files of the site change what is imported. LANGUAGE: argparse looks for no
         # translations.
         lines = f'#!/bin/sh\nLANGUAGE=C exec {shlex.quote(str(python))} -I -S -c {shlex.quote(_START)} "$0" "$@"\n'
-        private.write_bytes(lines.encode() + _MARK + modules)
-        atomic.put(private, path)
-        return ""
+        with atomic.replacing(path, mode=0o755) as file:
+            file.write(lines.encode() + done.stdout)
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
-    finally:
-        with suppress(OSError):
-            private.unlink(missing_ok=True)
+    return ""

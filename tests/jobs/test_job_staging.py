@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,26 @@ def test_the_program_beside_the_archive_copies_and_removes() -> None:
     assert "/home/me/env-1.run remove || true" in script and "hpctrain stage" not in script
 
 
+@pytest.mark.parametrize("options", [(), ("--bind /data:/mnt", "--nv")])
+def test_a_container_runs_from_its_copy(options: tuple[str, ...], tmp_path: Path) -> None:
+    """The words of the script, run by a shell, with a program that prints its arguments in the place of Apptainer."""
+    request = replace(STAGED, stage_env="", stage_container=True, container="images/a.sif")
+    script = render(request, replace(profile("slurm", "srun"), container_options=options))
+    copy, _ = staging(script)
+    flags = [word for option in options for word in option.split(" ", 1)]
+    staged_words = ["hpctrain", "stage", "copy", "--data", "a.h5", "b.h5", "--container", "images/a.sif"]
+    assert copy[copy.index("apptainer") :] == ["apptainer", "exec", *flags, "images/a.sif", *staged_words]
+    (line,) = [line for line in script.splitlines() if '"$staged" hpctrain' in line]
+    fake = tmp_path / "apptainer"
+    fake.write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    fake.chmod(0o755)
+    (tmp_path / "job-1.sh").write_text("export HPCTRAIN_CONTAINER='/local/the copy.sif'\n")
+    for staged, image in ((tmp_path / "job-1.sh", "/local/the copy.sif"), (tmp_path / "missing", "images/a.sif")):
+        run = f"PATH={tmp_path}:$PATH; staged={staged}; {line.removesuffix(' &')}"
+        said = subprocess.check_output(["bash", "-c", run], text=True).splitlines()
+        assert said == ["exec", *flags, image, "hpctrain", "train", "a.toml", "--set", "run.resume=auto"]
+
+
 def test_a_range_of_nodes_copies_to_those_of_this_start() -> None:
     copy, _ = staging(render(replace(STAGED, most_nodes=8), profile("slurm", "srun")))
     assert "--nodes=$nodes --ntasks=$nodes --ntasks-per-node=1" in " ".join(copy)
@@ -98,20 +119,21 @@ def test_the_ranks_run_with_and_without_copies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"container": "image.sif"}, "the ranks run in a container"),
+        ({"container": "image.sif"}, "the ranks run in a container, which has its own environment"),
+        ({"stage_container": True}, "there is no container; name it with --container"),
         ({"template": "benchmark"}, "a benchmark reads no data"),
         ({"stage_env": "a b"}, "stage_env = 'a b': allowed is"),
     ],
 )
-def test_what_cannot_be_staged_is_refused(changed: dict[str, str], said: str) -> None:
+def test_what_cannot_be_staged_is_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        render(replace(STAGED, **changed), profile("slurm", "srun"))  # type: ignore[arg-type]
+        render(replace(STAGED, **changed), profile("slurm", "srun"))
 
 
 @pytest.mark.parametrize(
     ("stage", "said"),
     [
-        ("missing.h5", "--stage missing.h5: no such file; allowed are env, data, and files"),
+        ("missing.h5", "--stage missing.h5: no such file; allowed are env, data, container, and files"),
         ("data,missing.h5", "--stage a.h5: no such file"),
         ("env", "--stage env: the job has no virtual environment of its own"),
         ("", None),

@@ -118,10 +118,19 @@ def test_copies_are_told_as_json(
     assert main(["stage", "remove", "--to", str(tmp_path / "none")]) == 0
 
 
+def test_the_copy_of_a_container_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "image.sif").write_text("image")
+    (tmp_path / "a.h5").write_text("data")
+    words = ["--data", str(tmp_path / "a.h5"), "--container", str(tmp_path / "image.sif"), "--to", str(tmp_path)]
+    assert main(["stage", "copy", *words, "--job", "a"]) == 0
+    run = ["sh", "-c", '. "$0"; cat "$HPCTRAIN_CONTAINER"', capsys.readouterr().out.strip()]
+    assert subprocess.check_output(run, text=True) == "image"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["copy"], "nothing to copy: name --env FILE, --data FILE or both"),
+        (["copy"], "nothing to copy: name --env FILE, --data FILE or --container IMAGE"),
         (["copy", "--data", "missing"], "cannot stage missing: No such file"),
         (["copy", "--env", "missing.tar.gz"], "cannot use the archive missing.tar.gz: No such file"),
         (["copy", "--data", "x", "--job", "../a"], "--job ../a: allowed are letters, digits"),

@@ -24,7 +24,7 @@ class Ranks:
         comm.all_gather_object = lambda own: [own, *self.others]
         comm.broadcast_object = lambda own, root: self.results if root else own
         detector = SimpleNamespace(continues=False, survivors=self._survivors, hosts=["n"] * 3, describe=str)
-        guard = SimpleNamespace(detector=detector, failure_record=None)
+        guard = SimpleNamespace(detector=detector, failure_record=None, end_with_others=lambda: None)
         copy = SimpleNamespace(take=lambda: None, restore=self._restore, step=4)
         job: Any = SimpleNamespace(comm=comm, guard=guard, rank=1, size=2)
         made: Any = Recovery
