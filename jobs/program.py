@@ -1,8 +1,8 @@
 """Example of your own training program: it resumes from its checkpoints, and saves and exits before its job ends.
 
-python jobs/program.py --folder runs/own
-mpiexec -n 2 python jobs/program.py --folder runs/own
-hpctrain submit slurm jobs/program.py --folder runs/own --nodes 2 --time 01:00:00 -- --folder runs/own --steps 5000
+    python jobs/program.py --folder runs/own
+    mpiexec -n 2 python jobs/program.py --folder runs/own
+    hpctrain submit slurm jobs/program.py --folder runs/own --nodes 2 --time 01:00:00 -- --folder runs/own --steps 5000
 """
 
 import argparse
