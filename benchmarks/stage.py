@@ -4,10 +4,11 @@
 
 A copy of this environment is the shared one, with its Python. A file system for it (``benchmarks/slow_files.c``) makes
 each request take 5 ms, and lets all nodes together read 100 MB per second. It keeps what a node has read, as clients of
-NFS and Lustre do, and is mounted anew for each job. It needs root, a C compiler, and FUSE (Debian: libfuse3-dev, fuse3,
-pkg-config). Without staging, all ranks of a node import from there. With it, one process reads the archive from there,
-and the ranks import from the copy; its time is that of both, without the packing, which is done once. The job is that
-of ``startup``.
+NFS and Lustre do, reads 1 MiB ahead, and is mounted anew for each job. It needs root, a C compiler, and FUSE (Debian:
+libfuse3-dev, fuse3, pkg-config). Without staging, all ranks of a node import from there. With it, one process reads the
+archive from there, and the ranks import from the copy; its time is that of both, without the packing, which is done
+once. The job is that of ``startup``. "From a local disk" is the same job from files that are not slow and in memory:
+what the processors alone need, which is most of the rest if ranks outnumber the cores.
 
 The second table is a file of 64 MiB that reaches the storage of several nodes, each of which is one rank here: read by
 every node, and read once and passed on along the tree. All ranks share the cores of this machine.
@@ -46,6 +47,8 @@ SOURCE = Path(__file__).with_name("slow_files.c")
 MILLISECONDS, BANDWIDTH, FILE = 5, 100e6, 64 * 2**20
 STATE = struct.Struct("3q40x")  # of the file system: when the server is free, requests, bytes
 RATIO, RANKS, NODES = 0.2, (2, 4, 8), (1, 2, 4, 8)
+WAYS = ("shared", "staged", "from a local disk")
+READ_AHEAD = 1024  # KiB
 LONGEST = 560.0  # seconds of a job
 READ = """
 import sys, time
@@ -93,11 +96,13 @@ def run(args: argparse.Namespace) -> None:
             refuse(f"cannot write {starter_of(archive)}: {why}")
         data = shared.files / "data.bin"
         data.write_bytes(os.urandom(FILE // (16 if args.quick else 1)))
+        os.sync()
         ranks, nodes = (RANKS[:1], NODES[:2]) if args.quick else (RANKS, NODES)
         turns: dict[str, Any] = {}
         for number in ranks:
-            turns[f"{number} ranks, shared"] = lambda _, number=number: shared.first_step(number, [str(python)])
+            turns[f"{number} ranks, shared"] = lambda _, number=number: shared.first_step(number, python)
             turns[f"{number} ranks, staged"] = lambda _, number=number: shared.staged(number, archive, local)
+            turns[f"{number} ranks, from a local disk"] = lambda _, number=number: shared.fast(number, python)
         for number in nodes:
             for name, program in (("read by each", READ), ("passed on", PASS)):
                 turns[f"{number} nodes, {name}"] = lambda _, number=number, program=program: shared.on_nodes(
@@ -107,15 +112,15 @@ def run(args: argparse.Namespace) -> None:
     if len(times) < len(turns):
         return
     medians = {name: statistics.median(each) for name, each in times.items()}
-    ratios = {number: medians[f"{number} ranks, staged"] / medians[f"{number} ranks, shared"] for number in ranks}
+    seconds = {number: [medians[f"{number} ranks, {way}"] for way in WAYS] for number in ranks}
+    ratios = {number: staged / slow for number, (slow, staged, _) in seconds.items()}
+    waits = {number: (staged - local) / (slow - local) for number, (slow, staged, local) in seconds.items()}
     found = list(at_most(f"first step, staged / shared, {ranks[-1]} ranks", ratios[ranks[-1]], RATIO))
-    rows = [["", "shared s", "staged s", "shared / staged", "requests: shared", "staged"]]
-    for number, ratio in ratios.items():
-        names = [f"{number} ranks, {way}" for way in ("shared", "staged")]
-        seconds = [f"{medians[name]:.1f}" for name in names]
-        rows.append(
-            [f"{number} ranks", *seconds, f"{1 / ratio:.1f}", *(f"{shared.requests[name]:,}" for name in names)]
-        )
+    found += at_most(f"what the file system adds to it, staged / shared, {ranks[-1]} ranks", waits[ranks[-1]], RATIO)
+    rows = [["", *(f"{way}, s" for way in WAYS), "shared / staged", "requests: shared", "staged"]]
+    for number, each in seconds.items():
+        requests = [f"{shared.requests[f'{number} ranks, {way}']:,}" for way in WAYS[:2]]
+        rows.append([f"{number} ranks", *(f"{time:.1f}" for time in each), f"{1 / ratios[number]:.1f}", *requests])
     spread = [["", "read by each, s", "passed on, s"]]
     spread += [
         [f"{number} nodes", *(f"{medians[f'{number} nodes, {way}']:.2f}" for way in ("read by each", "passed on"))]
@@ -126,6 +131,7 @@ def run(args: argparse.Namespace) -> None:
         "bytes_per_second": BANDWIDTH,
         "file_bytes": FILE,
         "staged_to_shared": ratios,
+        "added_staged_to_shared": waits,
         "requests": shared.requests,
         "bytes_read": shared.nbytes,
         "seconds": {name: summary(each) for name, each in times.items()},
@@ -160,6 +166,7 @@ class SharedFiles:
             behind.mkdir(exist_ok=True)
             lines += [f"mount --bind {place} {behind}", f"{slow} {self._program} {behind} {place} &"]
             lines += [f"until mountpoint -q {place}; do sleep 0.01; done"]
+            lines += [f"echo {READ_AHEAD} > /sys/class/bdi/$(mountpoint -d {place})/read_ahead_kb"]
         lines += [f"trap 'umount -l {self.files} {base}' EXIT", '"$@"']
         return ["unshare", "--mount", "sh", "-ec", "\n".join(lines), "sh", *map(str, command)]
 
@@ -169,13 +176,20 @@ class SharedFiles:
     def _note(self, name: str) -> None:
         _, self.requests[name], self.nbytes[name] = STATE.unpack(self._state.read_bytes())
 
-    def first_step(self, ranks: int, interpreter: Sequence[str]) -> float:
+    def first_step(self, ranks: int, python: Path) -> float:
         """Return the seconds from the start of a job until its first step begins."""
         self._clear()
         began = time.time()
         with tempfile.TemporaryDirectory() as folder:
-            text = output(self._node(*mpiexec(ranks), *interpreter, "-c", JOB.format(folder=folder)))
+            text = output(self._node(*mpiexec(ranks), python, "-c", JOB.format(folder=folder)))
         self._note(f"{ranks} ranks, shared")
+        return begun(text) - began
+
+    def fast(self, ranks: int, python: Path) -> float:
+        """Return the seconds of the same job where the files are not slow."""
+        began = time.time()
+        with tempfile.TemporaryDirectory() as folder:
+            text = output([*mpiexec(ranks), str(python), "-c", JOB.format(folder=folder)])
         return begun(text) - began
 
     def staged(self, ranks: int, archive: Path, local: str) -> float:
@@ -221,7 +235,8 @@ def copied_environment(folder: Path) -> Path:
     package = Path(hpctrain.__file__).parent
     shutil.copytree(package, packages / "hpctrain", ignore=shutil.ignore_patterns("__pycache__"))
     python = folder / "bin" / "python"
-    subprocess.run([python, "-c", "import torch, hpctrain.train.job"], check=True, timeout=300)  # compiles
+    subprocess.run([python, "-m", "compileall", "-q", packages / "hpctrain"], check=True, timeout=300)
+    subprocess.run([python, "-c", "import torch, hpctrain.train.job"], check=True, timeout=300)
     return python
 
 

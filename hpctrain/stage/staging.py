@@ -137,7 +137,7 @@ class JobStaging:
         failure: OSError | None = None
         try:
             for piece in tree.broadcast(self._pieces(source) if self._comm.Get_rank() == 0 else None):
-                if self._comm.Get_rank() == 0:
+                if self._comm.Get_rank() == 0 and source.index is None:  # an index has the archive's
                     digest.update(piece)
                 if copy is not None and failure is None:
                     try:
