@@ -16,6 +16,7 @@ COUNTS   ?=# file to which make test-long writes the number of passed tests, as 
 PREFIX   ?=# installation folder of make install, such as /apps/hpctrain/1.0
 MODULES  ?=# folder of its modulefiles: one of MODULEPATH
 VERSION  ?=# version in the module name hpctrain/VERSION; empty: hpctrain's own
+EXTRAS   ?= plot# optional parts of make install: plot, watch, report, trackers, hf, cuda
 DEPENDS  ?=# modules to load with it, such as the MPI of MPI=site
 REQUIRED ?=# 1: test-multinode, test-slurm, test-pbs fail instead of being skipped if this machine cannot simulate nodes
 OPENPBS  ?=# folder with OpenPBS and cluster.sh, for test-pbs
@@ -26,7 +27,9 @@ endif
 
 # One environment holds one MPI, because every MPI brings a program called mpiexec.
 VENV := .venv$(if $(filter-out mpich,$(MPI)),-$(MPI))
-BIN  := $(CURDIR)/$(VENV)/bin
+NONE :=
+BLANK := $(NONE) $(NONE)
+BIN  := $(subst $(BLANK),\$(BLANK),$(CURDIR))/$(VENV)/bin
 
 ifeq ($(MPI),site)
 MPIEXEC ?= mpiexec
@@ -84,6 +87,7 @@ $(STAMP): setup.cfg pyproject.toml
 	    echo "hpctrain needs Python 3.11 or newer, PYTHON=$(PYTHON) is not: set PYTHON=/path/to/python3.11"; exit 1; }
 	@test "$(MPI)" != site || test -n "$(MPICC)" || { \
 	    echo "MPI=site needs mpicc in PATH: load the site's MPI module first (module avail mpi)"; exit 1; }
+	@test "$(MPI)" != site || MPICC="$(MPICC)" packaging/check_mpicc.sh
 	@$(MAKE) --no-print-directory _torch
 ifneq ($(LOCKED),)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
@@ -116,6 +120,7 @@ install uninstall: export PREFIX := $(PREFIX)
 install uninstall: export MODULES := $(MODULES)
 install: export VERSION := $(VERSION)
 install: export DEPENDS := $(DEPENDS)
+install: export EXTRAS := $(EXTRAS)
 install: ## install for all users into PREFIX, with modulefiles in MODULES
 	@PYTHON='$(PYTHON)' MPI='$(MPI)' MPICC='$(MPICC)' TORCH='$(TORCH)' packaging/install.sh
 
@@ -152,7 +157,10 @@ _dist-tools: env
 	@$(BIN)/python -c 'import build, twine' 2>/dev/null || $(BIN)/pip install --quiet 'build>=1' 'twine>=6'
 
 _dist:
-	rm -rf build dist
+	rm -rf build dist packaging/pages
+	@mkdir -p packaging/pages/man packaging/pages/bash
+	PYTHONPATH='$(CURDIR)' $(BIN)/python packaging/manpage.py > packaging/pages/man/hpctrain.1
+	PYTHONPATH='$(CURDIR)' $(BIN)/python packaging/completion.py > packaging/pages/bash/hpctrain
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
 

@@ -6,11 +6,12 @@
 #   PREFIX/share                man page and tab completion
 #   MODULES/hpctrain/VERSION    for Environment Modules; VERSION.lua for Lmod. Written last, removed first.
 #
-# Read from the environment: PREFIX MODULES VERSION DEPENDS PYTHON MPI MPICC TORCH, as documented in the Makefile.
+# Read from the environment: PREFIX MODULES VERSION DEPENDS PYTHON MPI MPICC TORCH EXTRAS, as documented in the Makefile.
 set -euo pipefail
 umask 022 # an administrator's own may be 077, but all users need read access
 cd "$(dirname "$0")/.."
 PREFIX=${PREFIX:-} MODULES=${MODULES:-} VERSION=${VERSION:-} DEPENDS=${DEPENDS:-} MPI=${MPI:-mpich} TORCH=${TORCH:-torch}
+EXTRAS=$(tr -s ' ,' ',' <<<"${EXTRAS-plot}" | sed 's/^,//; s/,$//') # names of optional parts, which the README lists
 unset PYTHONHOME PYTHONPATH # set for this shell; the installation must work without them
 
 fail() {
@@ -40,7 +41,7 @@ modulefile() {
     shift
     # shellcheck disable=SC2086 # DEPENDS holds several names
     PYTHONPATH=$PWD PYTHONDONTWRITEBYTECODE=1 "$python" -m hpctrain modulefile "$language" --root "$PREFIX" \
-        --version "$VERSION" ${DEPENDS:+--depends-on $DEPENDS} "$@"
+        --version "$VERSION" --mpi "$MPI" ${DEPENDS:+--depends-on $DEPENDS} "$@"
 }
 
 # Refuse a folder with other contents, such as /usr/local: make install fills its folder, make uninstall empties it.
@@ -65,7 +66,7 @@ wanted() {
     local digest
     digest=$(find -L hpctrain setup.cfg pyproject.toml -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z |
         xargs -0 sha256sum | sha256sum)
-    echo "$(realpath "$(command -v "$python")") $TORCH $MPI ${MPICC:-} ${digest%% *}"
+    echo "$(realpath "$(command -v "$python")") $TORCH $MPI ${MPICC:-} $EXTRAS ${digest%% *}"
 }
 
 make_venv() {
@@ -84,8 +85,8 @@ make_venv() {
     source=$(mktemp -d)
     # shellcheck disable=SC2064 # the name is local
     trap "rm -rf '$source'" EXIT
-    cp -R hpctrain jobs modules setup.cfg pyproject.toml README.md LICENSE "$source"
-    "$pip" install --quiet --disable-pip-version-check "${source}[$MPI,pages]"
+    cp -R hpctrain docs jobs modules setup.cfg pyproject.toml README.md LICENSE "$source"
+    "$pip" install --quiet --disable-pip-version-check "${source}[$MPI,pages${EXTRAS:+,$EXTRAS}]"
     [ "$("$PREFIX/venv/bin/hpctrain" --version)" = "hpctrain $version" ] || fail "the installed hpctrain does not start"
 }
 
@@ -121,6 +122,7 @@ make_share() {
     local share=$PREFIX/share
     "$PREFIX/venv/bin/python" packaging/manpage.py | publish "$share/man/man1/hpctrain.1" 644
     "$PREFIX/venv/bin/python" packaging/completion.py | publish "$share/bash-completion/completions/hpctrain" 644
+    for file in jobs/*.toml; do publish "$share/hpctrain/examples/${file##*/}" 644 <"$file"; done
 }
 
 # Print a note if a parent folder is closed to other users; only the administrator can open it.
@@ -139,6 +141,7 @@ python=$(command -v "${PYTHON:-python3}") || fail "PYTHON=${PYTHON:-python3} doe
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "hpctrain needs Python 3.11 or newer, PYTHON=$python is not: set PYTHON=/path/to/python3.11"
 [ "$MPI" != site ] || [ -n "${MPICC:-}" ] || fail "MPI=site needs mpicc in PATH: load the site's MPI module first"
+[ "$MPI" != site ] || packaging/check_mpicc.sh || exit 2
 check_folder PREFIX "$PREFIX"
 check_folder MODULES "$MODULES"
 PREFIX=$(realpath -sm "$PREFIX") MODULES=$(realpath -sm "$MODULES")

@@ -41,6 +41,7 @@ _VARIABLES = {
     "HPCTRAIN_FILE_PATIENCE": "seconds for which file system calls are retried after transient errors (15)",
     "HPCTRAIN_FAULT": "faults to inject into a run, to test that it survives them: kill rank=2 step=7 at=backward",
     "HPCTRAIN_NODES": "set by job scripts with a range of nodes: the range, for the receipt",
+    "HPCTRAIN_GPUS_PER_NODE": "set by job scripts with GPUs: their number per node; a rank that sees none is an error",
     "HPCTRAIN_SPARES": "set by job scripts with spare nodes: the number of those that idle, for the receipt",
     "HPCTRAIN_LIVING": "set by job scripts with spare nodes for their own next start: the nodes that answer",
     "HPCTRAIN_WATCHER": "the same: the process that watches the node of the script",

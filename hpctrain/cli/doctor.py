@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _EPILOG = """\
 examples:
   hpctrain doctor                                     on a login node, or anywhere: problems of this machine
   hpctrain doctor --script my.sbatch                  and of this job script
+  hpctrain doctor --container torch.sif               and of this image: does its MPI fit the launchers here?
   hpctrain doctor --json -o login.json
   srun --mpi=pmi2 hpctrain doctor --preflight         on the nodes of a job: about 30 s, all ranks together
   mpiexec -n 4 hpctrain doctor --preflight --folder /scratch/me --seconds 10
@@ -44,6 +46,9 @@ _WIDEST = 140  # maximum columns of text on a wider terminal
 def add_parser(subparsers: Any) -> None:
     parser = add_verb(subparsers, "doctor", _WHAT, _EPILOG)
     parser.add_argument("--script", type=Path, metavar="FILE", help="check this job script, too")
+    parser.add_argument("--container", default="", metavar="IMAGE", help="check this image of a container, too")
+    named = "site whose program and options run the container (default: $HPCTRAIN_PROFILE, else apptainer)"
+    parser.add_argument("--profile", default="", metavar="NAME", help=named)
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the JSON to this file")
@@ -65,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Raise ``UsageError`` for options that conflict, and for files that cannot be written."""
     if args.preflight:
-        if args.script:
-            raise UsageError("--script has no effect with --preflight: remove one of them", everywhere=True)
+        for name in ("script", "container"):
+            if getattr(args, name):
+                raise UsageError(f"--{name} has no effect with --preflight: remove one of them", everywhere=True)
     else:
         given = [name for name in ("seconds", "folder", "device", "picture") if getattr(args, name) is not None]
         if given:
@@ -80,11 +86,17 @@ def _check(args: argparse.Namespace) -> None:
 
 def _login(args: argparse.Namespace) -> int:
     from hpctrain.cluster.launcher import rank_from_environment
+    from hpctrain.doctor.login.container import query_container
     from hpctrain.doctor.login.examine import examine
+    from hpctrain.jobs.profile import load
 
     if rank_from_environment():
         return 0  # rank 0 prints for all ranks
-    facts, findings = examine(args.script)
+    query = None
+    if args.container:
+        site, _ = load(args.profile or os.environ.get("HPCTRAIN_PROFILE") or "generic-slurm")
+        query = partial(query_container, args.container, site)
+    facts, findings = examine(args.script, query_container=query)
     return print_login(args, facts.to_json(), findings)
 
 

@@ -9,12 +9,13 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from textwrap import fill
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hpctrain._version import __version__
 from hpctrain.cluster.launcher import is_launched, rank_from_environment
-from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
+from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, HpctrainError, UsageError
 from hpctrain.train.control import interrupt_message
 from hpctrain.train.exit import end_job, end_unstarted, in_world, print_once
 from hpctrain.util.text import LINE, fit_message, printable, printable_lines, shorten
@@ -33,6 +34,7 @@ VERBS = {
     "watch": "show runs in the terminal: progress, curves, use of time",
     "report": "write a page about runs: curves, use of time, scaling",
     "receipt": "report the time and resources of a run",
+    "docs": "show the pages of the documentation",
     "bench": "measure the collectives, show the measurements",
 }
 _EPILOG = """\
@@ -52,6 +54,9 @@ hpctrain VERB --help shows details and examples.
 """
 
 
+_NEEDED = ("torch", "numpy", "h5py", "isal", "tqdm", "mpi4py")  # packages without which a verb cannot work
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Formatter that keeps the lines of examples, with room for the names of verbs and options."""
 
@@ -67,8 +72,26 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hpctrain`` and return its exit code."""
+    _open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return with_reports(lambda: _run(arguments), arguments)
+    if arguments[:1] == ["run"]:  # the output is that of the program
+        return with_reports(lambda: _run(arguments), arguments)
+    before, output = sys.stdout, _Output(sys.stdout)
+    sys.stdout = output
+    try:
+        code = with_reports(lambda: _run(arguments), arguments)
+    except OSError as error:
+        if error is not output.failure:
+            raise
+        code = EXIT_FAILURE
+    except SystemExit as end:  # of --help and --version
+        if lost := output.exit_code():
+            raise SystemExit(lost) from end
+        raise
+    finally:
+        sys.stdout = before
+    lost = output.exit_code()
+    return code if lost is None else lost
 
 
 def _run(arguments: list[str]) -> int:
@@ -91,14 +114,71 @@ def with_reports(call: Callable[[], int], arguments: Sequence[str]) -> int:
         return report(error, arguments)
     except KeyboardInterrupt as error:
         return interrupted(error)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except ImportError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _NEEDED or in_world() or arguments[:1] == ["run"]:
+            raise
+        why = f"there is no {name}" if isinstance(error, ModuleNotFoundError) else f"{name} does not load: {error}"
+        advice = f"install it there (pip install {name}), or load the module of hpctrain"
+        return report(UsageError(f"{why} in {sys.prefix}, and hpctrain needs it; {advice}", everywhere=True))
     except OSError as error:
         name = error.filename
         if in_world() or not isinstance(name, str) or not any(word in name for word in values(arguments) if word[1:]):
             raise  # it is not about a file that the command line names
         return report(UsageError(f"cannot use {error.filename}: {error.strerror}"), arguments)
+
+
+# Standard streams -----------------------------------------------------------------------------------------------------
+
+
+def _open_closed_streams() -> None:
+    """Open what the caller has closed (``>&-``), else the next file that is opened would be the output."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+class _Output:
+    """Standard output that remembers why it could not be written; argparse ignores that."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.failure: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return int(self._try(lambda: self._stream.write(text)))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def exit_code(self) -> int | None:
+        """Write what is left; return the exit code, after a line about it, if something could not be written.
+
+        A reader that needs no more, such as ``head``, is no error.
+        """
+        with suppress(OSError):
+            self.flush()
+        if self.failure is None:
+            return None
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if isinstance(self.failure, BrokenPipeError):
+            return 0
+        return report(HpctrainError(f"cannot write the output: {self.failure.strerror}", everywhere=True))
 
 
 class Parser(argparse.ArgumentParser):

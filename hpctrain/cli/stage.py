@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.main import add_action, add_verb, main
 from hpctrain.cluster.launcher import detect
+from hpctrain.cluster.world_check import check_pmi
 from hpctrain.comm.transport.waiting import timeout_seconds
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.stage.local import FOLDER, PACKED, NodeStorage, default_place
@@ -141,6 +142,7 @@ def copy(args: argparse.Namespace) -> int:
     if args.env is None and args.container is None and not args.data:
         raise UsageError("nothing to copy: name --env FILE, --data FILE or --container IMAGE", everywhere=True)
     launch, job, place = detect(), _job(args), _place(args)
+    check_pmi(launch, os.environ)
     from mpi4py import MPI
 
     from hpctrain.stage.staging import JobStaging, sources_of

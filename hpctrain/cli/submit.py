@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cli.job import WordsParser, add_scheduler, script_of
+from hpctrain.cli.job_options import WordsParser, add_scheduler
+from hpctrain.cli.job_request import script_of
 from hpctrain.cli.main import add_verb
 from hpctrain.errors import HpctrainError
 from hpctrain.jobs import submit as pbs_limits

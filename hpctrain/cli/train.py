@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from typing import Any
 
 from hpctrain.cli.main import add_verb
+from hpctrain.cluster.launcher import rank_from_environment
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.faults.spec import VARIABLE, parse
 from hpctrain.train import control
+from hpctrain.util.text import columns, printable, printable_lines
 
 EXAMPLES = """examples:
+  hpctrain train --example > my.toml                          settings to begin with; --example list names all
   hpctrain train jobs/gpt-tiny.toml                           one process, no MPI needed
   mpiexec -n 4 hpctrain train jobs/gpt-tiny.toml              four ranks
   srun hpctrain train big.toml --set train.batch=512          as a step of a Slurm job
@@ -32,18 +36,27 @@ _OPTIONS = {
 def add_parser(verbs: Any) -> None:
     what = "Train a model from the settings in a TOML file, or resume its run."
     parser = add_verb(verbs, "train", what, EXAMPLES)
-    parser.add_argument("config", metavar="CONFIG.toml", help="the run's settings")
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the run's settings")
     setting, meaning = "SECTION.KEY=VALUE", "change a setting of the file (repeatable)"
     parser.add_argument("--set", dest="assignments", metavar=setting, action="append", default=[], help=meaning)
     for option, text in _OPTIONS.items():
         parser.add_argument(f"--{option}", metavar=text[0], help=text[1])
     meaning = "inject a fault, to test restarts (repeatable); adds to HPCTRAIN_FAULT, see docs/failures.md"
     parser.add_argument("--fault", dest="faults", metavar="FAULT", action="append", default=[], help=meaning)
+    meaning = "print the settings of an example and exit: gpt-tiny (default), or another one of --example list"
+    parser.add_argument("--example", nargs="?", const="gpt-tiny", metavar="NAME", help=meaning)
     parser.add_argument("-v", "--verbose", action="store_true", help="print the binding of ranks to cores, and more")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; return 0 when all steps are done."""
+    if args.example is not None:
+        return _print_example(args.example)
+    if args.config is None:
+        raise UsageError(
+            "CONFIG.toml is missing: the settings of the run; hpctrain train --example > my.toml writes some",
+            everywhere=True,
+        )
     stop_request = control.install()  # before the import of torch, because until then USR1 would kill the rank
     stop_request.starting = True
     from hpctrain.train.config import load
@@ -60,6 +73,27 @@ def run(args: argparse.Namespace) -> int:
     from hpctrain.train.recipe import train
 
     train(settings, verbose=args.verbose)
+    return 0
+
+
+def _print_example(name: str) -> int:
+    """Print the settings of an example, or the names of all with their first lines."""
+    from hpctrain.jobs.template import package_templates
+
+    if rank_from_environment():
+        return 0
+    found = {
+        path.name.removesuffix(".toml"): path.read_text(encoding="utf-8")
+        for path in sorted(package_templates().iterdir(), key=lambda path: path.name)
+        if path.name.endswith(".toml")
+    }
+    if name == "list":
+        rows = [(each, text.partition("\n")[0].lstrip("# ")) for each, text in found.items()]
+        print(printable_lines("\n".join(columns(rows))))
+    elif name in found:
+        sys.stdout.write(found[name].replace(f"jobs/{name}.toml", "my.toml"))
+    else:
+        raise UsageError(f"--example {printable(name)}: allowed are {', '.join(found)}, and list", everywhere=True)
     return 0
 
 

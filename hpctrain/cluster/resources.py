@@ -6,13 +6,16 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from hpctrain.cluster.nodes import number_ranges
 from hpctrain.util import retry
 from hpctrain.util.text import columns
+
+GPUS = "HPCTRAIN_GPUS_PER_NODE"  # set by job scripts: the number of GPUs that the job has requested per node
+_OF_SLURM = "SLURM_GPUS_ON_NODE"  # of a job or a step that has GPUs
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,12 @@ def threads_for(my_cpus: Sequence[int], all_cpus_on_node: Sequence[Sequence[int]
     users = Counter(cpu for cpus in all_cpus_on_node for cpu in set(cpus))
     share = sum(1 / max(users[cpu], 1) for cpu in set(my_cpus))
     return max(int(share + 1e-6), 1)  # thirds do not add up to one
+
+
+def requested_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many GPUs of a node this job has requested; 0 if none, or if neither script nor Slurm say it."""
+    found = environ.get(GPUS) or environ.get(_OF_SLURM) or "0"
+    return int(found) if found.isascii() and found.isdigit() else 0
 
 
 def table(rows: Iterable[Binding]) -> str:

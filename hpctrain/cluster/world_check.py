@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 
 from hpctrain.cluster.launcher import Kind, Launch
 from hpctrain.errors import LaunchError
@@ -61,21 +62,20 @@ def check_world(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *,
 
 
 def check_pmi(launch: Launch, environ: Mapping[str, str], path: list[str] | None = None) -> None:
-    """Raise ``LaunchError`` if ``srun`` offers PMIx to the MPICH of the wheel, which supports PMI only.
+    """Raise ``LaunchError`` if the launcher offers PMIx to the MPICH of the wheel, which supports PMI only.
 
     To be called before MPI is loaded: otherwise MPICH ends the process with an exit code of its
     own, and a job that is requeued after failures would try again. An MPI built by the site may
     support PMIx and is not checked. ``path`` is where pip installs (default: ``sys.path``).
     """
-    if (
-        launch.kind == "slurm"
-        and "PMIX_RANK" in environ
-        and "PMI_RANK" not in environ
-        and _only_mpich(path or sys.path)
-    ):
+    if "PMIX_RANK" not in environ or launch.kind not in ("slurm", "openmpi", "pmix"):
+        return
+    own = Path(sys.executable).parent / "mpiexec"
+    if "PMI_RANK" not in environ and _only_mpich(path or sys.path):
+        processes = f"{launch.size} processes" if launch.size else "processes"
         raise LaunchError(
-            f"srun speaks PMIx to its {launch.size} processes, and the MPICH that pip installs does not; "
-            f"{_remedy(launch, 'MPICH')}",
+            f"{_PROGRAMS[launch.kind]} speaks PMIx to its {processes}, and the MPICH that pip installs does not; "
+            f"{_remedy(launch, 'MPICH', str(own) if own.exists() else '')}",
             everywhere=True,
         )
 
@@ -86,8 +86,8 @@ def _only_mpich(path: list[str]) -> bool:
     return found == {"mpich"}
 
 
-def _remedy(launch: Launch, name: str) -> str:
-    same = f"the mpiexec that came with {name}"
+def _remedy(launch: Launch, name: str, mpiexec: str = "") -> str:
+    same = mpiexec or f"the mpiexec that came with {name}"
     if launch.kind != "slurm":
         return f"start with {same}, or install the MPI of this launcher"
     return f"start with srun --mpi={srun_type(name) or '...'} (srun --mpi=list shows the choices), or with {same}"

@@ -212,7 +212,9 @@ def check_batch(batch: int, size: int, microbatches: int = 1) -> None:
         below, above = batch // unit * unit, (batch // unit + 1) * unit
         parts = f"{size} ranks" + (f" x {microbatches} microbatches" if microbatches > 1 else "")
         nearest = f"{below} and {above}" if below else f"{above}"
-        raise SettingsError(f"a batch of {batch} samples cannot be divided evenly over {parts}: nearest are {nearest}")
+        raise SettingsError(
+            f"a batch of {batch} samples cannot be divided evenly over {parts}: nearest are {nearest} samples"
+        )
 
 
 def evaluation_batches(

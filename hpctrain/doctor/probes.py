@@ -82,6 +82,24 @@ def hdf5_versions() -> dict[str, Any]:
     return {"h5py": h5py.version.version, "hdf5": h5py.version.hdf5_version, "mpi": bool(h5py.get_config().mpi)}
 
 
+def image_packages() -> dict[str, Any]:
+    """Return what an image of a container has: versions of packages, and the answers of other probes."""
+    from importlib import metadata
+
+    found: dict[str, Any] = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("hpctrain", "numpy", "h5py"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    for name, probe in {"torch": torch_build, "mpi": mpi_versions}.items():
+        try:
+            found[name] = probe()
+        except Exception as error:  # of any kind: a library that does not load raises what it likes
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
 def folder_space(path: str) -> dict[str, Any]:
     """Return size and free space in bytes, the number of free files, and whether this user may write.
 
@@ -107,6 +125,7 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "mpi": mpi_versions,
     "hdf5": hdf5_versions,
     "space": folder_space,
+    "image": image_packages,
 }
 
 

@@ -22,6 +22,7 @@ from hpctrain.jobs.template import check, check_all, fill
 
 # Language of a modulefile, and the prefix of comment lines that are only for readers of its
 # template.
+MPIS = ("mpich", "openmpi", "site")
 LANGUAGES = {"lua": "--%", "tcl": "#% "}
 
 
@@ -33,6 +34,7 @@ class Module:
     version: str = __version__
     depends_on: Sequence[str] = ()  # modules to load together with it
     url: str = ""
+    mpi: str = ""  # MPI in the environment: mpich, openmpi or site; empty if unknown
 
     def __post_init__(self) -> None:
         path = PurePosixPath(check("--root", self.root, "path"))
@@ -43,6 +45,8 @@ class Module:
         names = check_all("--depends-on", self.depends_on, "module")
         if any(name.partition("/")[0] == "hpctrain" for name in names):
             raise UsageError("--depends-on: hpctrain cannot depend on itself, which it excludes")
+        if self.mpi not in ("", *MPIS):
+            raise UsageError(f"--mpi = {self.mpi!r}: allowed are {', '.join(MPIS)}")
         if self.url:
             check("url", self.url, "address")
 
@@ -56,6 +60,7 @@ def modulefile(language: str, module: Module) -> str:
         "version": module.version,
         "depends_on": tuple(module.depends_on) or None,
         "url": module.url or None,
+        "osc": "^ucx" if module.mpi == "openmpi" else None,
     }
     return fill(read_template(language), values, comment_prefix=LANGUAGES[language], write=str)
 

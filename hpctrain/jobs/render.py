@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from hpctrain.cluster.resources import GPUS
 from hpctrain.errors import UsageError
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.profile import Profile, option_words
 from hpctrain.jobs.request import FOLDER, NEWEST_FILE, Request, granted_nodes, task_cases
 from hpctrain.jobs.spares import NODE_FILE, on_living_nodes, pbs_spare_values, spare_values
-from hpctrain.jobs.staging import one_per_node, stage_values, staged_program
+from hpctrain.jobs.staging import in_container, one_per_node, stage_values, staged_program
 from hpctrain.jobs.template import SCHEDULERS, Raw, Value, clock, fill, join, read_template
 
 Words = list[str]
@@ -22,9 +23,8 @@ MODULE = "hpctrain"  # name of the project's own modulefiles
 def program(request: Request, profile: Profile) -> Words:
     """Return the command of every rank, in its container if there is one."""
     if request.is_program:
-        return profile.in_container(request.container, _own_program(request, profile))
-    words = _benchmark(request) if request.template == "benchmark" else _train(request)
-    return profile.in_container(request.container, words)
+        return in_container(request, profile, _own_program(request, profile))
+    return in_container(request, profile, _benchmark(request) if request.template == "benchmark" else _train(request))
 
 
 def preflight(request: Request, profile: Profile) -> Words | None:
@@ -34,7 +34,7 @@ def preflight(request: Request, profile: Profile) -> Words | None:
     folder = Raw('"$folder"')
     found = ["--folder", folder, "--output", Raw(f"{folder}/preflight.json")]
     words = ["hpctrain", "doctor", "--preflight", "--strict", "--seconds", str(request.preflight), *found]
-    return profile.in_container(request.container, words)
+    return in_container(request, profile, words)
 
 
 def _srun(request: Request, profile: Profile) -> Words:
@@ -327,6 +327,7 @@ _VALUES = {"slurm": slurm_values, "pbs": pbs_values}
 def render(request: Request, profile: Profile) -> str:
     """Return the job's script; raises ``UsageError`` if the scheduler would misinterpret it."""
     request = with_defaults(request, profile)
+    profile.check_masks(request.ranks_per_node, request.cpus_per_rank)
     values = {**_shared(request, profile), **_VALUES[profile.scheduler](request, profile)}
     script = fill(read_template(profile.scheduler, request.template), values)
     if found := problems(script):
@@ -355,6 +356,8 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         environment.setdefault("NCCL_SOCKET_IFNAME", profile.interface)
     if request.is_program:
         environment[FOLDER] = request.folder
+    if request.gpus_per_node:
+        environment[GPUS] = str(request.gpus_per_node)
     return {
         "shell": profile.shell,
         "config": request.config,

@@ -70,6 +70,7 @@ class Request:
     exclude: str = _text("nodes")  # nodes to exclude (Slurm)
     memory: str = _text("memory")  # memory per node
     container: str = _text("image")  # container image; "none": no container, whatever the profile says
+    container_options: tuple[str, ...] = _text("option", ())  # besides those of the profile
     venv: str = _text("path")  # a virtual environment to activate
     # Packed environment and data files that are copied to the nodes before each start (hpctrain stage).
     stage_env: str = _text("path")

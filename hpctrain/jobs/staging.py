@@ -16,6 +16,12 @@ _READ = '[ -r "$0" ] && . "$0"'  # on a node without copies there is no such fil
 CONTAINER = "HPCTRAIN_CONTAINER"  # copy of the image, set in that file
 
 
+def in_container(request: Request, profile: Profile, words: Words) -> Words:
+    """Return a command in the container of a request, if it has one."""
+    gpus = request.gpus_per_node > 0
+    return profile.in_container(request.container, words, request.container_options, gpus=gpus)
+
+
 def one_per_node(request: Request) -> Request:
     """Return a request for one process on each node, with all of its cores."""
     cores = request.ranks_per_node * request.cpus_per_rank
@@ -35,7 +41,7 @@ def stage_values(request: Request, profile: Profile, launcher: Words) -> dict[st
     if request.template == "benchmark":
         raise UsageError("stage: a benchmark reads no data; remove --stage")
     program = [request.stage_program] if request.stage_program else ["hpctrain", "stage"]
-    words = [*_placed(request, profile, launcher), *profile.in_container(request.container, program)]
+    words = [*_placed(request, profile, launcher), *in_container(replace(request, gpus_per_node=0), profile, program)]
     copied = [*(["--env", request.stage_env] if request.stage_env else [])]
     copied += ["--data", *request.stage_data] if request.stage_data else []
     copied += ["--container", request.container] if request.stage_container else []
@@ -54,7 +60,7 @@ def staged_program(request: Request, profile: Profile, words: Words) -> Words:
         return words
     if not request.stage_container:
         return ["sh", "-c", f'{_READ}; exec "$@"', Raw('"$staged"'), *words]
-    place = len(profile.in_container(request.container, [])) - 1  # of the image in the command
+    place = len(in_container(request, profile, [])) - 1  # of the image in the command
     image = f'"${{{CONTAINER}:-{request.container}}}"'
     return [
         *("sh", "-c", f'{_READ}; exec {join(words[:place])} {image} "$@"', Raw('"$staged"')),

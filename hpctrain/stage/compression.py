@@ -12,11 +12,20 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from hpctrain.stage.local import Piece
 
+try:  # several times faster than zlib, with the same results for readers
+    from isal import isal_zlib
+
+    codec: Any = isal_zlib
+
+    _LEVEL = 2
+except ImportError:
+    codec = zlib
+    _LEVEL = 1  # higher levels save a tenth of the bytes, and take two to three times as long
 BLOCK = 1024 * 1024  # most bytes of the content in one member
-_LEVEL = 1  # higher levels save a tenth of the bytes, and take two to three times as long
 _MOST_THREADS = 8
 # RFC 1952: magic number, deflate, an extra field; no time; fastest method, unknown system; the field: 8 bytes, its
 # name, 4 bytes of content, which are the size of the member.
@@ -75,11 +84,11 @@ def decompressed(pieces: Iterable[Piece], threads: int | None = None) -> Generat
 
 
 def _member(block: bytes) -> bytes:
-    compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
-    content = compressor.compress(block) + compressor.flush()
+    compressor = codec.compressobj(_LEVEL, codec.DEFLATED, -codec.MAX_WBITS)
+    content: bytes = compressor.compress(block) + compressor.flush()
     size = _HEADER.size + len(content) + _TRAILER.size
     header = _HEADER.pack(_START, 0, 4, 255, 8, _NAME, 4, size)
-    return header + content + _TRAILER.pack(zlib.crc32(block), len(block))
+    return header + content + _TRAILER.pack(codec.crc32(block), len(block))
 
 
 def _members(pieces: Iterable[Piece]) -> Iterator[memoryview]:
@@ -104,10 +113,10 @@ def _size_of(view: memoryview) -> int:
 
 
 def _block(member: memoryview) -> bytes:
-    stream = zlib.decompressobj(zlib.MAX_WBITS + 16)  # of gzip, with its checksum
+    stream = codec.decompressobj(codec.MAX_WBITS + 16)  # of gzip, with its checksum
     try:
-        content = stream.decompress(member, BLOCK + 1)
-    except zlib.error as error:
+        content: bytes = stream.decompress(member, BLOCK + 1)
+    except (zlib.error, codec.error) as error:
         raise ValueError(f"a block is damaged: {error}") from error
     if not stream.eof or stream.unused_data or len(content) > BLOCK:
         raise ValueError("a block has another size than its header says")

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.cluster.resources import Binding, cpu_affinity
+from hpctrain.cluster.resources import Binding, cpu_affinity, requested_gpus
 from hpctrain.cluster.resources import table as binding_table
 from hpctrain.cluster.resources import threads_for
 from hpctrain.errors import DeviceError, MismatchError, SettingsError
 from hpctrain.settings import flatten
 from hpctrain.train import control
+from hpctrain.util.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from hpctrain.train.watchdog import Watchdog
 
 
+_IN_CONTAINER = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
 class Machine:
     """Sources of a job on this machine: the visible GPUs, the versions of packages, and the watchdog of this rank."""
 
@@ -43,6 +48,24 @@ class Machine:
         import torch
 
         return torch.cuda.device_count()
+
+    def why_no_gpus(self) -> str:
+        """Return why this rank sees no GPU of a job that has requested some, and what to do; empty if it has not."""
+        import torch
+
+        if not (number := requested_gpus()):
+            return ""
+        if not (torch.version.cuda or torch.version.hip):
+            advice = f"torch {torch.__version__} is a build for CPUs: install one for CUDA or ROCm"
+        elif any(name in os.environ for name in _IN_CONTAINER):
+            advice = "start the container with --nv (NVIDIA) or --rocm (AMD)"
+        else:
+            shown = ", ".join(f"{name}={os.environ[name]!r}" for name in _VISIBLE if name in os.environ)
+            advice = f"see what nvidia-smi or rocm-smi prints in this job{f', which has {shown}' if shown else ''}"
+        return (
+            f"the job has requested {counted(number, 'GPU')} per node, and this rank sees none, so it would train on "
+            f'CPUs; {advice}; or set run.device = "cpu"'
+        )
 
     def identity(self, device: torch.device) -> str:
         """Return a name that is the same in every process that uses this device."""
@@ -88,8 +111,9 @@ def init(
 
     ``comm`` is the mpi4py communicator to train in, ``COMM_WORLD`` by default. A process without a
     launcher is a job of one rank and needs no MPI. ``device`` is ``auto`` (a GPU if one is
-    visible), ``cpu`` or ``cuda``. Two ranks share a GPU only with ``oversubscribe``. ``parallel``,
-    ``offload`` and ``asynchronous`` are the settings of these sections, or dicts of them;
+    visible, an error if the job has requested GPUs and this rank sees none), ``cpu`` or ``cuda``.
+    Two ranks share a GPU only with ``oversubscribe``. ``parallel``, ``offload`` and
+    ``asynchronous`` are the settings of these sections, or dicts of them;
     ``parallel="fsdp"`` names a strategy; ``server`` is the former name of ``asynchronous``. They
     are the defaults for every model that ``Job.wrap`` gets without its own settings. ``settings``
     are values that all ranks must share: they are compared over the ranks and not interpreted.
@@ -189,7 +213,7 @@ def _equip(world: Communicator, device: torch.device, machine: Machine) -> None:
 
 
 def select_device(wanted: str, local_rank: int, machine: Machine = Machine()) -> torch.device:
-    """Return the device of a rank: ``auto`` is a GPU if one is visible, otherwise the CPU.
+    """Return the device of a rank: ``auto`` is a GPU if one is visible, the CPU in a job that has requested no GPUs.
 
     GPUs are assigned by local rank among the visible ones. The result is therefore the same whether
     the launcher shows each rank all GPUs of the node or only one.
@@ -199,6 +223,8 @@ def select_device(wanted: str, local_rank: int, machine: Machine = Machine()) ->
     if wanted not in ("auto", "cpu", "cuda"):
         raise DeviceError(f"unknown device {wanted!r}: known are auto, cpu, cuda", everywhere=True)
     visible = 0 if wanted == "cpu" else machine.gpus()
+    if wanted == "auto" and not visible and (why := machine.why_no_gpus()):
+        raise DeviceError(f"device auto: {why}")
     if wanted == "cuda" and not visible:
         raise DeviceError("device cuda: no GPU is visible to this rank (is it in CUDA_VISIBLE_DEVICES?)")
     return torch.device("cuda", local_rank % visible) if visible else torch.device("cpu")

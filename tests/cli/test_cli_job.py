@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (
             ["slurm", *BASE, "--nodes", "2-8"],
             "the run does not work on 3,5-7 nodes (3: a batch of 16 samples cannot be divided evenly over 3 ranks: "
-            "nearest are 15 and 18); allowed is 2,4,8; request these, or take another train.batch",
+            "nearest are 15 and 18 samples); allowed is 2,4,8; request these, or take another train.batch",
         ),
         (
             ["slurm", *BASE, "--nodes", "1-2", "--sweep", "train.batch=16,15"],
@@ -117,6 +118,17 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
             "unrecognized arguments: --rate 1; those of jobs/program.py come after --",
         ),
         (["check", "lost.sbatch"], "cannot read lost.sbatch"),
+        (
+            ["slurm", *BASE, "--profile", "lumi", "--cpus-per-rank", "8"],
+            "cpus_per_rank = 8, ranks_per_node = 8: the profile's launch_options bind 8 ranks of a node to 6 cores",
+        ),
+        (
+            ["slurm", *BASE, "--profile", "lumi", "--ranks-per-node", "16", "--cpus-per-rank", "3"],
+            "ranks_per_node = 16: the profile's",
+        ),
+        (["slurm", *BASE, "--container-options=--nv"], "--container-options: there is no container; name it"),
+        (["slurm", *BASE, "--container", "a.sif", "--container-options='"], '--container-options "\'": No closing'),
+        (["slurm", *BASE, "--container", "a.sif", "--container-options=;"], "container_options = ';': allowed is an"),
     ],
 )
 def test_invalid_words_are_one_line_of_error(
@@ -146,6 +158,51 @@ def test_a_module_of_hpctrain_provides_python_under_another_name(
     ):
         main(["job", "slurm", *PROGRAM, *words])
         assert f" {python} jobs/program.py &\n" in capsys.readouterr().out, words
+
+
+def test_options_of_a_container_keep_their_values(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["job", "slurm", *BASE, "--profile", "lumi", "--container", "a.sif"]
+    main([*words, "--container-options=--bind /a:/b --cleanenv --env A=1 --pwd=/c"])
+    assert " exec --rocm --bind /a:/b --cleanenv --env A=1 --pwd=/c a.sif hpctrain " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wheels, words, loads",
+    [
+        (["mpich"], [], ["hpctrain/1.0"]),
+        ([], [], ["gcc/13", "openmpi/5.0", "hpctrain/1.0"]),  # the MPI of the site
+        (["mpich"], ["--module", "gcc/13"], ["hpctrain/1.0", "gcc/13"]),
+        (["mpich"], ["--module", "hpctrain/0.9"], ["hpctrain/0.9"]),
+        (["mpich"], ["--venv", "none"], []),
+        (["mpich"], ["--container", "a.sif"], []),
+    ],
+)
+def test_a_job_from_a_loaded_module_loads_it(
+    wheels: list[str], words: list[str], loads: list[str], tmp_path: Path
+) -> None:
+    for name in wheels:
+        (tmp_path / f"venv/lib/python3.11/site-packages/{name}-5.0.2.dist-info").mkdir(parents=True)
+    code = "import sys; from hpctrain.cli.main import main; sys.prefix = sys.argv.pop(1); main()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        f"{tmp_path}/venv",
+        "job",
+        "slurm",
+        "jobs/gpt-tiny.toml",
+        "--time",
+        "1:00:00",
+    ]
+    loaded = {"LOADEDMODULES": "gcc/13:openmpi/5.0:hpctrain/1.0", "PYTHONPATH": str(ROOT)}
+    scripts = []
+    for root in (tmp_path, "/another"):  # the second module is not the one of this command
+        environ = {**os.environ, **loaded, "HPCTRAIN_ROOT": str(root)}
+        done = subprocess.run([*command, *words], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        scripts.append(done.stdout)
+    found = [line.removeprefix("module load ") for line in scripts[0].splitlines() if line.startswith("module load ")]
+    assert found == loads and f"{tmp_path}/venv" not in scripts[0]
+    assert "--module" in words or "module load" not in scripts[1]
 
 
 def test_numbers_not_given_are_those_of_the_profile(capsys: pytest.CaptureFixture[str]) -> None:

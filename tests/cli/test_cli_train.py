@@ -111,7 +111,7 @@ def test_an_unknown_setting_on_several_ranks_is_one_line_of_error(refused: Any) 
 
 def test_a_batch_not_divisible_by_the_ranks_is_refused(refused: Any) -> None:
     said = refused(2, "tiny.toml", "--set", "train.batch=3")
-    assert "a batch of 3 samples cannot be divided evenly over 2 ranks: nearest are 2 and 4" in said
+    assert "a batch of 3 samples cannot be divided evenly over 2 ranks: nearest are 2 and 4 samples" in said
 
 
 def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> None:

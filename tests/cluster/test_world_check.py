@@ -103,13 +103,18 @@ def test_the_mpich_wheel_is_refused_under_pmix(
         (tmp_path / f"{name}-5.0.2.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n")
     environ, path = dict.fromkeys(variables, "0"), [str(tmp_path)]
     check_pmi(promised("hydra", 4), environ, path)
-    if not refused:
-        check_pmi(promised("slurm", 4), environ, path)
-        return
-    told = "srun speaks PMIx to its 4 processes.* start with srun --mpi=pmi2 "
-    with pytest.raises(LaunchError, match=told) as caught:
-        check_pmi(promised("slurm", 4), environ, path)
-    assert caught.value.exit_code == EXIT_USAGE and caught.value.everywhere
+    launchers = {
+        promised("slurm", 4): "srun speaks PMIx to its 4 processes.* start with srun --mpi=pmi2 ",
+        promised("openmpi", 4): "mpiexec of Open MPI speaks PMIx to its 4 processes.* start with .*mpiexec",
+        promised("pmix", None): "a PMIx launcher speaks PMIx to its processes.* start with .*mpiexec",
+    }
+    for launch, told in launchers.items():
+        if not refused:
+            check_pmi(launch, environ, path)
+            continue
+        with pytest.raises(LaunchError, match=told) as caught:
+            check_pmi(launch, environ, path)
+        assert caught.value.exit_code == EXIT_USAGE and caught.value.everywhere
 
 
 CHECK = """

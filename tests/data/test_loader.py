@@ -115,13 +115,13 @@ def test_an_epoch_of_whole_batches_drops_no_sample() -> None:
 
 @pytest.mark.parametrize(
     "batch, size, microbatches, nearest",
-    [(10, 4, 1, "4 ranks: nearest are 8 and 12"), (2, 3, 1, "3 ranks: nearest are 3$"),
-     (12, 2, 4, "2 ranks x 4 microbatches: nearest are 8 and 16")],
+    [(10, 4, 1, "4 ranks: nearest are 8 and 12 samples$"), (2, 3, 1, "3 ranks: nearest are 3 samples$"),
+     (12, 2, 4, "2 ranks x 4 microbatches: nearest are 8 and 16 samples$")],
 )  # fmt: skip
 def test_a_batch_not_divisible_by_the_ranks_is_refused(batch: int, size: int, microbatches: int, nearest: str) -> None:
     with pytest.raises(SettingsError, match=f"a batch of {batch} samples cannot be divided evenly over {nearest}"):
         Loader(Squares(100), batch=batch, size=size, microbatches=microbatches)
-    for allowed in [int(word) for word in nearest.rstrip("$").split("are ")[1].split(" and ")]:
+    for allowed in [int(word) for word in nearest.removesuffix(" samples$").split("are ")[1].split(" and ")]:
         check_batch(allowed, size, microbatches)
 
 

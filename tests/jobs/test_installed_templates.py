@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("jobs/slurm/*.in", "jobs/pbs/*.in", "jobs/profiles/*.toml", "modules/*.in")
+    for pattern in ("jobs/slurm/*.in", "jobs/pbs/*.in", "jobs/profiles/*.toml", "jobs/*.toml", "modules/*.in")
     for path in ROOT.glob(pattern)
 )
 
@@ -27,7 +27,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "hpctrain", source / "hpctrain", symlinks=True, ignore=ignored)
-    for folder in ("jobs", "modules"):
+    for folder in ("docs", "jobs", "modules"):
         shutil.copytree(ROOT / folder, source / folder)
     code = "import setuptools.build_meta as build; build.build_wheel('.')"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=source, check=True, capture_output=True)
@@ -38,14 +38,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_number_of_shipped_files_is_known() -> None:
-    assert len(SHIPPED) == 18
+    assert len(SHIPPED) == 23
 
 
 def test_a_wheel_contains_the_shipped_files(installed: Path) -> None:
     for name in SHIPPED:
         packaged = name.replace("jobs/", "templates/", 1)
         assert (installed / "hpctrain/jobs" / packaged).read_bytes() == (ROOT / name).read_bytes()
-    assert not (installed / "jobs").exists() and not list(installed.rglob("gpt-tiny.toml"))
+    assert not (installed / "jobs").exists()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (installed / "hpctrain/docs" / page.name).read_bytes() == page.read_bytes()
 
 
 @pytest.mark.parametrize("where", ["installed", "editable"])

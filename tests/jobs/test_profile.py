@@ -110,7 +110,7 @@ def test_an_explanation_has_the_value_and_meaning_of_every_setting(home: dict[st
     text = explain(profile, where)
     for name in Profile.__dataclass_fields__:
         assert f"\n{name} " in text
-    assert 'tried             = "not tried there"' in text and '"-k doe"]' in text
+    assert 'tried                 = "not tried there"' in text and '"-k doe"]' in text
     assert text.count("  # ") == len(Profile.__dataclass_fields__)
 
 

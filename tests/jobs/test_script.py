@@ -14,6 +14,7 @@ import pytest
 from fakes.schedulers import SAVES, WAITS, Batch, wait_for
 from support.job_requests import ASKED
 
+from hpctrain.errors import UsageError
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.render import render
 from hpctrain.jobs.request import Request, combine
@@ -195,7 +196,7 @@ def test_a_task_of_a_pbs_array_restarts_alone(batch: Batch) -> None:
     "settings, asked, runs",
     [
         ({"container_options": ("--nv",)}, "torch.sif", ["apptainer", "exec", "--nv", "torch.sif", "hpctrain"]),
-        ({"container": "site.sif", "container_program": "podman"}, "", ["podman", "exec", "site.sif", "hpctrain"]),
+        ({"container": "site.sif", "container_program": "/opt/x"}, "", ["/opt/x", "exec", "site.sif", "hpctrain"]),
         ({"container": "site.sif"}, "none", ["hpctrain"]),
     ],
 )
@@ -204,3 +205,41 @@ def test_the_launcher_starts_the_container(settings: dict[str, Any], asked: str,
     profile = Profile(scheduler="slurm", **settings)
     run(batch, render(Request(config="a.toml", folder="r", time="00:10:00", container=asked), profile))
     assert batch.calls("srun")[0].words[2 : 2 + len(runs)] == runs
+
+
+@pytest.mark.parametrize(
+    "settings, more, options",
+    [
+        ({}, (), ["--nv"]),
+        ({"gpu_vendor": "amd"}, (), ["--rocm"]),
+        ({"container_program": "/usr/bin/singularity"}, ("--bind /a",), ["--nv", "--bind", "/a"]),
+        ({"container_options": ("--bind /a", "--rocm")}, (), ["--bind", "/a", "--rocm"]),
+        ({"container_options": ("--cleanenv",)}, ("--nvccli",), ["--cleanenv", "--nvccli"]),
+        ({"container_program": "ch", "container_gpu_options": ("--gpu all",)}, (), ["--gpu", "all"]),
+        ({"container_gpu_options": ("--nv",), "container_options": ("--nv",)}, (), ["--nv"]),
+    ],
+)
+def test_a_container_gets_the_gpus_of_the_job(
+    settings: dict[str, Any], more: tuple[str, ...], options: list[str], batch: Batch
+) -> None:
+    """The program, the measurement of the nodes, and a variable by which ranks know that they should see GPUs."""
+    profile = Profile(scheduler="slurm", **settings)
+    request = Request(config="a.toml", folder="r", time="00:10:00", container="a.sif", gpus_per_node=2, preflight=30)
+    run(batch, render(replace(request, container_options=more), profile))
+    measured, trained = batch.calls("srun")
+    for call in (measured, trained):
+        begin = call.words.index(profile.container_program)
+        assert call.words[begin : begin + 4 + len(options)] == [
+            *(profile.container_program, "exec", *options, "a.sif", "hpctrain")
+        ]
+        assert call.environment["HPCTRAIN_GPUS_PER_NODE"] == "2"
+    script = render(replace(request, gpus_per_node=0), profile)
+    assert "HPCTRAIN_GPUS_PER_NODE" not in script and ("--nv " in script) is ("--nv" in profile.container_options)
+
+
+def test_an_unknown_container_program_with_gpus_is_refused() -> None:
+    request = Request(config="a.toml", folder="r", time="00:10:00", container="a.sif", gpus_per_node=1)
+    profile = Profile(scheduler="slurm", container_program="podman")
+    with pytest.raises(UsageError, match=r"'podman' in a job with GPUs: .* container_gpu_options = \[\"--nv\"\]"):
+        render(request, profile)
+    assert "podman exec a.sif" in render(replace(request, gpus_per_node=0), profile)

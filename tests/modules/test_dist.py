@@ -73,7 +73,10 @@ def test_the_archives_hold_what_is_needed(dist: Path) -> None:
     with zipfile.ZipFile(dist / WHEEL) as wheel:
         packed = {name for name in wheel.namelist() if not name.startswith(f"hpctrain-{__version__}.dist-info/")}
     modules = {name for name in tracked() if name.startswith("hpctrain/") and name not in links}
-    assert modules <= packed and all(name.startswith("hpctrain/") for name in packed)
+    share = f"hpctrain-{__version__}.data/data/share/"
+    assert modules <= packed and all(name.startswith(("hpctrain/", share)) for name in packed)
+    assert {f"{share}man/man1/hpctrain.1", f"{share}bash-completion/completions/hpctrain"} <= packed
+    assert {"hpctrain/jobs/templates/gpt-tiny.toml", "hpctrain/docs/settings.md"} <= packed
     assert "hpctrain/report/page.html" in packed and "hpctrain/jobs/templates/slurm/train.sbatch.in" in packed
 
 
@@ -81,6 +84,9 @@ def test_the_wheel_writes_job_scripts_and_pages(clean: Path, tmp_path: Path) -> 
     hpctrain = clean.parent / "hpctrain"
     assert run(hpctrain, "--version", cwd=tmp_path).strip().endswith(__version__)
     (tmp_path / "run.toml").write_text('[run]\nfolder = "run"\n')
+    assert (clean.parents[1] / "share/man/man1/hpctrain.1").read_text().startswith(".TH HPCTRAIN 1")
+    assert run(hpctrain, "docs", "stage", cwd=tmp_path) == (ROOT / "docs/stage.md").read_text()
+    assert "[model]" in run(hpctrain, "train", "--example", cwd=tmp_path)
     script = run(hpctrain, "job", "slurm", "run.toml", "--time", "01:00:00", cwd=tmp_path)
     assert script.startswith("#!/bin/bash") and "#SBATCH" in script
     write_run(tmp_path / "run", status="finished")

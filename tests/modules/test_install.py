@@ -23,10 +23,11 @@ from hpctrain import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI"}
+EXTRAS = {"mpich": [], "openmpi": ["EXTRAS="]}  # plot is the default
 # An installation for other users needs a Python that they can reach.
 PYTHONS = ("/usr/bin/python3.11", "/usr/bin/python3", sys.executable)
 # Files that make install reads.
-SOURCES = "Makefile packaging hpctrain jobs modules setup.cfg pyproject.toml README.md LICENSE".split()
+SOURCES = "Makefile packaging hpctrain docs jobs modules setup.cfg pyproject.toml README.md LICENSE".split()
 pytestmark = [pytest.mark.install, pytest.mark.limit(300)]
 
 
@@ -50,7 +51,7 @@ class Site:
         command = ["make", "--no-print-directory", verb, *words, f"PYTHON={self.python}"]
         torch = f"TORCH={self.folder}/torch-2.11.0-py3-none-any.whl"
         return subprocess.Popen(
-            [*command, torch, *more],
+            [*command, torch, *EXTRAS[mpi], *more],
             cwd=self.folder / "source",
             umask=0o077,
             stdout=subprocess.PIPE,
@@ -115,6 +116,8 @@ def test_a_loaded_module_provides_command_page_and_python(site: Site, mpi: str, 
         [ "$before" = "$(command -v python3 pip)" ] && hpctrain --version && man -w hpctrain && ls $HPCTRAIN_ROOT/bin
         hpctrain-python -c 'import sys, hpctrain; print(sys.prefix, hpctrain.__file__)'
         hpctrain modulefile tcl --root /apps/x 2>/dev/null | head -1
+        hpctrain docs stage | head -1; example=$HPCTRAIN_ROOT/share/hpctrain/examples/gpt-tiny.toml
+        hpctrain train --example | diff - $example | grep -c '^<'
         hpctrain job slurm a.toml --time 01:00:00 --module $LOADEDMODULES 2>/dev/null | grep -o 'mpi=[^ ]*'
         mpiexec -n 2 hpctrain-python -c '{code}'"""
     (site.modules / "a.toml").touch()
@@ -132,9 +135,16 @@ def test_a_loaded_module_provides_command_page_and_python(site: Site, mpi: str, 
         *("hpctrain", "hpctrain-python", "mpiexec", "mpirun"),
         f"{home}/venv {package}/__init__.py",
         "#%Module1.0",
+        "# Environment and data on the nodes",
+        "1",  # the name of the file
         {"mpich": "mpi=pmi2", "openmpi": "mpi=pmix"}[mpi],
         *[f"2 {LIBRARIES[mpi]:.5}"] * 2,
     ]
+
+
+def test_optional_parts_are_installed_as_requested(site: Site) -> None:
+    found = {mpi: [*site.prefix(mpi).glob("venv/lib/python3.*/site-packages/matplotlib")] for mpi in LIBRARIES}
+    assert found["mpich"] and not found["openmpi"]
 
 
 def test_other_users_can_read_all_files(site: Site) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from support.modules import ModuleSystem, environment, environment_modules, modulecmd, root_of
 
+from hpctrain.cli.main import main
+
 # An empty element of MANPATH means the default search path; without one, man does not search it.
 MANPATHS = {"none": {}, "own": {"MANPATH": "/usr/share/man"}, "open": {"MANPATH": "/srv:"}, "all": {"MANPATH": ":"}}
 
@@ -53,6 +55,19 @@ def test_unloading_restores_an_interactive_shell(system: ModuleSystem, modulepat
     script = f"before=$({state}); module load hpctrain/1.0; loaded=$({state}); module unload hpctrain; after=$({state})"
     script += '; [ "$before" = "$after" ] && [ "$before" != "$loaded" ]'
     assert system.type(script, modulepath, interactive=True).returncode == 0
+
+
+@pytest.mark.skipif(Path("/sys/class/infiniband").is_dir(), reason="UCX finds a network here")
+def test_the_module_of_open_mpi_silences_ucx(system: ModuleSystem, modulepath: Path, tmp_path: Path) -> None:
+    for language, ending in (("lua", ".lua"), ("tcl", "")):
+        words = ["--root", "/apps/x", "--version", "1.0", "--mpi", "openmpi", "-o", f"{tmp_path}/hpctrain/1.0{ending}"]
+        assert main(["modulefile", language, *words]) == 0
+    show = "echo [$OMPI_MCA_osc]"
+    script = f"module load hpctrain/1.0 || exit; {show}; module unload hpctrain; {show}"
+    assert typed(system, script, tmp_path) == "[^ucx]\n[]\n"
+    assert typed(system, script, tmp_path, OMPI_MCA_osc="rdma") == "[rdma]\n[rdma]\n", "the user's own stays"
+    script = f"module load hpctrain/2.0 || exit; {show}"
+    assert typed(system, script, modulepath) == "[]\n", "MPICH has no such variable"
 
 
 def test_two_versions_can_be_swapped(system: ModuleSystem, modulepath: Path) -> None:

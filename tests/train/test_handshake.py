@@ -111,6 +111,22 @@ def test_without_gpus_auto_is_the_cpu_and_cuda_is_an_error() -> None:
     assert found.value.exit_code == 2
 
 
+@pytest.mark.parametrize("variable", ["HPCTRAIN_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"])
+def test_a_rank_without_gpus_in_a_job_with_gpus_is_an_error(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "4")
+    text = (
+        r"device auto: the job has requested 4 GPUs per node, and this rank sees none, .*; or set run.device = \"cpu\""
+    )
+    with pytest.raises(DeviceError, match=text) as found:
+        select_device("auto", 1, FakeMachine(()))
+    assert found.value.exit_code == 2
+    assert select_device("auto", 1, FakeMachine(("a", "b"))).index == 1
+    assert select_device("cpu", 1, FakeMachine(())).type == "cpu", "the user has decided"
+    for nothing in ("0", "", "none"):
+        monkeypatch.setenv(variable, nothing)
+        assert select_device("auto", 1, FakeMachine(())).type == "cpu"
+
+
 def test_the_cpu_can_be_chosen_and_an_unknown_device_is_an_error() -> None:
     assert select_device("cpu", 0, FakeMachine(("a",))).type == "cpu"
     with pytest.raises(DeviceError, match="known are auto, cpu, cuda"):

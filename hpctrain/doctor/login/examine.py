@@ -8,14 +8,14 @@ import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.findings import Finding, error, note, ok, warning
-from hpctrain.doctor.login import environment, libraries, mpi, resources, schedulers
+from hpctrain.doctor.login import container, environment, libraries, mpi, resources, schedulers
 from hpctrain.doctor.login.mpi import Mpi, fits
 from hpctrain.doctor.login.schedulers import Slurm
 from hpctrain.errors import LaunchError, UsageError
@@ -40,6 +40,7 @@ class LoginFacts:
     pbs: schedulers.Pbs
     limits: resources.ProcessLimits
     storage: list[resources.FolderFacts]
+    container: container.Container | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as plain values, without environment variables, as those may contain secrets."""
@@ -52,6 +53,7 @@ class LoginFacts:
             "gpus": self.gpus.names,
             "mpiexec": self.mpi.mpiexec,
             "srun_mpi": self.mpi.srun_type,
+            "container": None if self.container is None else {**asdict(self.container)},
             "storage": {folder.role: {"path": folder.path, **folder.answer.facts} for folder in self.storage},
         }
 
@@ -93,15 +95,26 @@ def check(facts: LoginFacts, text: str | None = None) -> list[Finding]:
         *resources.check_limits(facts.limits, scheduler),
         *resources.check_storage(facts.storage),
     ]
+    if facts.container is not None:
+        gpus = len(facts.gpus.names)
+        found += container.check_container(facts.container, facts.mpi, facts.slurm, environ, gpus=gpus)
     return found if text is None else [*found, *check_script(text, facts.mpi, facts.slurm, environ)]
 
 
 def examine(
-    script_path: Path | None = None, environ: Mapping[str, str] = os.environ
+    script_path: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    query_container: Callable[[bool], container.Container] | None = None,
 ) -> tuple[LoginFacts, list[Finding]]:
-    """Return the facts and the findings."""
+    """Return the facts and the findings.
+
+    ``query_container`` runs the image of a container, with this machine's GPUs if its argument says so.
+    """
     text = None if script_path is None else read_script(script_path)  # before any program is run
     facts = gather(environ)
+    if query_container is not None:
+        facts = replace(facts, container=query_container(bool(facts.gpus.names)))
     return facts, check(facts, text)
 
 

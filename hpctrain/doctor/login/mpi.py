@@ -22,6 +22,7 @@ _LAUNCHERS = (
     ("Open MPI", "Open MPI", ("Open MPI",)),
     ("PRRTE", "Open MPI", ("Open MPI",)),
     ("prterun", "Open MPI", ("Open MPI",)),
+    ("OpenRTE", "Open MPI", ("Open MPI",)),  # before Open MPI 5
     ("Intel", "Intel MPI", ("Intel MPI", "MPICH")),
     ("HYDRA", "MPICH", ("MPICH", "MVAPICH", "Intel MPI")),
     ("PALS", "PALS", ("Cray MPICH", "MPICH")),
@@ -95,7 +96,7 @@ def check_mpi(mpi: Mpi) -> Iterator[Finding]:
         return
     via = f"mpi4py {mpi.probe.facts['mpi4py']}"
     yield ok("MPI", f"{mpi.described} (MPI {mpi.probe.facts['standard']}) through {via}")
-    yield from _check_launcher(mpi)
+    yield from check_launcher(mpi)
     if mpi.continues:
         how = 'run.on_failure = "shrink" under mpiexec --with-ft ulfm'
         yield ok("dead ranks", f"end the job, and its script starts it again; or the others continue: {how}")
@@ -121,7 +122,8 @@ def _not_loaded(probe: Answer) -> Finding:
     )
 
 
-def _check_launcher(mpi: Mpi) -> Iterator[Finding]:
+def check_launcher(mpi: Mpi) -> Iterator[Finding]:
+    """Yield the findings on the ``mpiexec`` in PATH."""
     if not mpi.mpiexec:
         yield note(
             "mpiexec",
