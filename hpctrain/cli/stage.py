@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.main import add_action, add_verb, main
 from hpctrain.cluster.launcher import detect
-from hpctrain.cluster.world_check import check_pmi
+from hpctrain.cluster.world_check import check_pmi, check_world
 from hpctrain.comm.transport.waiting import timeout_seconds
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.stage.local import FOLDER, PACKED, NodeStorage, default_place
@@ -148,12 +148,7 @@ def copy(args: argparse.Namespace) -> int:
     from hpctrain.stage.staging import JobStaging, sources_of
 
     world = MPI.COMM_WORLD
-    if launch.size is not None and launch.size != world.Get_size():
-        raise UsageError(
-            f"the launcher has started {counted(launch.size, 'rank')}, and MPI sees {world.Get_size()}: this "
-            "launcher does not fit the MPI library; see hpctrain doctor",
-            everywhere=True,
-        )
+    check_world(launch, world.Get_size(), MPI.Get_library_version())
     sources, reason = None, ""
     if world.Get_rank() == 0:
         try:

