@@ -18,7 +18,7 @@ MODULES  ?=# folder of its modulefiles: one of MODULEPATH
 VERSION  ?=# version in the module name hpctrain/VERSION; empty: hpctrain's own
 EXTRAS   ?= plot# optional parts of make install: plot, watch, report, trackers, hf, cuda
 DEPENDS  ?=# modules to load with it, such as the MPI of MPI=site
-REQUIRED ?=# 1: test-multinode, test-slurm, test-pbs fail instead of being skipped if this machine cannot simulate nodes
+REQUIRED ?=# 1: test-multinode, test-slurm, test-pbs, test-container fail instead of being skipped if this machine cannot run them
 OPENPBS  ?=# folder with OpenPBS and cluster.sh, for test-pbs
 
 ifeq ($(filter $(MPI),mpich openmpi site),)
@@ -184,7 +184,7 @@ TESTING = TMPDIR=$(FOLDER) $(PYTEST)
 RANKED  = TMPDIR=$(FOLDER) $(MPIEXEC)
 
 test: env ## run the tests: single-process tests on JOBS workers, then rank tests on 2 ranks
-	$(TESTING) $(TESTS) -m "not benchmark and not install and not dist and not slurm and not pbs and not ecosystem and not long" -n $(JOBS) --cases few
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not dist and not slurm and not pbs and not container and not ecosystem and not long" -n $(JOBS) --cases few
 	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow" --cases few
 
 test-busy: env ## run make test next to processes that use all cores
@@ -194,7 +194,7 @@ test-jobs: env ## run the single-process tests that start jobs of several ranks
 	$(TESTING) $(TESTS) -m "jobs and not benchmark and not ecosystem and not long" -n $(JOBS) --cases $(CASES)
 
 test-long: env ## run what make test leaves out: sweeps, and all cases of parametrized tests
-	$(TESTING) $(TESTS) -m "not benchmark and not install and not dist and not slurm and not pbs and not ecosystem" -n $(JOBS) --cases rest \
+	$(TESTING) $(TESTS) -m "not benchmark and not install and not dist and not slurm and not pbs and not container and not ecosystem" -n $(JOBS) --cases rest \
 	    $(if $(COUNTS),--counts=$(COUNTS))
 	$(RANKED) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
 
@@ -203,6 +203,9 @@ test-%: env ## run the rank tests on N ranks: make test-3
 
 test-benchmarks: env ## run small benchmarks, and check what they print and write
 	$(PYTEST) tests/benchmarks tests/cli/test_cli_bench.py -m benchmark --cases $(CASES)
+
+test-container: env ## build an image by packaging/container/Containerfile, and train in it
+	$(if $(REQUIRED),REQUIRED=1 )$(PYTEST) tests/containers -m container
 
 test-multinode: env ## run the rank tests on two simulated nodes, if this machine can
 	$(BIN)/python tests/multinode/run.py $(if $(REQUIRED),,--or-skip)
