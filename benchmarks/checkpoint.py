@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     job = start("checkpoint", least=1)
-    with folder_of(job, args.folder) as folder:
+    with folder_of(job, args.folder, args.out) as folder:
         work = Work.of(Setting(job.comm, folder), args.size)
         if args.only_write:
             save(work, work.from_ranks(job.size))
@@ -75,11 +75,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def folder_of(job: Job, asked: Path | None) -> Iterator[Path]:
+def folder_of(job: Job, asked: Path | None, results: Path) -> Iterator[Path]:
     """Provide the folder that all ranks write into: the requested one, or a temporary one next to the results."""
     made = None
     if job.rank == 0 and asked is None:
-        made = Path(tempfile.mkdtemp(prefix="checkpoint.tmp-", dir=Path(__file__).parent))
+        results.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix="checkpoint.tmp-", dir=results))
     elif job.rank == 0 and asked is not None:
         asked.mkdir(parents=True, exist_ok=True)
     try:

@@ -85,7 +85,7 @@ make_venv() {
     source=$(mktemp -d)
     # shellcheck disable=SC2064 # the name is local
     trap "rm -rf '$source'" EXIT
-    cp -R hpctrain docs jobs modules setup.cfg pyproject.toml README.md LICENSE "$source"
+    cp -R hpctrain benchmarks docs jobs modules setup.cfg pyproject.toml README.md LICENSE "$source"
     "$pip" install --quiet --disable-pip-version-check "${source}[$MPI,pages${EXTRAS:+,$EXTRAS}]"
     [ "$("$PREFIX/venv/bin/hpctrain" --version)" = "hpctrain $version" ] || fail "the installed hpctrain does not start"
 }

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,10 @@ def write_result(folder: Path, name: str, content: Mapping[str, Any], rows: Iter
 
 def provenance(ranks: int, *, launched: bool) -> dict[str, Any]:
     """Return the provenance of a result: date, machine, software and command; ``launched`` by ``mpiexec``."""
+    import numpy as np
     import torch
 
+    from hpctrain.cluster.resources import cpu_affinity, format_cpus
     from hpctrain.train.calibration import processor
 
     return {
@@ -132,14 +135,72 @@ def provenance(ranks: int, *, launched: bool) -> dict[str, Any]:
         "machine": socket.gethostname(),
         "processor": processor(),
         "cores": os.cpu_count(),
-        "load": [round(value, 2) for value in os.getloadavg()],
+        "host": host_kind(),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        "caches": caches(),
+        "cpus_of_rank_0": format_cpus(cpu_affinity()),
+        "load_before": LOAD_BEFORE,
+        "load": _load(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "mpi4py": _version("mpi4py"),
+        "hpctrain": _version("hpctrain"),
+        "mpi_network": mpi_network(),
         "mpi": mpi_name(),
         "ranks": ranks,
         "threads_per_rank": torch.get_num_threads(),
     }
+
+
+def _load() -> list[float]:
+    return [round(value, 2) for value in os.getloadavg()]
+
+
+LOAD_BEFORE = _load()  # when this program started
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def host_kind(root: Path = Path("/")) -> str:
+    """Return the product that the firmware names, and whether it is a virtual machine."""
+    names = [_line(root / "sys/class/dmi/id" / name) for name in ("sys_vendor", "product_name")]
+    flags = re.search(r"^flags\s*:.*\bhypervisor\b", _text(root / "proc/cpuinfo"), re.MULTILINE)
+    return ", ".join(filter(None, [" ".join(filter(None, names)), "virtual machine" if flags else ""]))
+
+
+def caches(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> dict[str, str]:
+    """Return the sizes of the first core's caches: {"L1d": "32K", ...}."""
+    found = {}
+    for index in sorted(folder.glob("index*")):
+        kind = {"Data": "d", "Instruction": "i"}.get(_line(index / "type"), "")
+        found[f"L{_line(index / 'level')}{kind}"] = _line(index / "size")
+    return found
+
+
+def _line(path: Path) -> str:
+    return _text(path).strip()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def mpi_network(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what MPI sends with, as far as it tells: the device of MPICH, components that variables select."""
+    module = sys.modules.get("mpi4py.MPI")
+    said = re.search(r"Device:\s*(\S+)", str(module.Get_library_version())) if module else None
+    chosen = ("FI_PROVIDER", "UCX_TLS", "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_osc")
+    return " ".join([*([said[1]] if said else []), *(f"{name}={environ[name]}" for name in chosen if name in environ)])
 
 
 def mpi_name() -> str:

@@ -1,15 +1,23 @@
-"""Verb ``hpctrain bench``: measures which collectives are fastest on this machine, and shows stored measurements."""
+"""Verb ``hpctrain bench``: measures which collectives are fastest here, and runs and compares the benchmarks.
+
+The benchmarks are programs in ``benchmarks/``, which the package contains; they run on the ranks of this job.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
+import runpy
 import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hpctrain.cli.main import add_action, add_verb, quantity
+from hpctrain.cli.main import Parser, add_action, add_verb, quantity
+from hpctrain.cluster.launcher import rank_from_environment
 from hpctrain.errors import UsageError
 from hpctrain.util.text import printable_lines
 
@@ -20,7 +28,44 @@ _EPILOG = """\
 examples:
   mpiexec -n 4 hpctrain bench calibrate    about a minute: which algorithm is fastest for which size
   hpctrain bench show                      the calibration stored for this machine
+  srun hpctrain bench all_reduce           times of a collective over sizes, next to MPI's own and gloo
+  srun hpctrain bench checkpoint --folder /scratch/me/test --size 4GiB
+  hpctrain bench report bench-results      what was measured; of two folders, what differs
+
+Benchmarks run on the ranks that srun or mpiexec has started, and write to the folder bench-results (--out).
 """
+_REPORT_EPILOG = """\
+examples:
+  hpctrain bench report bench-results               targets and figures of a folder
+  hpctrain bench report node1 node2 node3           what differs between nodes, of which each has measured by itself
+  hpctrain bench report monday friday --all --csv   all figures of both, for a spreadsheet
+
+Two figures differ if their medians do by more than --tolerance, and their spreads do not meet.
+"""
+# Benchmark, its program with the words that it takes, what it measures, and how long on two cores.
+SUITE = {
+    "pingpong": ("communication.py", ("pingpong",), "messages between two ranks: hpctrain, MPI, gloo", "1 min"),
+    "all_reduce": ("communication.py", ("all_reduce",), "all_reduce over sizes: hpctrain, MPI, gloo", "3 min"),
+    "reduce_scatter": ("communication.py", ("reduce_scatter",), "the same of reduce_scatter", "3 min"),
+    "all_gather": ("communication.py", ("all_gather",), "the same of all_gather", "2 min"),
+    "broadcast": ("communication.py", ("broadcast",), "the same of broadcast", "2 min"),
+    "overlap": ("communication.py", ("overlap",), "how much of an all_reduce overlaps with computation", "1 min"),
+    "multinode": ("multinode.py", (), "all_reduce between nodes, and the link by plain TCP", "1 min"),
+    "ddp": ("ddp_step.py", (), "a training step: DDP of hpctrain and of torch on gloo", "2 min"),
+    "fsdp": ("fsdp_step.py", (), "a training step: DDP, ZeRO, FSDP of hpctrain and of torch", "3 min"),
+    "tensor": ("tensor.py", (), "a tensor-parallel step, and torch's DTensor on gloo", "3 min"),
+    "pipeline": ("pipeline.py", (), "pipeline schedules, and torch's on gloo", "6 min"),
+    "compile": ("compile_step.py", (), "a step of a compiled GPT under each strategy", "8 min"),
+    "reproducible": ("reproducible.py", (), "a step with and without parallel.reproducible", "5 min"),
+    "torch-backend": ("torch_backend.py", (), "torch.distributed on hpctrain and on gloo", "5 min"),
+    "checkpoint": ("checkpoint.py", (), "saving and loading, next to plain writes and torch's", "5 min"),
+    "memory-errors": ("memory_errors.py", (), "comparison of replicas, relative to a step", "3 min"),
+    "guard": ("guard.py", (), "a step with and without guarded parameters", "1 min"),
+    "recording": ("recording.py", (), "cost of what a run records", "2 min"),
+    "loader": ("loader.py", (), "samples per second of data sets (one process)", "4 min"),
+    "offload": ("offload.py", (), "optimizer step in host memory (one process)", "4 min"),
+}
+_RESULTS = "bench-results"
 _CALIBRATE_EPILOG = """\
 examples:
   mpiexec -n 4 hpctrain bench calibrate                       about a minute, on an otherwise idle machine
@@ -41,8 +86,9 @@ _LINE_EVERY = 10.0  # seconds between two lines without a terminal
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = add_verb(subparsers, "bench", "Measure the collectives, show the measurements.", _EPILOG)
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    what = "Measure the collectives, show the measurements; run the benchmarks, compare their results."
+    parser = add_verb(subparsers, "bench", what, _EPILOG)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=_SuiteParser)
     measuring = add_action(
         actions, "calibrate", "measure which algorithm is fastest, and store the result", _CALIBRATE_EPILOG, _calibrate
     )
@@ -60,6 +106,40 @@ def add_parser(subparsers: Any) -> None:
     measuring.add_argument("-v", "--verbose", action="store_true", help="list what was not measured, and why")
     showing = add_action(actions, "show", "print the calibration stored for this machine", _SHOW_EPILOG, _show)
     showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="show this file instead")
+    for name, (_, _, what, time) in SUITE.items():
+        example = (
+            f"examples:\n  mpiexec -n 2 hpctrain bench {name}\n  srun hpctrain bench {name} --out results-of-today"
+        )
+        one = add_action(actions, name, f"{what}; {time}", example, partial(run_benchmark, name), as_json=False)
+        one.takes_all = True  # type: ignore[attr-defined]
+    _add_report(actions)
+
+
+def _add_report(actions: Any) -> None:
+    what = "show results of benchmarks, or what differs between folders of them"
+    parser = add_action(actions, "report", what, _REPORT_EPILOG, _report)
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="folder that a benchmark has written")
+    share = quantity("a share, as 0.1", lambda number: number >= 0)
+    told = "share by which equal figures may differ (default: %(default)s)"
+    parser.add_argument("--tolerance", type=share, default=0.1, metavar="SHARE", help=told)
+    parser.add_argument("--all", action="store_true", help="show also the figures that do not differ")
+    parser.add_argument("--csv", action="store_true", help="print CSV")
+
+
+class _SuiteParser(Parser):
+    """Parser of an action; that of a benchmark leaves all words to its program."""
+
+    takes_all = False
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore
+        if not self.takes_all:
+            return super().parse_known_args(args, namespace)
+        if {"-h", "--help"} & set(args or ()):
+            self.print_help()  # the program adds its own
+            print()
+        found, _ = super().parse_known_args([], namespace)
+        found.words = list(args or ())
+        return found, []
 
 
 def _sizes(text: str) -> list[int]:
@@ -73,6 +153,45 @@ def _sizes(text: str) -> list[int]:
             )
         found.append(size)
     return sorted(set(found))
+
+
+# Benchmarks -----------------------------------------------------------------------------------------------------------
+
+
+def run_benchmark(name: str, args: argparse.Namespace) -> int:
+    """Run a benchmark in this process, which may be one of several ranks; return its exit code."""
+    program, first, _, _ = SUITE[name]
+    path = Path(str(resources.files("hpctrain") / "benchmarks" / program))
+    if not path.is_file():
+        raise UsageError(f"this installation has no benchmarks ({path}); install hpctrain again", everywhere=True)
+    given = [*first, *args.words]
+    if not any(word.partition("=")[0] in ("--out", "--results", "-h", "--help") for word in given):
+        given += ["--out", _RESULTS]
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), *given]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:
+        if {"-h", "--help"} & set(given):
+            raise
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    if rank_from_environment():
+        return 0  # rank 0 prints for all ranks
+    from hpctrain.report import benchmarks
+
+    folders = [benchmarks.read_folder(path) for path in args.folders]
+    if args.csv:
+        sys.stdout.write(benchmarks.csv_of(folders))
+    elif args.json:
+        sys.stdout.write(benchmarks.json_of(folders, args.tolerance) + "\n")
+    else:
+        lines = benchmarks.lines_of(folders, args.tolerance, everything=args.all)
+        print(printable_lines("\n".join(lines)))
+    return 0
 
 
 # calibrate ------------------------------------------------------------------------------------------------------------
@@ -189,7 +308,6 @@ def _left_out(report: CalibrationReport) -> list[str]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from hpctrain.cluster.launcher import rank_from_environment
     from hpctrain.comm.tuning import table as timetable
 
     if rank_from_environment():

@@ -14,6 +14,7 @@ from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.jobs import profile as profiles
 from hpctrain.jobs.check import problems
 from hpctrain.jobs.render import script_path
+from hpctrain.jobs.staging import missing_image
 from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.util.reading import read_text, reason
 from hpctrain.util.text import printable, printable_lines
@@ -60,6 +61,8 @@ def _print(args: argparse.Namespace) -> int:
     path = script_path(request, profile)
     advice = f"save it as {path}: its output goes to that folder, which must exist when the job starts"
     print(printable_lines(advice), file=sys.stderr)
+    if warning := missing_image(request, profile):
+        print(printable(f"warning: {warning}"), file=sys.stderr)
     return 0
 
 

@@ -35,7 +35,7 @@ VERBS = {
     "report": "write a page about runs: curves, use of time, scaling",
     "receipt": "report the time and resources of a run",
     "docs": "show the pages of the documentation",
-    "bench": "measure the collectives, show the measurements",
+    "bench": "measure the collectives; run and compare the benchmarks",
 }
 _EPILOG = """\
 examples:

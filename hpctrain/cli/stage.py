@@ -64,6 +64,7 @@ _REMOVE_EPILOG = """\
 examples:
   srun --ntasks-per-node=1 hpctrain stage remove          at the end of a job
   srun --ntasks-per-node=1 hpctrain stage remove --all    also what killed jobs have left
+  srun --ntasks-per-node=1 hpctrain stage remove --to /local      if stage copy had --to /local
 """
 
 
@@ -228,7 +229,8 @@ def remove(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"removed": removed}))
     else:
-        _say(f"removed from {place}: {', '.join(removed) or 'nothing'}")
+        hint = "" if removed or args.to else "; copies elsewhere: name their folder by --to, as for stage copy"
+        _say(f"removed from {place}: {', '.join(removed) or 'nothing'}{hint}")
     return 0
 
 

@@ -17,6 +17,7 @@ from hpctrain.errors import HpctrainError
 from hpctrain.jobs import submit as pbs_limits
 from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.request import Request
+from hpctrain.jobs.staging import missing_image
 from hpctrain.jobs.submit import NAME, Submitted, submit
 from hpctrain.jobs.template import SCHEDULERS
 from hpctrain.train.receipt.write import number, read_receipt
@@ -48,7 +49,7 @@ def add_parser(verbs: Any) -> None:
 
 def _submit(args: argparse.Namespace) -> int:
     script, request, profile = script_of(args)
-    warnings = _warnings(request, profile)
+    warnings = [*filter(None, [missing_image(request, profile)]), *_warnings(request, profile)]
     on_submitted = partial(_print_submitted, warnings=warnings, as_json=args.json)
     submit(profile.scheduler, script, request.folder, after=args.after, on_submitted=on_submitted)
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -166,6 +167,18 @@ class HeldDataset:
         return found
 
 
+@contextmanager
+def held(comm: Communicator, *datasets: FileDataset) -> Iterator[list[HeldDataset]]:
+    """Provide datasets as ``hold`` does, and free their memory at the end, also if all ranks stop. Collective."""
+    found = hold(comm, *datasets)
+    try:
+        yield found
+    except SystemExit:
+        found[0].held.free()
+        raise
+    found[0].held.free()
+
+
 def hold(comm: Communicator, *datasets: FileDataset) -> list[HeldDataset]:
     """Bring the arrays of datasets to the memory of all nodes; return datasets that read them there. Collective.
 
@@ -188,8 +201,8 @@ def hold(comm: Communicator, *datasets: FileDataset) -> list[HeldDataset]:
             text = f'data.cache = "memory" with {type(dataset).__name__}: allowed are token and array files'
             raise DataError(text, everywhere=True)
         holder.hold(note)
-    held, number = HeldBytes(comm, arrays), iter(range(len(arrays)))
+    memory, number = HeldBytes(comm, arrays), iter(range(len(arrays)))
     for dataset in datasets:
         holder = dataset
-        holder.hold(lambda _: held.array(next(number)))
-    return [HeldDataset(dataset, held) for dataset in datasets]
+        holder.hold(lambda _: memory.array(next(number)))
+    return [HeldDataset(dataset, memory) for dataset in datasets]

@@ -32,7 +32,9 @@ def open_file(path: str | Path) -> h5py.File:
     try:
         os.close(open_regular(path))
         if not h5py.is_hdf5(path):
-            raise DataError(f"{path} is not an HDF5 file: create one from text with hpctrain data pack")
+            raise DataError(
+                f"{path} is not an HDF5 file: create one with hpctrain data pack (from text, .npz, tar, ...)"
+            )
         # No lock: data files appear by rename and are never modified, and parallel filesystems often have no locks.
         return h5py.File(path, "r", locking=False)
     except OSError as error:

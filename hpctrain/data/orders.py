@@ -156,7 +156,7 @@ class LengthBatches:
         if most is not None and longest > most:
             raise DataError(
                 f"sample {int(self.lengths.argmax())} has the length {longest}, more than the {most} of a whole batch; "
-                "raise it, or leave out longer samples by torch.utils.data.Subset"
+                "raise most, or leave out longer samples by torch.utils.data.Subset"
             )
         self.batch, self.most, self.shuffle, self.drop_last, self.window = batch, most, shuffle, drop_last, window
         self.epoch = 0

@@ -22,6 +22,14 @@ def in_container(request: Request, profile: Profile, words: Words) -> Words:
     return profile.in_container(request.container, words, request.container_options, gpus=gpus)
 
 
+def missing_image(request: Request, profile: Profile) -> str:
+    """Return a warning if the image of a job is a file that does not exist here; empty if it does."""
+    image = request.container or profile.container
+    if image in ("", "none") or "://" in image or Path(image).exists():
+        return ""
+    return f"container {image}: no such file here, so the ranks can start only if the nodes have it"
+
+
 def one_per_node(request: Request) -> Request:
     """Return a request for one process on each node, with all of its cores."""
     cores = request.ranks_per_node * request.cpus_per_rank

@@ -251,7 +251,7 @@ def _log_split(loader: DataLoader[Any], parts: int) -> None:
     if isinstance(loader.dataset, IterableDataset):
         logger.info("every one of %d ranks reads all samples of the IterableDataset and keeps its share", parts)
     elif loader.batch_size is None:
-        logger.info("the batches of the batch sampler are split over %d ranks", parts)
+        logger.info("the samples of each batch are split over %d ranks", parts)
     else:
         logger.info("the DataLoader's batch of %d samples is split over %d ranks", loader.batch_size, parts)
 

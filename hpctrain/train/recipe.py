@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from hpctrain.checkpoint.tools.hugging_face import origin as origin_of
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.cache import hold
+from hpctrain.data.cache import held
 from hpctrain.data.dataset import FileDataset
 from hpctrain.data.loader import Batch, Loader, evaluation_batches
 from hpctrain.data.settings import open_dataset
@@ -106,10 +106,10 @@ def train(settings: Settings, *, verbose: bool = False, init: Callable[..., Job]
     settings = with_microbatch(settings)
     sections = {"parallel": settings.parallel, "offload": settings.offload, "asynchronous": settings.asynchronous}
     run_settings = {"device": settings.run.device, "oversubscribe": settings.run.oversubscribe}
-    with init(**run_settings, **sections, settings=to_tree(settings), verbose=verbose) as job:
+    with init(**run_settings, **sections, settings=to_tree(settings), verbose=verbose) as job, ExitStack() as opened:
         # All input is checked before the folder is modified.
         shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
-        corpus = open_corpus(settings, job.comm)
+        corpus = opened.enter_context(open_corpus(settings, job.comm))
         agreed(job.comm, lambda: optimizers.resolve(settings.optimizer))
         ALLOCATOR.start()
         model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
@@ -201,11 +201,16 @@ def open_run(settings: Settings, job: Job, model: nn.Module, optimizer: torch.op
     )
 
 
-def open_corpus(settings: Settings, comm: Communicator) -> Corpus:
+@contextmanager
+def open_corpus(settings: Settings, comm: Communicator) -> Iterator[Corpus]:
     """Open both splits of the data, on all ranks alike; bring them to memory if the settings say so. Collective."""
     opened = partial(open_dataset, settings.data, context=settings.model.window)
     corpus = agreed(comm, lambda: Corpus(opened("train"), opened("validation")))
-    return Corpus(*hold(comm, corpus.train, corpus.validation)) if settings.data.cache == "memory" else corpus
+    if settings.data.cache != "memory":
+        yield corpus
+        return
+    with held(comm, corpus.train, corpus.validation) as datasets:
+        yield Corpus(*datasets)
 
 
 def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:

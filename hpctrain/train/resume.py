@@ -30,7 +30,7 @@ from hpctrain.train.feed import Feed
 from hpctrain.train.microbatches import CONTRACT, check_conditions
 from hpctrain.train.options import RunOptions
 from hpctrain.train.receipt.write import earlier_attempts, number
-from hpctrain.train.run_folder import RunFolder
+from hpctrain.train.run_folder import CONFIG, RunFolder
 from hpctrain.train.state import FEED, TrainState
 from hpctrain.util.retry import TRANSIENT, cannot_write, retries
 
@@ -107,6 +107,7 @@ class Opening:
         self._job, self._folder, self._options = job, folder, options
         self._state, self._feed, self._run_folder = state, feed, run_folder
         self._fresh = content.capture_rng()
+        self._finished = False
 
     def agree_on_seed(self) -> None:
         """Broadcast the run's seed; if the loader is split, synchronize the generators outside of steps. Collective."""
@@ -173,12 +174,14 @@ class Opening:
         if self._options.resume == "reopen":
             state.stopped = None
         steps = self._options.steps
-        finished = state.stopped is not None or steps is not None and state.step >= steps
+        finished = self._finished = state.stopped is not None or steps is not None and state.step >= steps
         if first and state.stopped is not None:
             logger.info('the run was ended after step %d: %s; resume="reopen" continues it', state.step, state.stopped)
         elif first and finished:
             if config is None:  # a run from a TOML file reports it with its results
                 logger.info("the run is finished: all %d steps are done", state.step)
+            for line in changed_settings(loaded.config, config):
+                logger.warning("not used, because the run is finished: %s", line)
         elif first:
             logger.info("resuming after step %d from %s", state.step, found)
             # A run from a TOML file sets its hyperparameters from the config in every step.
@@ -199,6 +202,8 @@ class Opening:
             known["target_step"] = self._options.steps
         if (deadline := stops.walltime_guard.deadline) is not None:
             known["job_ends"] = round(deadline.time, 3)
+        if self._finished and (self._run_folder.folder / CONFIG).exists():
+            config = None  # the file keeps the settings that the run has used
         self._run_folder.open(self._state.step, config, known)
 
 

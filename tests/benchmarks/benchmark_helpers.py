@@ -10,7 +10,10 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TIME = {"median": 0.5, "quartile_1": 0.4, "quartile_3": 0.6, "min": 0.3, "max": 0.7, "repeats": 5}
-PROVENANCE = {"commit", "date", "machine", "processor", "cores", "load", "mpi", "torch", "python", "command"}
+PROVENANCE = {
+    *("commit", "date", "machine", "processor", "cores", "load", "mpi", "torch", "python", "command"),
+    *("host", "numa_nodes", "caches", "cpus_of_rank_0", "load_before", "numpy", "mpi4py", "mpi_network"),
+}
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:

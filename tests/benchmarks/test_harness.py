@@ -213,6 +213,24 @@ def test_the_csv_has_a_row_per_summary_of_the_json(tmp_path: Path) -> None:
     ]
 
 
+def test_the_kind_of_host_and_its_caches_are_named(tmp_path: Path) -> None:
+    dmi, cache = tmp_path / "sys/class/dmi/id", tmp_path / "cache"
+    dmi.mkdir(parents=True)
+    (dmi / "sys_vendor").write_text("HPE\n")
+    (dmi / "product_name").write_text("Cray EX235n\n")
+    assert report.host_kind(tmp_path) == "HPE Cray EX235n"
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor : 0\nflags\t\t: fpu hypervisor sse\n")
+    assert report.host_kind(tmp_path) == "HPE Cray EX235n, virtual machine"
+    for number, (level, kind, size) in enumerate((("1", "Data", "32K"), ("2", "Unified", "1M"))):
+        folder = cache / f"index{number}"
+        folder.mkdir(parents=True)
+        for name, text in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(text + "\n")
+    assert report.caches(cache) == {"L1d": "32K", "L2": "1M"} and report.caches(tmp_path / "none") == {}
+    assert report.mpi_network({"FI_PROVIDER": "cxi", "HOME": "/"}).endswith("FI_PROVIDER=cxi")
+
+
 def test_provenance_names_machine_software_and_command() -> None:
     found = report.provenance(2, launched=True)
     assert PROVENANCE <= found.keys() and found["command"].startswith("mpiexec -n 2 python ")

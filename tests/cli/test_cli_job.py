@@ -160,6 +160,13 @@ def test_a_module_of_hpctrain_provides_python_under_another_name(
         assert f" {python} jobs/program.py &\n" in capsys.readouterr().out, words
 
 
+def test_a_missing_image_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes may have other files than this machine; an address is no file."""
+    for image, warns in (("a.sif", True), ("docker://site/image:tag", False), ("README.md", False), ("none", False)):
+        assert main(["job", "slurm", *BASE, "--container", image]) == 0
+        assert (f"warning: container {image}: no such file here" in capsys.readouterr().err) is warns
+
+
 def test_options_of_a_container_keep_their_values(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["job", "slurm", *BASE, "--profile", "lumi", "--container", "a.sif"]
     main([*words, "--container-options=--bind /a:/b --cleanenv --env A=1 --pwd=/c"])

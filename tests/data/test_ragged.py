@@ -255,6 +255,17 @@ def test_samples_that_do_not_fit_leave_no_file(tmp_path: Path, other: Sample, to
     assert not list(tmp_path.iterdir())
 
 
+def test_both_splits_have_the_same_fields(tmp_path: Path) -> None:
+    one, other = {"x": np.zeros(3), "label": 1}, {"x": np.zeros(2)}
+    with pytest.raises(DataError, match="sample 0 of validation has the fields x, and those of train x, label; both"):
+        write_ragged(tmp_path / "a.h5", train=[one], validation=[other])
+    assert not list(tmp_path.iterdir())
+    with RaggedWriter(tmp_path / "a.h5") as writer:  # other groups are for other purposes
+        writer.append(one)
+        writer.append(other, "notes")
+    assert RaggedDataset(tmp_path / "a.h5", "notes").fields == ("x",)
+
+
 def test_groups_have_fields_of_one_form(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="sample 0 of validation: x is float64 with 2 dims, and that of the first sample"

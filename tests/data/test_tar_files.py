@@ -210,7 +210,7 @@ def test_files_are_found_by_paths_globs_and_braces(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     "files, message",
     [
-        ("s-{0..3}.tar", r"2 of 4 files missing: s-2.tar, s-3.tar; files of mounted filesystems are read"),
+        ("s-{0..3}.tar", r"2 of 4 files missing: s-2.tar, s-3.tar; correct the name"),
         (["s-0.tar", "pipe:cat x"], "1 of 2 files missing: pipe:cat x; .* URLs and pipes are not"),
         ("no/*.tar", "no file matches no/.*.tar"),
         ([], "no files are named"),

@@ -27,7 +27,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "hpctrain", source / "hpctrain", symlinks=True, ignore=ignored)
-    for folder in ("docs", "jobs", "modules"):
+    for folder in ("benchmarks", "docs", "jobs", "modules"):
         shutil.copytree(ROOT / folder, source / folder)
     code = "import setuptools.build_meta as build; build.build_wheel('.')"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=source, check=True, capture_output=True)
@@ -46,6 +46,8 @@ def test_a_wheel_contains_the_shipped_files(installed: Path) -> None:
         packaged = name.replace("jobs/", "templates/", 1)
         assert (installed / "hpctrain/jobs" / packaged).read_bytes() == (ROOT / name).read_bytes()
     assert not (installed / "jobs").exists()
+    programs = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks/harness").glob("*.py")]
+    assert all((installed / "hpctrain" / program.relative_to(ROOT)).is_file() for program in programs)
     for page in (ROOT / "docs").glob("*.md"):
         assert (installed / "hpctrain/docs" / page.name).read_bytes() == page.read_bytes()
 

@@ -77,6 +77,7 @@ def test_the_archives_hold_what_is_needed(dist: Path) -> None:
     assert modules <= packed and all(name.startswith(("hpctrain/", share)) for name in packed)
     assert {f"{share}man/man1/hpctrain.1", f"{share}bash-completion/completions/hpctrain"} <= packed
     assert {"hpctrain/jobs/templates/gpt-tiny.toml", "hpctrain/docs/settings.md"} <= packed
+    assert {"hpctrain/benchmarks/communication.py", "hpctrain/benchmarks/harness/run.py"} <= packed
     assert "hpctrain/report/page.html" in packed and "hpctrain/jobs/templates/slurm/train.sbatch.in" in packed
 
 

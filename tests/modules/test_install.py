@@ -27,7 +27,7 @@ EXTRAS = {"mpich": [], "openmpi": ["EXTRAS="]}  # plot is the default
 # An installation for other users needs a Python that they can reach.
 PYTHONS = ("/usr/bin/python3.11", "/usr/bin/python3", sys.executable)
 # Files that make install reads.
-SOURCES = "Makefile packaging hpctrain docs jobs modules setup.cfg pyproject.toml README.md LICENSE".split()
+SOURCES = "Makefile packaging hpctrain benchmarks docs jobs modules setup.cfg pyproject.toml README.md LICENSE".split()
 pytestmark = [pytest.mark.install, pytest.mark.limit(300)]
 
 

@@ -74,8 +74,9 @@ def test_a_run_leaves_its_files_in_its_folder(project: Path, comm: Any, capsys: 
     assert (said.count("run folder       out") == 1) == (comm.rank == 0) and bool(said) == (comm.rank == 0)
     assert ("node-hours went into useful steps, in 1 attempt\n" in said) == (comm.rank == 0)
 
-    train(load("tiny.toml", words))  # the second time
+    train(load("tiny.toml", [*words, "train.batch=24"]))  # the second time
     comm.barrier()
+    assert read_toml(project / "out/config.toml") == used, "the settings of the steps that were made"
     assert ("out is finished: 7 steps are done" in capsys.readouterr().out) == (comm.rank == 0)
     assert metrics_of(project / "out") == rows
 

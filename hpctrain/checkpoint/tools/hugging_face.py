@@ -60,6 +60,13 @@ def origin(folder: str | None) -> dict[str, str]:
         raise UsageError(f"cannot read {path}: {reason(error)}") from error
 
 
+# Entries of config.json that decide the names and shapes of weights, as far as models share them.
+_OF_MODEL = (
+    *("model_type", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "vocab_size", "intermediate_size"),
+    *("n_inner", "num_attention_heads", "num_key_value_heads", "head_dim", "n_head"),
+)
+
+
 def export_folder(
     file: str | Path,
     output: str | Path,
@@ -150,7 +157,17 @@ def _config_of(reader: Reader, folder: str | Path | None) -> tuple[dict[str, Any
         raise UsageError(f"cannot read {where}: {reason(error)}") from error
     if not isinstance(found, dict):
         raise UsageError(f"cannot read {where}: expected an object of settings")
+    if folder is not None and ORIGIN_CONFIG in recorded:
+        _check_same_model(found, parse_json(str(recorded[ORIGIN_CONFIG])), f"--config {folder}")
     return found, source
+
+
+def _check_same_model(given: Mapping[str, Any], recorded: Mapping[str, Any], what: str) -> None:
+    """Raise ``UsageError`` if a config is for another model than the one from which the run started."""
+    other = [name for name in _OF_MODEL if name in recorded and given.get(name, recorded[name]) != recorded[name]]
+    if other:
+        told = ", ".join(f"{name} = {given[name]!r}, not {recorded[name]!r}" for name in other[:4])
+        raise UsageError(f"{what} is for another model than that of the run: {told}; leave --config out")
 
 
 def _without_tied_head(records: dict[str, Record], config: Mapping[str, Any]) -> dict[str, Record]:

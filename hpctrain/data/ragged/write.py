@@ -24,6 +24,7 @@ from hpctrain.errors import DataError, UsageError
 from hpctrain.util.text import short_repr
 
 Array = npt.NDArray[Any]
+SPLITS = ("train", "validation")  # groups that one model reads
 BLOCK = 16 << 20  # bytes that are copied at a time
 
 
@@ -69,6 +70,7 @@ class RaggedWriter:
             for name, value in values.items():
                 for each in (one for one in self._groups.values() if name in one):
                     each[name].check(*value, f"sample 0 of {group}: {name}")
+            self._check_splits(group, values)
             spools = self._groups[group] = {name: _Spool(*value, folder) for name, value in values.items()}
         if values.keys() != spools.keys():
             raise DataError(
@@ -82,6 +84,15 @@ class RaggedWriter:
         except OSError as error:
             raise DataError(f"cannot write {self.path}: {error.strerror or error}") from error
         self._samples[group] = number + 1
+
+    def _check_splits(self, group: str, fields: Iterable[str]) -> None:
+        """Raise ``DataError`` if the first sample of a split has other fields than the other split."""
+        for other in SPLITS if group in SPLITS else ():
+            if other in self._groups and set(self._groups[other]) != set(fields):
+                raise DataError(
+                    f"sample 0 of {group} has the fields {', '.join(fields)}, and those of {other} "
+                    f"{', '.join(self._groups[other])}; both splits need the same"
+                )
 
     def _finish(self) -> None:
         if not self._groups:

@@ -51,13 +51,17 @@ def find_files(files: Path | Iterable[Path]) -> list[str]:
         names = ", ".join(shorten(printable(path), 80) for path in missing[:4])
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         raise DataError(
-            f"{len(missing)} of {counted(len(found), 'file')} missing: {names}{more}; files of mounted filesystems are "
-            "read, URLs and pipes are not; copy them, or correct the pattern"
+            f"{len(missing)} of {counted(len(found), 'file')} missing: {names}{more}; correct the name or the pattern"
+            + ("; URLs and pipes are not read: copy such files to a mounted filesystem" if _is_address(missing) else "")
         )
     if len(set(found)) < len(found):
         twice = Counter(found).most_common(1)[0][0]
         raise DataError(f"{printable(twice)} is named twice; name each file once")
     return found
+
+
+def _is_address(paths: Iterable[str]) -> bool:
+    return any("://" in path or path.startswith("pipe:") for path in paths)
 
 
 def _files_of(pattern: str) -> list[str]:

@@ -160,6 +160,11 @@ def test_what_cannot_be_exported_is_refused(file: Path, source: Path, tmp_path: 
         export_folder(plain, tmp_path / "out")
     with pytest.raises(UsageError, match="cannot read .*nowhere/config.json: No such file"):
         export_folder(plain, tmp_path / "out", config=tmp_path / "nowhere")
+    other = '{"model_type": "llama", "tie_word_embeddings": true}'
+    (source / "config.json").write_text(other)
+    with pytest.raises(UsageError, match="is for another model than that of the run: model_type = 'llama', not 'tiny'"):
+        export_folder(file, tmp_path / "out", config=source)
+    assert not (tmp_path / "out").exists()
     (source / "config.json").write_text("[1]")
     with pytest.raises(UsageError, match="expected an object"):
         export_folder(plain, tmp_path / "out", config=source)
