@@ -84,8 +84,18 @@ def launcher_crashed(result: Any) -> bool:
     return bool(result.returncode == -signal.SIGABRT and "fifo_max_prio" in result.stderr)
 
 
+def twice_if_lost(launch: Any, *words: Any, **options: Any) -> Any:
+    """Start a job, and once more if Open MPI's mpirun lost the connection to a rank that starts, and waits without end."""
+    try:
+        return launch(*words, **options)
+    except pytest.fail.Exception as failure:
+        if "PMIX_ERR_UNREACH" not in str(failure):
+            raise
+    return launch(*words, **options)
+
+
 @pytest.mark.few(1)
-@pytest.mark.limit(60)
+@pytest.mark.limit(120)
 @pytest.mark.parametrize(
     "module, name, then, code, said",
     [
@@ -100,7 +110,7 @@ def launcher_crashed(result: Any) -> bool:
 def test_a_failure_of_one_rank_during_startup_ends_the_job(
     launch: Any, module: str, name: str, then: str, code: int, said: str
 ) -> None:
-    result = launch(2, IN_INIT.format(module=module, name=name, then=then), timeout=40)
+    result = twice_if_lost(launch, 2, IN_INIT.format(module=module, name=name, then=then), timeout=40)
     assert result.returncode == code or launcher_crashed(result), result
     assert result.seconds < scaled(30) and result.stderr.count(f"rank 1 on {socket.gethostname()}") == 1, result
     assert said in result.stderr and not result.survivors, result
