@@ -1,6 +1,9 @@
 """Comparison of two results of the same benchmark, before and after a change or of two MPI libraries.
 
     python benchmarks/compare.py old.json new.json --tolerance 0.1
+    python benchmarks/compare.py HEAD~20:all-reduce-np2-mpich.json all-reduce-np2-mpich.json
+
+A result is a file, a name in ``benchmarks/results``, or such a name at a git revision.
 
 Exit code 0: no figure of hpctrain became slower by more than the tolerance; 1: one did; 2: the
 files cannot be compared. Results of two MPI libraries are not judged: they show hpctrain against
@@ -25,6 +28,7 @@ from harness.run import main
 
 from hpctrain.cli.main import Parser
 from hpctrain.errors import EXIT_FAILURE, UsageError
+from hpctrain.util.probe import run_program
 from hpctrain.util.text import format_bytes
 
 SAME = ("benchmark", "ranks", "nodes", "dtype", "device")
@@ -49,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
+    parser.add_argument("old", type=Path, help="file of a result, or REVISION:NAME")
+    parser.add_argument("new", type=Path, help="the same")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="share by which a median may grow")
     args = parser.parse_args(argv)
     if not args.tolerance >= 0:
@@ -62,10 +66,12 @@ def load(path: Path) -> Result:
     """Return a result file's medians; the path is also tried relative to the other results."""
     candidates = (path, RESULTS.parent / path, RESULTS / path)
     found = next((one for one in candidates if one.is_file()), None)
-    if found is None:
+    revision, colon, name = str(path).partition(":")
+    if found is None and not colon:
         raise UsageError(f"no result {path}: looked for {', '.join(map(str, candidates))}")
     try:
-        content = json.loads(found.read_text(encoding="utf-8"))
+        content = json.loads(found.read_text(encoding="utf-8") if found else at_revision(revision, name))
+        found = found or path
         medians = {(int(row["size"]), str(row["candidate"])): float(row["median"]) for row in content["rows"]}
         return Result(found, {key: content[key] for key in SAME}, str(content["mpi"]), medians)
     except (ValueError, KeyError, TypeError) as error:
@@ -73,6 +79,16 @@ def load(path: Path) -> Result:
             f"{found} is no result of a communication benchmark ({type(error).__name__}: {error}): "
             "make -C benchmarks all_reduce writes one"
         ) from error
+
+
+def at_revision(revision: str, name: str) -> str:
+    """Return the text of a result at a git revision. Raises ``UsageError`` if there is none."""
+    where = name if "/" in name else f"{RESULTS.parent.name}/{RESULTS.name}/{name}"
+    command = ["git", "-C", str(RESULTS.parents[1]), "show", f"{revision}:{where}"]
+    answer = run_program(command)
+    if revision.startswith("-") or answer.error:
+        raise UsageError(f"no result {where} at revision {revision}: {answer.error or 'not a revision'}")
+    return answer.text
 
 
 def check_same(old: Result, new: Result) -> None:

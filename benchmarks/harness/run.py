@@ -46,6 +46,7 @@ def make_parser(name: str, about: str | None, *, rounds: int = 0, least: int = 1
         help = "a small model, for tests; the figures are meaningless"
         parser.add_argument("--quick", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--csv", action="store_true", help="print its figures as CSV")
     parser.add_argument("--out", "--results", type=Path, default=RESULTS, help="folder of the results")
     return parser
 
@@ -155,6 +156,9 @@ def finish(
         files += draw(whole, args.out / file)
     if args.json:
         print(json.dumps(whole, indent=2))
+        return
+    if args.csv:
+        print(files[1].read_text(encoding="utf-8"), end="")
         return
     note = f"stopped by {signal.Signals(stop.number).name}: the result is incomplete\n" if stop.number else ""
     print("\n".join([*lines, f"{note}written to {', '.join(map(str, files))}"]), flush=True)

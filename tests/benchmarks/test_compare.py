@@ -55,6 +55,15 @@ def test_other_measurements_are_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_result_at_a_git_revision_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "all-reduce-np2-mpich.json"
+    assert run([f"HEAD:{name}", name]) in (0, 1)
+    assert f"old: HEAD:{name} (MPICH" in capsys.readouterr().out
+    for wrong in (f"no-such-revision:{name}", "HEAD:no-such.json", f"--output=x:{name}"):
+        assert run(["--", wrong, name]) == 2
+        assert f"at revision {wrong.partition(':')[0]}: " in capsys.readouterr().err
+
+
 def test_results_without_a_common_row_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([result(tmp_path / "a", OLD), result(tmp_path / "b", {(8, "mpi"): 1.0})]) == 2
     assert "share no size and candidate" in capsys.readouterr().err

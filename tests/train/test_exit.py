@@ -85,7 +85,7 @@ def launcher_crashed(result: Any) -> bool:
 
 
 def twice_if_lost(launch: Any, *words: Any, **options: Any) -> Any:
-    """Start a job, and once more if Open MPI's mpirun lost the connection to a rank that starts, and waits without end."""
+    """Start a job; once more if mpirun of Open MPI lost the connection to a rank that starts, and waits without end."""
     try:
         return launch(*words, **options)
     except pytest.fail.Exception as failure:
