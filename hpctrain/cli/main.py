@@ -6,6 +6,7 @@ import argparse
 import importlib
 import math
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -218,8 +219,9 @@ def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
 
 def add_verb(verbs: Any, name: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Add a verb with its help text; return its parser."""
+    width = max(40, min(100, shutil.get_terminal_size((100, 24)).columns - 2))
     parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=VERBS[name], description=fill(description, 100), epilog=epilog, formatter_class=_Help
+        name, help=VERBS[name], description=fill(description, width), epilog=epilog, formatter_class=_Help
     )
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,6 +64,12 @@ def open_source(kind: Kind, sources: Sequence[str | Path], *, grey: bool = False
     left_out = len(everything) - len(documents)
     if not documents:
         raise DataError(f"no {kind} file in {listed([str(source) for source in sources])}: {_SUFFIXES[kind]} are read")
+    named = {Path(os.path.abspath(source)) for source in sources if Path(source).is_file()}
+    taken = {Path(os.path.abspath(each.path)) for each in documents}
+    if lost := sorted(str(path) for path in named - taken):
+        raise DataError(
+            f"{listed(lost[:4])}: not of the kind {kind} ({_SUFFIXES[kind]}); pack each kind into its own file"
+        )
     if kind == "tar":
         return replace(_tar([str(document.path) for document in documents]), left_out=left_out)
     if kind in ("parquet", "arrow"):

@@ -70,3 +70,10 @@ def test_a_missing_package_is_named(name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == EXIT_USAGE
     assert done.stderr.startswith(f"hpctrain: error: there is no {name} in {sys.prefix}, and hpctrain needs it")
+
+
+def test_help_fits_the_terminal() -> None:
+    """Lines of examples are not wrapped; all others are."""
+    for columns in (60, 90):
+        said = shell(f"COLUMNS={columns} hpctrain doctor --help").stdout.partition("examples:")[0]
+        assert max(map(len, said.splitlines())) <= columns

@@ -150,3 +150,16 @@ def test_bad_sources_are_named_and_leave_no_file(tmp_path: Path) -> None:
     (folder / "c.npz").write_bytes(b"")
     with pytest.raises(UsageError, match="several kinds: 1 of npy, 1 of npz; name one by --from"):
         kind_of([folder])
+
+
+def test_a_named_file_of_another_kind_is_not_skipped(tmp_path: Path) -> None:
+    """Files of other kinds in a folder are counted; one that is named by itself is an error."""
+    (tmp_path / "in").mkdir()
+    records(tmp_path / "in")
+    (tmp_path / "in/notes.md").write_text("x")
+    with tarfile.open(tmp_path / "a.tar", "w"):
+        pass
+    with pytest.raises(DataError, match=r"a\.tar: not of the kind npz .*; pack each kind into its own file"):
+        pack_samples([tmp_path / "in", tmp_path / "a.tar"], tmp_path / "out.h5", "npz")
+    assert not (tmp_path / "out.h5").exists()
+    assert pack_samples([tmp_path / "in"], tmp_path / "out.h5", "npz").left_out == 1
