@@ -157,7 +157,7 @@ def finish(
     if args.json:
         print(json.dumps(whole, indent=2))
         return
-    if args.csv:
+    if getattr(args, "csv", False):
         print(files[1].read_text(encoding="utf-8"), end="")
         return
     note = f"stopped by {signal.Signals(stop.number).name}: the result is incomplete\n" if stop.number else ""

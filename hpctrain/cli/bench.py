@@ -161,20 +161,23 @@ def _sizes(text: str) -> list[int]:
 def run_benchmark(name: str, args: argparse.Namespace) -> int:
     """Run a benchmark in this process, which may be one of several ranks; return its exit code."""
     program, first, _, _ = SUITE[name]
-    path = Path(str(resources.files("hpctrain") / "benchmarks" / program))
+    path = Path(str(resources.files("hpctrain") / "benchmarks" / program)).resolve()
     if not path.is_file():
         raise UsageError(f"this installation has no benchmarks ({path}); install hpctrain again", everywhere=True)
     given = [*first, *args.words]
     if not any(word.partition("=")[0] in ("--out", "--results", "-h", "--help") for word in given):
         given += ["--out", _RESULTS]
+    before, sys.argv = sys.argv, [str(path), *given]
     sys.path.insert(0, str(path.parent))
-    sys.argv = [str(path), *given]
     try:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
         if {"-h", "--help"} & set(given):
             raise
         return end.code if isinstance(end.code, int) else 0
+    finally:
+        sys.argv = before
+        sys.path.remove(str(path.parent))
     return 0
 
 

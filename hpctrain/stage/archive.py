@@ -122,7 +122,7 @@ def read_index(archive: Path) -> EnvironmentIndex:
         size = os.stat(archive).st_size
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else f"not an index of {FORMAT}"
-        what = f"{index_path(archive)}, which belongs beside it: " if archive.exists() else ""
+        what = f"{index_path(archive)}, which belongs beside it: " if archive.is_file() else ""
         raise UsageError(f"cannot use the archive {archive}: {what}{why}; hpctrain stage pack makes one") from error
     if size != index.nbytes:
         raise UsageError(f"cannot use the archive {archive}: it has {size} bytes, not {index.nbytes}; pack it again")
