@@ -11,7 +11,7 @@ set -euo pipefail
 umask 022 # an administrator's own may be 077, but all users need read access
 cd "$(dirname "$0")/.."
 PREFIX=${PREFIX:-} MODULES=${MODULES:-} VERSION=${VERSION:-} DEPENDS=${DEPENDS:-} MPI=${MPI:-mpich} TORCH=${TORCH:-torch}
-EXTRAS=$(tr -s ' ,' ',' <<<"${EXTRAS-plot}" | sed 's/^,//; s/,$//') # names of optional parts, which the README lists
+EXTRAS=$(tr -s ' ,' ',' <<<"${EXTRAS-plot}" | sed 's/^,//; s/,$//') # names of optional parts, as in setup.cfg
 unset PYTHONHOME PYTHONPATH # set for this shell; the installation must work without them
 
 fail() {

@@ -42,28 +42,28 @@ examples:
 
 Two figures differ if their medians do by more than --tolerance, and their spreads do not meet.
 """
-# Benchmark, its program with the words that it takes, what it measures, and how long on two cores.
+# Benchmark, its program with the words that it takes, and what it measures.
 SUITE = {
-    "pingpong": ("communication.py", ("pingpong",), "messages between two ranks: hpctrain, MPI, gloo", "1 min"),
-    "all_reduce": ("communication.py", ("all_reduce",), "all_reduce over sizes: hpctrain, MPI, gloo", "3 min"),
-    "reduce_scatter": ("communication.py", ("reduce_scatter",), "the same of reduce_scatter", "3 min"),
-    "all_gather": ("communication.py", ("all_gather",), "the same of all_gather", "2 min"),
-    "broadcast": ("communication.py", ("broadcast",), "the same of broadcast", "2 min"),
-    "overlap": ("communication.py", ("overlap",), "how much of an all_reduce overlaps with computation", "1 min"),
-    "multinode": ("multinode.py", (), "all_reduce between nodes, and the link by plain TCP", "1 min"),
-    "ddp": ("ddp_step.py", (), "a training step: DDP of hpctrain and of torch on gloo", "2 min"),
-    "fsdp": ("fsdp_step.py", (), "a training step: DDP, ZeRO, FSDP of hpctrain and of torch", "3 min"),
-    "tensor": ("tensor.py", (), "a tensor-parallel step, and torch's DTensor on gloo", "3 min"),
-    "pipeline": ("pipeline.py", (), "pipeline schedules, and torch's on gloo", "6 min"),
-    "compile": ("compile_step.py", (), "a step of a compiled GPT under each strategy", "8 min"),
-    "reproducible": ("reproducible.py", (), "a step with and without parallel.reproducible", "5 min"),
-    "torch-backend": ("torch_backend.py", (), "torch.distributed on hpctrain and on gloo", "5 min"),
-    "checkpoint": ("checkpoint.py", (), "saving and loading, next to plain writes and torch's", "5 min"),
-    "memory-errors": ("memory_errors.py", (), "comparison of replicas, relative to a step", "3 min"),
-    "guard": ("guard.py", (), "a step with and without guarded parameters", "1 min"),
-    "recording": ("recording.py", (), "cost of what a run records", "2 min"),
-    "loader": ("loader.py", (), "samples per second of data sets (one process)", "4 min"),
-    "offload": ("offload.py", (), "optimizer step in host memory (one process)", "4 min"),
+    "pingpong": ("communication.py", ("pingpong",), "messages between two ranks: hpctrain, MPI, gloo"),
+    "all_reduce": ("communication.py", ("all_reduce",), "all_reduce over sizes: hpctrain, MPI, gloo"),
+    "reduce_scatter": ("communication.py", ("reduce_scatter",), "the same of reduce_scatter"),
+    "all_gather": ("communication.py", ("all_gather",), "the same of all_gather"),
+    "broadcast": ("communication.py", ("broadcast",), "the same of broadcast"),
+    "overlap": ("communication.py", ("overlap",), "how much of an all_reduce overlaps with computation"),
+    "multinode": ("multinode.py", (), "all_reduce between nodes, and the link by plain TCP"),
+    "ddp": ("ddp_step.py", (), "a training step: DDP of hpctrain and of torch on gloo"),
+    "fsdp": ("fsdp_step.py", (), "a training step: DDP, ZeRO, FSDP of hpctrain and of torch"),
+    "tensor": ("tensor.py", (), "a tensor-parallel step, and torch's DTensor on gloo"),
+    "pipeline": ("pipeline.py", (), "pipeline schedules, and torch's on gloo"),
+    "compile": ("compile_step.py", (), "a step of a compiled GPT under each strategy"),
+    "reproducible": ("reproducible.py", (), "a step with and without parallel.reproducible"),
+    "torch-backend": ("torch_backend.py", (), "torch.distributed on hpctrain and on gloo"),
+    "checkpoint": ("checkpoint.py", (), "saving and loading, next to plain writes and torch's"),
+    "memory-errors": ("memory_errors.py", (), "comparison of replicas, relative to a step"),
+    "guard": ("guard.py", (), "a step with and without guarded parameters"),
+    "recording": ("recording.py", (), "cost of what a run records"),
+    "loader": ("loader.py", (), "samples per second of data sets (one process)"),
+    "offload": ("offload.py", (), "optimizer step in host memory (one process)"),
 }
 _RESULTS = "bench-results"
 _CALIBRATE_EPILOG = """\
@@ -106,11 +106,11 @@ def add_parser(subparsers: Any) -> None:
     measuring.add_argument("-v", "--verbose", action="store_true", help="list what was not measured, and why")
     showing = add_action(actions, "show", "print the calibration stored for this machine", _SHOW_EPILOG, _show)
     showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="show this file instead")
-    for name, (_, _, what, time) in SUITE.items():
+    for name, (_, _, what) in SUITE.items():
         example = (
             f"examples:\n  mpiexec -n 2 hpctrain bench {name}\n  srun hpctrain bench {name} --out results-of-today"
         )
-        one = add_action(actions, name, f"{what}; {time}", example, partial(run_benchmark, name), as_json=False)
+        one = add_action(actions, name, what, example, partial(run_benchmark, name), as_json=False)
         one.takes_all = True  # type: ignore[attr-defined]
     _add_report(actions)
 
@@ -160,7 +160,7 @@ def _sizes(text: str) -> list[int]:
 
 def run_benchmark(name: str, args: argparse.Namespace) -> int:
     """Run a benchmark in this process, which may be one of several ranks; return its exit code."""
-    program, first, _, _ = SUITE[name]
+    program, first, _ = SUITE[name]
     path = Path(str(resources.files("hpctrain") / "benchmarks" / program)).resolve()
     if not path.is_file():
         raise UsageError(f"this installation has no benchmarks ({path}); install hpctrain again", everywhere=True)
