@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from hpctrain import errors
+from hpctrain.checkpoint.format.direct import BLOCK, LEAST
 from hpctrain.checkpoint.format.layout import Array
 from hpctrain.checkpoint.format.plan import BoxPart, Offsets, Source, Target, WriteRequest, WriteShare
 from hpctrain.checkpoint.format.writer import ShareWriter
@@ -31,7 +32,12 @@ from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.probe import python
 
-_ALIGNMENT = 64  # bytes: alignment of each part, sufficient for any element type
+_ALIGNMENT = 64  # bytes: alignment of small parts, sufficient for any element type
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """Return the next multiple of ``unit``."""
+    return -(-nbytes // unit) * unit
 
 
 class Snapshot:
@@ -50,15 +56,22 @@ class Snapshot:
 
     def copy(self, share: WriteShare) -> list[SnapshotRange]:
         """Copy a share; return the location of each of its byte ranges."""
-        sizes = [(part.end - part.begin) * share.sources[part.box].itemsize for part in share.parts]
-        self._reserve(sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), share.sources)
-        found, at = [], 0
-        for part, size in zip(share.parts, sizes):
+        found, begins, nbytes = [], [], 0
+        for part in share.parts:
             source = share.sources[part.box]
-            _copy(source, part, self._bytes[at : at + size])
-            for to, offset, nbytes in source.byte_ranges(part.begin, part.end):
-                found.append(SnapshotRange(source.path, to, at + offset, nbytes))
-            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+            ranges = list(source.byte_ranges(part.begin, part.end))
+            size = (part.end - part.begin) * source.itemsize
+            # Large tensors begin at whole blocks of the file: with the same place within a block in memory, they
+            # can be written without a copy.
+            whole = size >= LEAST
+            begin = round_up(nbytes, BLOCK) + ranges[0][0] % BLOCK if whole else round_up(nbytes, _ALIGNMENT)
+            begins.append(begin)
+            found += [SnapshotRange(source.path, to, begin + offset, length) for to, offset, length in ranges]
+            nbytes = begin + size
+        self._reserve(nbytes, share.sources)
+        for part, begin in zip(share.parts, begins):
+            source = share.sources[part.box]
+            _copy(source, part, self._bytes[begin : begin + (part.end - part.begin) * source.itemsize])
         return found
 
     def close(self) -> None:

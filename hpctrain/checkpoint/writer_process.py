@@ -19,7 +19,7 @@ from hpctrain.checkpoint.format.layout import Written
 from hpctrain.checkpoint.format.plan import FileChunk, Offsets, Target
 from hpctrain.checkpoint.format.writer import FileWriter
 
-NICENESS = 15  # it gets a thirtieth of a core next to a rank that never idles, and all of an idle core
+NICENESS = 10  # it gets a tenth of a core next to a rank that never idles, and all of an idle core
 EXIT = "exit"  # request to exit: needed besides EOF if a process that the rank has forked keeps the pipe open
 _CHECK_EVERY = 1.0  # seconds between checks whether the rank is alive
 
@@ -54,7 +54,7 @@ class WriterProcess(FileWriter):
     """File writer in a process of its own; it writes from the memory that it shares with the rank."""
 
     def __init__(self, parent: int, memory: int) -> None:
-        super().__init__()
+        super().__init__(direct=True)
         self._parent, self._descriptor = parent, memory
         self._memory: mmap.mmap | None = None
 

@@ -115,6 +115,16 @@ def reopen(path: str | Path) -> int:
     return _checked(os.open(path, _KNOWN), path)
 
 
+def reopen_direct(handle: int) -> int:
+    """Open an open file again, past the page cache; return -1 if it is not on a disk of this node, or cannot be."""
+    if not os.major(os.fstat(handle).st_dev):  # network filesystems, memory, and overlays have no device
+        return -1
+    try:
+        return os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
 def put(private: Path, path: Path, *, call: Call = call_once) -> None:
     """Rename a complete and flushed private file to its target. Raises ``OSError``. The folder is not flushed."""
     check_target(path)
