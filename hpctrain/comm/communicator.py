@@ -13,7 +13,7 @@ from hpctrain.comm.composite import CoalescingBucket, gather_into, gather_rows
 from hpctrain.comm.debug import mismatch_detector
 from hpctrain.comm.dispatch import ArgumentChecks, Dispatch, check_contiguous
 from hpctrain.comm.mesh import AXES, Mesh, fill_in
-from hpctrain.comm.prepared import FlatHostCollectives, PreparedCallCache, call_key
+from hpctrain.comm.prepared import FlatHostCollectives, PreparedCallCache, call_key, message_key
 from hpctrain.comm.reduction import check_op
 from hpctrain.comm.shm.memory import discover
 from hpctrain.comm.shm.spsc_ring import RingHandle, SpscRing, make_slots
@@ -260,14 +260,19 @@ class Communicator:
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send a tensor to one rank; return when its memory may be written again."""
-        self._arguments.check_tag(tag)
-        self._dispatch.of(tensor).send(tensor, peer, tag)
+        self._message("send", tensor, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive a tensor from one rank into a tensor of the same size; return it."""
-        self._arguments.check_tag(tag)
-        self._dispatch.of(tensor).recv(tensor, peer, tag)
+        self._message("recv", tensor, peer, tag)
         return tensor
+
+    def _message(self, operation: str, tensor: Tensor, peer: int, tag: int) -> Any:
+        call = self._cache.get(message_key(operation, tensor, peer, tag))
+        if call is not None and tensor.is_contiguous():
+            return call()
+        self._arguments.check_tag(tag)
+        return getattr(self._dispatch.of(tensor), operation)(tensor, peer, tag)
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start to send a tensor to one rank; the tensor must not change before ``wait``."""
@@ -297,10 +302,7 @@ class Communicator:
     # Selection --------------------------------------------------------------------------------------------------------
 
     def use_tables(self, tables: Mapping[RankLayout, AlgorithmTable]) -> None:
-        """Make ``auto`` choose algorithms by the measurements for this layout of ranks, the same on all. Collective.
-
-        Communicators split from this one use the tables for their own layouts.
-        """
+        """Make ``auto`` choose by measurements of this layout of ranks, also in later splits. Collective."""
         self._tables = tables
         self._host.use_tables(tables)
 
@@ -380,7 +382,6 @@ class Communicator:
         self._freed = True
         for part in reversed(self._parts):
             part.free()
-        self._parts.clear()
         self._dispatch.free()
         self._host.free()
         if self._detector is not None:

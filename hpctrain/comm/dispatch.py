@@ -133,11 +133,11 @@ class HostCollectives:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         with self.ordered(), as_flat(tensor, back=False) as host:
-            self.flat.transport.send(host, peer, tag)
+            self.flat.message("send", host, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int) -> None:
         with self.ordered(), as_flat(tensor) as host:
-            self.flat.transport.recv(host, peer, tag)
+            self.flat.message("recv", host, peer, tag)
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         with self.ordered(), as_flat(tensor, back=False) as host:

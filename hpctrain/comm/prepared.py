@@ -155,6 +155,11 @@ def call_key(operation: str, tensor: Tensor, out: Tensor | None, op: str, root: 
     return operation, out.data_ptr(), tensor.data_ptr(), sizes, op, root, algorithm
 
 
+def message_key(operation: str, tensor: Tensor, peer: int, tag: int) -> Hashable:
+    """Return the cache key of a blocking message."""
+    return operation, tensor.data_ptr(), tensor.numel(), tensor.dtype, peer, tag
+
+
 # Host memory of tensors -----------------------------------------------------------------------------------------------
 
 
@@ -268,6 +273,16 @@ class FlatHostCollectives:
             prepared = self.cache[key] = node.prepare_start(call.operation, unowned.tensor, unowned.arguments)
         work: Work = prepared() if call.out is None else prepared(call.out)
         return work
+
+    def message(self, operation: str, tensor: Tensor, peer: int, tag: int) -> None:
+        """Make a blocking ``send`` or ``recv``."""
+        key = message_key(operation, tensor, peer, tag)
+        prepared = self.cache.get(key) or self.transport.prepared_message(operation, tensor, peer, tag)
+        if prepared is None:
+            getattr(self.transport, operation)(tensor, peer, tag)
+            return
+        self.cache[key] = prepared
+        prepared()
 
     def free(self) -> None:
         """Free node memory. Collective."""

@@ -192,6 +192,38 @@ def test_messages_are_sent_around_a_ring(own: Any) -> None:
 
 
 @pytest.mark.ranks
+def test_a_repeated_message_is_that_of_the_tensor_at_hand(own: Any) -> None:
+    """A message is prepared once per address, size and dtype: a view with other strides begins at the same address."""
+    right, left = (own.rank + 1) % own.size, (own.rank - 1) % own.size
+
+    def around(tensor: torch.Tensor, tag: int = 0) -> torch.Tensor:
+        received = torch.full_like(tensor, -1).contiguous()
+        if own.rank % 2:
+            own.recv(received, left, tag)
+            own.send(tensor, right, tag)
+        else:
+            own.send(tensor, right, tag)
+            own.recv(received, left, tag)
+        return received
+
+    square = torch.arange(9.0).view(3, 3)
+    with own.recording() as recorder:
+        for number in range(3):
+            square += 1 + own.rank
+            others = torch.arange(9.0).view(3, 3) + (number + 1) * (1 + left)
+            assert torch.equal(around(square), others)
+            assert torch.equal(around(square.T), others.T)
+            assert torch.equal(around(square, tag=1), others)
+            assert torch.equal(around(square.view(torch.int32)), others.view(torch.int32))
+    assert recorder.calls["send"] == recorder.calls["recv"] == 12 and recorder.bytes["send"] == 12 * 36
+    for call in (own.send, own.recv):
+        with pytest.raises(CommunicationError, match="rank 99 is not in"):
+            call(square, 99)
+        with pytest.raises(CommunicationError, match="tag -1 is not in"):
+            call(square, right, -1)
+
+
+@pytest.mark.ranks
 def test_split_makes_a_communicator_with_its_own_memory(own: Any) -> None:
     part = own.split(own.rank % 2)
     ranks = [rank for rank in range(own.size) if rank % 2 == own.rank % 2]

@@ -196,6 +196,10 @@ class TensorTransport(Recordable, ABC):
         """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
         raise CommunicationError(f"transport {self.name} has no reduce")
 
+    def prepared_message(self, operation: str, tensor: Tensor, peer: int, tag: int) -> PreparedCall | None:
+        """Return a call that makes a blocking ``send`` or ``recv`` of a tensor; None: the method of that name does."""
+        return None
+
     def _prepared(self, operation: str, calls: Sequence[PreparedCall], tensor: Tensor) -> PreparedCall:
         """Return one call that makes them all, records the wait, and counts the bytes handed over."""
         call = calls[0] if len(calls) == 1 else lambda: [call() for call in calls]

@@ -211,6 +211,15 @@ class MpiTransport(Transport):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
+    def prepared_message(self, operation: str, tensor: Tensor, peer: int, tag: int) -> PreparedCall | None:
+        """Return a blocking ``send`` or ``recv``; None if MPI reports dead ranks, by the status of each request."""
+        if failures.RANK_FAILURES:
+            return None
+        self._check(tensor, peer, tag)
+        call = self.comm.Send if operation == "send" else self.comm.Recv
+        calls = [partial(call, piece, peer, tag) for piece in self._bytes(tensor)]
+        return super()._prepared(operation, calls, tensor)
+
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return _Requests("send", [self.comm.Isend(piece, peer, tag) for piece in self._bytes(tensor)], tensor)
 
