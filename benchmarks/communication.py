@@ -47,7 +47,7 @@ from hpctrain.errors import UsageError
 from hpctrain.util.text import counted, format_bytes
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
-SIZES = "4,64K,1M,4M,25M,64M"
+SIZES = "4,256,4K,64K,1M,4M,25M,64M"
 OVERLAP_SIZES = "64K,1M,4M,25M"  # shorter messages cannot overlap with one unit of compute
 ROUNDS = 40
 KNOWN = (Name.OURS, f"{Name.OURS} and an algorithm", Name.OUTSIDE, *PEERS)

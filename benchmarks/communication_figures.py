@@ -18,6 +18,7 @@ import numpy as np
 from communication_candidates import ORDER, PEERS, STREAM_SIZE, Name
 from harness.plot import GRID, save
 from harness.report import Target, at_least, table
+from harness.stats import summary
 
 from hpctrain.util.plotting import add_grid
 from hpctrain.util.text import format_bytes
@@ -44,18 +45,16 @@ def row_of(
     tensor, which may have another dtype.
     """
     times = [value / 2 for value in seconds] if operation == "pingpong" else list(seconds)
-    median = statistics.median(times)
-    algbw = nbytes / median / 1e9
+    found = summary(times)
+    algbw = nbytes / found["median"] / 1e9
     return {
         "candidate": name,
         "size": size,
         "bytes": nbytes,
-        "min": min(times),
-        "median": median,
+        **found,
         "p95": float(np.percentile(times, 95)),
         "algbw": algbw,
         "busbw": algbw * FACTORS[operation](ranks),
-        "repeats": len(times),
         "calls": calls,
     }
 
@@ -175,10 +174,23 @@ def ratio_tables(figures: Figures) -> Iterator[str]:
 
 def row_table(figures: Figures) -> str:
     """Return the table: latencies in microseconds of the slowest rank, bandwidths in GB/s."""
-    rows = [["size", "candidate", "min us", "median us", "p95 us", "algbw GB/s", "busbw GB/s", "repeats", "calls"]]
+    rows = [
+        [
+            "size",
+            "candidate",
+            "min us",
+            "median us",
+            "mean us",
+            "p95 us",
+            "algbw GB/s",
+            "busbw GB/s",
+            "repeats",
+            "calls",
+        ]
+    ]
     for size in sizes_of(figures):
         for row in (figures[size, name] for name in names_of(figures) if (size, name) in figures):
-            times = [f"{row[key] * 1e6:.2f}" for key in ("min", "median", "p95")]
+            times = [f"{row[key] * 1e6:.2f}" for key in ("min", "median", "mean", "p95")]
             speeds = [f"{row[key]:.3f}" for key in ("algbw", "busbw")]
             rows.append([format_bytes(size), row["candidate"], *times, *speeds, str(row["repeats"]), str(row["calls"])])
     return table(rows, left=2)

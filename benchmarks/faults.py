@@ -33,7 +33,7 @@ from dead_ranks import TOLERANT
 from harness.ranks import mpiexec, run_child
 from harness.report import mpi_slug, table
 from harness.run import finish, main, make_parser, parse_names
-from harness.turns import Progress, until_stopped
+from harness.turns import Progress, stop, until_stopped
 from kill_target import make_project
 
 from hpctrain.errors import UsageError
@@ -275,7 +275,8 @@ def run(args: argparse.Namespace) -> None:
     content = {"steps": STEPS, "step": STEP, "every": EVERY, "outcomes": [asdict(one) for one in found]}
     rows = [list(HEAD), *(cells([one]) for one in found)]
     finish(args, "faults", content, [table(rows, left=4)], file=name, ranks=RANKS)
-    write_text(args.out / f"{name}.md", markdown([list(HEAD), *map(cells, alike(found))]))
+    if not stop.number:
+        write_text(args.out / f"{name}.md", markdown([list(HEAD), *map(cells, alike(found))]))
     if any(one.equal is None and one.fault != "none" and not one.ended for one in found):
         raise UsageError("a job has not finished, and gave no reason")
     if hanging := [f"{one.fault}, {one.strategy}, {one.reaction}" for one in found if HANGS in one.ended]:

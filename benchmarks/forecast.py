@@ -31,7 +31,7 @@ import numpy as np
 from forecast_models import CLASSES, CONTEXT, VARIABLE
 from harness.memory import memory_fields
 from harness.ranks import mpiexec, run_child
-from harness.report import provenance, table, write_result
+from harness.report import provenance, table
 from harness.run import finish, main, make_parser, parse_candidates, parse_names
 from harness.turns import announce, until_stopped
 
@@ -286,7 +286,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Forecast and measure every case; the result is written after each one."""
+    """Forecast and measure every case."""
     outcomes: list[Outcome] = []
     measurement = args.earlier["measurement"] if args.earlier else provenance(1, launched=False)
     with tempfile.TemporaryDirectory(prefix="hpctrain-forecast-") as folder, until_stopped:
@@ -294,8 +294,6 @@ def run(args: argparse.Namespace) -> None:
             one = play(args, case, Path(folder))
             announce(f"{one.ratio:.2f} ({one.ratio_of_model:.2f} without the program)  {case.name}")
             outcomes.append(one)
-            head = {"benchmark": "forecast", **content_of(outcomes, measurement), "complete": False}
-            write_result(args.out, "forecast", head)
     lines = [table(rows_of(outcomes))]
     for what, ratios in (
         ("all of the node", [one.ratio for one in outcomes]),

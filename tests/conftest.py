@@ -26,6 +26,7 @@ from support.ranks import RankRun, runs_here, world
 from support.workers import WORKERS_OR_RANKS, WorkersRun, how_many, name_of, spreads
 
 from hpctrain.cluster.launcher import detect
+from hpctrain.cluster.resources import remove_left_over
 
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _COMM = pytest.StashKey[Any]()
@@ -120,6 +121,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if len(session.items) > _MANY:
         importlib.import_module("torch._dynamo")
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remove the shared memory of jobs that tests have killed; that of the last minute may be a job's that starts."""
+    if session.config.stash[_COMM] is None and not hasattr(session.config, "workerinput"):
+        remove_left_over()
 
 
 def _has_gpu() -> bool:

@@ -24,7 +24,7 @@ from hpctrain.util.probe import output_of, python
 from hpctrain.util.text import columns
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-COLUMNS = ("group", "candidate", "size", "median", "low", "high", "repeats")
+COLUMNS = ("group", "candidate", "size", "median", "low", "high", "repeats", "min", "mean")
 STEP = ("median ms", "quartile 1", "quartile 3", "min")
 _SMALL = 0.005  # smaller figures would show as zero with two decimals
 _ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor())"
@@ -108,14 +108,19 @@ def _figure(value: float) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def write_result(folder: Path, name: str, content: Mapping[str, Any], rows: Iterable[Sequence[Any]] = ()) -> list[Path]:
-    """Write a result as JSON, and its spreads and other ``rows`` as CSV; return the files."""
+def csv_text(content: Mapping[str, Any], rows: Iterable[Sequence[Any]] = ()) -> str:
+    """Return the spreads of a result, and other ``rows``, as CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([COLUMNS, *spreads(content), *rows])
+    return text.getvalue()
+
+
+def write_result(folder: Path, name: str, content: Mapping[str, Any], table: str) -> list[Path]:
+    """Write a result as JSON, and its ``table`` as CSV; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"{name}.json", folder / f"{name}.csv"]
     write_text(files[0], json.dumps(content, indent=2) + "\n")
-    write_text(files[1], text.getvalue())
+    write_text(files[1], table)
     return files
 
 

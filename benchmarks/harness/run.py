@@ -1,7 +1,7 @@
 """Begin and end of a benchmark: its options, and its result.
 
 SIGTERM and SIGINT end a benchmark between two turns (``harness/turns.py``). The measurements so far
-are written, marked as incomplete, and the exit code is 128 + the signal.
+are printed, marked as incomplete, and the exit code is 128 + the signal. No file is written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness.report import RESULTS, Target, mpi_name, mpi_slug, provenance, targets_json, write_result
+from harness.history import record
+from harness.report import RESULTS, Target, csv_text, mpi_name, mpi_slug, provenance, targets_json, write_result
 from harness.turns import Stopped, stop
 
 import hpctrain
@@ -135,11 +136,11 @@ def finish(
     draw: Callable[[dict[str, Any], Path], list[Path]] | None = None,
     rows: Iterable[Sequence[Any]] = (),
 ) -> None:
-    """Write a result as JSON and CSV, draw it, and print it, as ``lines`` or as JSON.
+    """Write a result as JSON and CSV, draw it, add it to the earlier runs, and print it: ``lines``, JSON or CSV.
 
     ``job`` is that of the ranks that were measured, if this program runs on them. ``file`` is the name
     of the files, if it is not that of the benchmark with ranks and MPI. A benchmark that was stopped
-    draws no picture.
+    writes nothing.
     """
     head: dict[str, Any] = {"benchmark": name}
     if job is not None:
@@ -151,14 +152,18 @@ def finish(
         head["targets"] = targets_json(found)
     file, end = file or name, {"complete": not stop.number, "provenance": provenance(ranks, launched=job is not None)}
     whole = {**head, **content, **end}
-    files = write_result(args.out, file, whole, rows)
-    if draw and not stop.number:
-        files += draw(whole, args.out / file)
+    table = csv_text(whole, rows)
+    if stop.number:
+        note = f"stopped by {signal.Signals(stop.number).name}: the result is incomplete, and no file is written"
+    else:
+        files = write_result(args.out, file, whole, table)
+        files += draw(whole, args.out / file) if draw else []
+        if not head.get("quick"):
+            files.append(record(args.out, file, whole))
+        note = f"written to {', '.join(map(str, files))}"
     if args.json:
         print(json.dumps(whole, indent=2))
-        return
-    if getattr(args, "csv", False):
-        print(files[1].read_text(encoding="utf-8"), end="")
-        return
-    note = f"stopped by {signal.Signals(stop.number).name}: the result is incomplete\n" if stop.number else ""
-    print("\n".join([*lines, f"{note}written to {', '.join(map(str, files))}"]), flush=True)
+    elif getattr(args, "csv", False):
+        print(table, end="")
+    else:
+        print("\n".join([*lines, note]), flush=True)

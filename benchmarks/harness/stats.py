@@ -13,11 +13,12 @@ LOW, HIGH = ("quartile_1", "min"), ("quartile_3", "p95", "max")  # ends of the s
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median, quartiles and range of repeated timings, in seconds."""
+    """Return median, mean, quartiles and range of repeated timings, in seconds."""
     ordered = sorted(seconds)
     low, _, high = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else ordered * 3
     return {
         "median": statistics.median(ordered),
+        "mean": statistics.fmean(ordered),
         "quartile_1": low,
         "quartile_3": high,
         "min": ordered[0],
@@ -54,12 +55,16 @@ def differences(losses: Sequence[Seconds], against: str, without: Collection[str
 
 
 def spreads(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield group, candidate, size, median, low, high and repeats of every summary in a result."""
+    """Yield group, candidate, size, median, low, high, repeats, min and mean of every summary in a result.
+
+    Values that a summary lacks are empty.
+    """
     if isinstance(content, Mapping):
         if isinstance(content.get("median"), (int, float)):
             low, high = (next((content[key] for key in keys if key in content), "") for keys in (LOW, HIGH))
             candidate, size = content.get("candidate", path[-1]), content.get("size", "")
-            yield "/".join(path[:-1]), candidate, size, content["median"], low, high, content.get("repeats", "")
+            more = (content.get(key, "") for key in ("repeats", "min", "mean"))
+            yield "/".join(path[:-1]), candidate, size, content["median"], low, high, *more
             return
         for key, value in content.items():
             yield from spreads(value, (*path, key))
