@@ -23,7 +23,8 @@ from support.programs import be_alone
 from hpctrain.errors import UsageError
 
 OPERATIONS = ("pingpong", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "overlap")
-BENCHMARKS = set(re.findall(r"^([a-z_-]+): ##", (FOLDER / "Makefile").read_text(), re.M)) - {"help", "compare", "claims"}
+TARGETS = re.findall(r"^([a-z_-]+): ##", (FOLDER / "Makefile").read_text(), re.M)
+BENCHMARKS = set(TARGETS) - {"help", "compare", "claims"}
 PROGRAMS = {
     "fsdp-step": "fsdp_step",
     "ddp-step": "ddp_step",
