@@ -282,13 +282,13 @@ _race_data: env
 	@test -e runs/gpt-tiny.h5 || { mkdir -p runs && $(BIN)/hpctrain data pack -o runs/gpt-tiny.h5; }
 
 _ranks: env
-	@$(MPIEXEC) -n $(NP) $(BIN)/python $(PROGRAM)
+	@exec $(MPIEXEC) -n $(NP) $(BIN)/python $(PROGRAM)
 
 _nodes: env
-	@$(BIN)/python tests/multinode/run.py -n $(NP) -- $(BIN)/python $(PROGRAM)
+	@exec $(BIN)/python tests/multinode/run.py -n $(NP) -- $(BIN)/python $(PROGRAM)
 
 _alone: env
-	@$(BIN)/python $(PROGRAM)
+	@exec $(BIN)/python $(PROGRAM)
 
 clean: ## remove builds, caches and temporary files of tests, but not runs and environments
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .hypothesis .coverage .coverage.* $(MEMORY)

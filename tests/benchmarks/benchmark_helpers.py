@@ -24,7 +24,7 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
 
 def jobs_of_make(*words: str) -> list[list[str]]:
     """Return the jobs that a target of the Makefile starts, without starting them: ranks, program and its options."""
-    script = re.sub(r"\bmake --no-print-directory -C \.\. (_\w+)", "show", make("-n", *words).stdout)
+    script = re.sub(r"\b(?:exec )?make --no-print-directory -C \.\. (_\w+)", "show", make("-n", *words).stdout)
     show = """show() { for word; do export "$word"; done; eval "printf '%s|' ${NP:-1} $PROGRAM"; echo; }\n"""
     done = subprocess.run(["sh", "-c", show + script], cwd=FOLDER, capture_output=True, text=True)
     return [line[:-1].split("|") for line in done.stdout.splitlines()]

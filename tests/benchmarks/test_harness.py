@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from harness.ranks import run_child
 from harness.report import Target, at_least, at_most, target_table, targets_json
 from harness.run import parse_sizes, split
 from harness.turns import Stopped, interleave, stop
+from support.pace import scaled
 
 from hpctrain.errors import UsageError
 
@@ -294,6 +296,38 @@ def test_a_signal_leaves_no_result_and_no_rank(number: int, tmp_path: Path) -> N
     assert not others
 
 
+@pytest.mark.benchmark
+@pytest.mark.limit(200)
+@pytest.mark.parametrize("target", ["tensor", "fsdp-step"])
+def test_a_signal_to_make_alone_ends_all_ranks(target: str, tmp_path: Path) -> None:
+    """fsdp-step has a shell that starts one job after another."""
+    if not (FOLDER.parent / ".venv/bin/mpiexec").exists():
+        pytest.skip("make would build an environment here")
+    mark = f"HPCTRAIN_BENCHMARK_TEST={tmp_path}".encode()
+    command = ["make", "-C", str(FOLDER), target, "ROUNDS=100000", f"OUT={tmp_path / 'out'}"]
+    env = {**os.environ, "HPCTRAIN_BENCHMARK_TEST": str(tmp_path)}
+    with open(tmp_path / "said", "w") as said, subprocess.Popen(command, env=env, stdout=said, stderr=said) as process:
+        try:
+            _until(lambda: len([path for path in _processes(mark) if _is_rank(path)]) >= 2, 60)
+            process.terminate()
+            assert process.wait(60) in (2, 128 + signal.SIGTERM, -signal.SIGTERM)
+        finally:
+            process.kill()
+    _until(lambda: not _processes(mark), 30)
+    assert not (tmp_path / "out").exists(), (tmp_path / "said").read_text()
+
+
+def _processes(mark: bytes) -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/environ") if _has(path, mark)]
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + scaled(seconds)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def _has(path: Path, mark: bytes) -> bool:
     try:
         return mark in path.read_bytes()
@@ -302,8 +336,12 @@ def _has(path: Path, mark: bytes) -> bool:
 
 
 def _is_rank(path: Path) -> bool:
-    words = (path.parent / "cmdline").read_bytes().split(b"\0")
-    return len(words) > 1 and words[1].endswith(b"tensor.py")  # else the launcher, which may be a script
+    try:
+        words = (path.parent / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False  # it has ended
+    # else the launcher, which may be a script
+    return len(words) > 1 and words[1].endswith((b"/tensor.py", b"/fsdp_step.py"))
 
 
 def test_commands_of_results_name_no_folder_of_the_machine() -> None:
