@@ -1,4 +1,4 @@
-"""Earlier runs of each benchmark: a line per run with its figures and where it was measured, in ``runs/NAME.jsonl``.
+"""Earlier runs of each benchmark: a line per run with its figures and where it was measured, in ``history/NAME.jsonl``.
 
 A single run says little on a machine that others use too. So what is claimed is the range of
 several runs, and only runs of one model of processor are put together.
@@ -18,7 +18,7 @@ from harness.stats import spreads
 from hpctrain.util import atomic
 from hpctrain.util.reading import read_text
 
-FOLDER = "runs"  # next to the newest results
+FOLDER = "history"  # next to the newest results
 _KEPT = ("date", "commit", "changed", "processor", "cores", "load_before")
 Key = tuple[str, str, str]  # group, candidate, size
 
