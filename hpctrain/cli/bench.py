@@ -32,7 +32,8 @@ examples:
   srun hpctrain bench checkpoint --folder /scratch/me/test --size 4GiB
   hpctrain bench report bench-results      what was measured; of two folders, what differs
 
-Benchmarks run on the ranks that srun or mpiexec has started, and write to the folder bench-results (--out).
+Benchmarks run on the ranks that srun or mpiexec has started, and write to the folder bench-results (--out). Durations
+in brackets were measured, of two ranks on two cores.
 """
 _REPORT_EPILOG = """\
 examples:
@@ -44,21 +45,21 @@ Two figures differ if their medians do by more than --tolerance, and their sprea
 """
 # Benchmark, its program with the words that it takes, and what it measures.
 SUITE = {
-    "pingpong": ("communication.py", ("pingpong",), "messages between two ranks: hpctrain, MPI, gloo"),
-    "all_reduce": ("communication.py", ("all_reduce",), "all_reduce over sizes: hpctrain, MPI, gloo"),
-    "reduce_scatter": ("communication.py", ("reduce_scatter",), "the same of reduce_scatter"),
-    "all_gather": ("communication.py", ("all_gather",), "the same of all_gather"),
+    "pingpong": ("communication.py", ("pingpong",), "messages between two ranks: hpctrain, MPI, gloo [0.5 min]"),
+    "all_reduce": ("communication.py", ("all_reduce",), "all_reduce over sizes: hpctrain, MPI, gloo [0.5 min]"),
+    "reduce_scatter": ("communication.py", ("reduce_scatter",), "the same of reduce_scatter [0.5 min]"),
+    "all_gather": ("communication.py", ("all_gather",), "the same of all_gather [0.5 min]"),
     "broadcast": ("communication.py", ("broadcast",), "the same of broadcast"),
     "overlap": ("communication.py", ("overlap",), "how much of an all_reduce overlaps with computation"),
     "multinode": ("multinode.py", (), "all_reduce between nodes, and the link by plain TCP"),
-    "ddp": ("ddp_step.py", (), "a training step: DDP of hpctrain and of torch on gloo"),
+    "ddp": ("ddp_step.py", (), "a training step: DDP of hpctrain and of torch on gloo [1 min]"),
     "fsdp": ("fsdp_step.py", (), "a training step: DDP, ZeRO, FSDP of hpctrain and of torch"),
-    "tensor": ("tensor.py", (), "a tensor-parallel step, and torch's DTensor on gloo"),
-    "pipeline": ("pipeline.py", (), "pipeline schedules, and torch's on gloo"),
+    "tensor": ("tensor.py", (), "a tensor-parallel step, and torch's DTensor on gloo [1 min]"),
+    "pipeline": ("pipeline.py", (), "pipeline schedules, and torch's on gloo [4 min]"),
     "compile": ("compile_step.py", (), "a step of a compiled GPT under each strategy"),
     "reproducible": ("reproducible.py", (), "a step with and without parallel.reproducible"),
     "torch-backend": ("torch_backend.py", (), "torch.distributed on hpctrain and on gloo"),
-    "checkpoint": ("checkpoint.py", (), "saving and loading, next to plain writes and torch's"),
+    "checkpoint": ("checkpoint.py", (), "saving and loading, next to plain writes and torch's [6 min]"),
     "memory-errors": ("memory_errors.py", (), "comparison of replicas, relative to a step"),
     "guard": ("guard.py", (), "a step with and without guarded parameters"),
     "recording": ("recording.py", (), "cost of what a run records"),
