@@ -25,6 +25,7 @@ from harness.report import RESULTS, table
 from harness.run import main
 
 from hpctrain.cli.main import Parser
+from hpctrain.errors import UsageError
 from hpctrain.util.atomic import write_text
 from hpctrain.util.reading import read_text
 
@@ -216,6 +217,8 @@ def by_processor(found: Sequence[Range]) -> dict[str, list[Range]]:
 
 def with_tables(page: str, tables: str) -> str:
     """Return a page with other tables between its marks."""
+    if END not in page.partition(BEGIN)[2]:
+        raise UsageError(f"the page has no place for the tables: it needs the lines {BEGIN} and {END}")
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{tables}\n\n{END}{rest.partition(END)[2]}"
 

@@ -302,7 +302,7 @@ class Communicator:
     # Selection --------------------------------------------------------------------------------------------------------
 
     def use_tables(self, tables: Mapping[RankLayout, AlgorithmTable]) -> None:
-        """Make ``auto`` choose by measurements of this layout of ranks, also in later splits. Collective."""
+        """Make ``auto`` choose by these measurements, the same on all ranks, also in later splits. Collective."""
         self._tables = tables
         self._host.use_tables(tables)
 
@@ -380,8 +380,8 @@ class Communicator:
         if self._freed:
             return
         self._freed = True
-        for part in reversed(self._parts):
-            part.free()
+        while self._parts:
+            self._parts.pop().free()
         self._dispatch.free()
         self._host.free()
         if self._detector is not None:

@@ -12,6 +12,8 @@ from claims import BEGIN, CLAIMS, END, PAGE, Claim, markdown, ranges, with_table
 from harness.history import FOLDER, Figure, record, runs_of
 from harness.report import RESULTS
 
+from hpctrain.errors import UsageError
+
 README = Path(__file__).resolve().parents[2] / "README.md"
 STEP = Claim("step", "torch", "step", "step NP=2", ("ours",), ("torch",))
 
@@ -73,6 +75,12 @@ def test_the_program_writes_the_page_and_json(tmp_path: Path, capsys: pytest.Cap
     assert "| DDP step | torch DDP + gloo | 1.50 (1.50 to 1.50) | 1, 1 | 0%, 0% | fewer than 5 runs |" in text
     claims.run(claims.parse(["--results", str(tmp_path / "empty")]))
     assert "no runs are recorded" in capsys.readouterr().out
+
+
+def test_a_page_without_a_place_for_tables_is_refused() -> None:
+    for page in ("text", BEGIN, f"{END}\n{BEGIN}"):
+        with pytest.raises(UsageError, match="the page has no place for the tables"):
+            with_tables(page, "table")
 
 
 def test_the_page_shows_the_recorded_runs() -> None:
