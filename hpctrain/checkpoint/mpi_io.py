@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from hpctrain.checkpoint.format.chunks import WrittenChunk, as_written, check_written, checksums
 from hpctrain.checkpoint.format.layout import Written
 from hpctrain.checkpoint.format.plan import FileChunk, Offsets, Target, WriteShare
-from hpctrain.checkpoint.format.writer import (
-    ShareWriter,
-    WrittenChunk,
-    as_written,
-    check_written,
-    checksums,
-    open_private,
-    write_errors,
-)
+from hpctrain.checkpoint.format.writer import ShareWriter, open_private, write_errors
 from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:

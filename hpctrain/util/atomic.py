@@ -115,9 +115,14 @@ def reopen(path: str | Path) -> int:
     return _checked(os.open(path, _KNOWN), path)
 
 
+def on_disk(handle: int) -> bool:
+    """Return whether an open file is on a disk of this node: other filesystems have no device."""
+    return os.major(os.fstat(handle).st_dev) != 0
+
+
 def reopen_direct(handle: int) -> int:
     """Open an open file again, past the page cache; return -1 if it is not on a disk of this node, or cannot be."""
-    if not os.major(os.fstat(handle).st_dev):  # network filesystems, memory, and overlays have no device
+    if not on_disk(handle):
         return -1
     try:
         return os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)

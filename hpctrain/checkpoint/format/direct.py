@@ -2,11 +2,16 @@
 
 A buffered write copies the bytes into the page cache, which takes a core as long as the copy and
 the allocation of each page. Next to a rank that uses all cores, that is seconds. A direct write
-takes almost no time of a core: the disk reads the bytes from the memory of the writer.
+takes almost no time of a core: the disk reads the bytes from the memory of the writer, and threads
+wait for it.
 
-The offset in the file and the address in memory must agree modulo ``BLOCK``. Partial blocks are
-written through the page cache. Only files on a disk of this node are written directly:
-on network filesystems, direct writes wait for the server one by one.
+The offset in the file and the address in memory must be multiples of ``BLOCK``; what is elsewhere in
+memory is copied, one MiB at a time. Partial blocks are written through the page cache. Only files on
+a disk of this node are written directly: on network filesystems, direct writes wait for the server
+one by one.
+
+Reading everything back would take as long as writing, because it comes from the disk. One block of
+each range is read: a write that was lost or went elsewhere shows there.
 """
 
 from __future__ import annotations
@@ -15,78 +20,117 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 
+from hpctrain.checkpoint.format.layout import crc32
+from hpctrain.errors import CheckpointError
 from hpctrain.util import atomic
 
 BLOCK = 4096  # bytes: multiples of it suit all disks and filesystems of Linux with pages of that size
 LEAST = 1 << 20  # bytes: shorter writes are not worth waiting for the disk
+_THREADS = 2
+_COPIES = _THREADS + 1  # one is filled while the others are written
 _UNABLE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+Pwrite = Callable[[int, memoryview, int], int]
 _libc = ctypes.CDLL(None, use_errno=True)
 _fallocate = getattr(_libc, "fallocate", None)
 
 
 class DirectFile:
-    """Second descriptor of an open file, for direct writes and reads."""
+    """Second descriptor of an open file, for direct writes, and the threads that make them."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self._memory = mmap.mmap(-1, LEAST)  # aligned to a page
-        self._buffer = memoryview(self._memory)
+    def __init__(self, buffered: int, handle: int, pwrite: Pwrite = os.pwrite) -> None:
+        self._buffered, self._handle, self._pwrite = buffered, handle, pwrite
+        self._able = True  # until the filesystem refuses a direct write
+        self._memory = memoryview(mmap.mmap(-1, _COPIES * LEAST))  # aligned to a page
+        self._pool = ThreadPoolExecutor(_THREADS, "direct write")
+        self._writing: deque[Future[None]] = deque()
+        self._next, self._used = 0, False
 
-    def write(self, data: memoryview, offset: int) -> tuple[int, int]:
-        """Write the whole blocks of a range; return which part of it was written: none if it cannot be."""
+    def whole_blocks(self, data: memoryview, offset: int) -> tuple[int, int]:
+        """Return which part of a range can be written directly; it is empty if none can."""
         begin, end = -offset % BLOCK, len(data) - (offset + len(data)) % BLOCK
-        if end - begin < LEAST or (np.frombuffer(data, dtype=np.uint8).ctypes.data - offset) % BLOCK:
-            return 0, 0
-        return begin, begin + self._write(data[begin:end], offset + begin)
+        return (begin, end) if self._able and end - begin >= LEAST else (0, 0)
 
-    def _write(self, data: memoryview, offset: int) -> int:
-        """Write whole blocks; return how many bytes were written: fewer if the filesystem refuses direct writes."""
-        if _fallocate is not None:  # written blocks of an allocated range need no further lock on the file
-            _fallocate(self._handle, 0, ctypes.c_int64(offset), ctypes.c_int64(len(data)))
+    def write(self, data: memoryview, offset: int, crc: int, name: str) -> int:
+        """Begin to write whole blocks; return the CRC-32, continued from ``crc``. The data must not change.
+
+        Raises ``CheckpointError`` with the ``name`` of the tensor if a copy of it differs; also for earlier calls.
+        """
+        self._used = True
+        aligned = np.frombuffer(data, dtype=np.uint8).ctypes.data % BLOCK == 0
+        for at in range(0, len(data), LEAST):
+            block = data[at : at + LEAST]
+            self.wait(_COPIES - 1)
+            source = block if aligned else self._copy(block)
+            before, crc = crc, crc32(block, crc)
+            if not aligned and crc32(source, before) != crc:
+                raise CheckpointError(f"{name} is wrong: a copy of it in memory differs")
+            last = at + LEAST >= len(data)
+            self._writing.append(self._pool.submit(self._write, source, offset + at, name, last))
+        return crc
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until at most so many writes have not ended. Raises the error of one that failed."""
+        while len(self._writing) > most:
+            self._writing.popleft().result()
+
+    def _copy(self, block: memoryview) -> memoryview:
+        """Return a copy of a block at an aligned address; that of ``_COPIES`` calls before is overwritten."""
+        begin, self._next = self._next * LEAST, (self._next + 1) % _COPIES
+        copy = self._memory[begin : begin + len(block)]
+        copy[:] = block
+        return copy
+
+    def _write(self, block: memoryview, offset: int, name: str, check: bool) -> None:
+        """Write whole blocks, and read the last one from the disk if ``check``."""
         done = 0
-        while done < len(data):
+        while done < len(block):
             try:
-                count = os.pwrite(self._handle, data[done:], offset + done)
+                count = self._pwrite(self._handle, block[done:], offset + done)
             except OSError as error:
-                if error.errno in _UNABLE:
-                    return done
-                raise
-            done += count - count % BLOCK
-            if count % BLOCK or not count:
-                return done
-        return done
-
-    def blocks(self, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a range as they are on the disk; the last block is short if the file ends before."""
-        done = 0
-        while done < nbytes:
-            count = os.preadv(self._handle, [self._buffer[: min(LEAST, nbytes - done)]], offset + done)
-            if not count:
-                return
-            yield self._buffer[:count]
+                if error.errno not in _UNABLE:
+                    raise
+                self._able, count = False, self._pwrite(self._buffered, block[done:], offset + done)
+            if count == 0:
+                raise CheckpointError(f"the filesystem wrote none of {len(block) - done} bytes at {offset + done}")
             done += count
+        if not check:
+            return
+        at = offset + len(block) - BLOCK
+        with mmap.mmap(-1, BLOCK) as found:
+            count = os.preadv(self._handle if self._able else self._buffered, [found], at)
+            if count < BLOCK or found[:] != block[-BLOCK:]:
+                raise CheckpointError(f"{name} is wrong: the block at {at} differs on the disk from that in memory")
 
     def sync(self) -> None:
-        """Flush; only the descriptor that wrote reports failures."""
-        os.fsync(self._handle)
+        """Wait for all writes and flush them; only the descriptor that wrote reports failures."""
+        self.wait()
+        if self._used:
+            os.fsync(self._handle)
 
     def close(self) -> None:
-        """Close the descriptor."""
+        """End the threads and close the descriptor."""
+        self._pool.shutdown(cancel_futures=True)
         os.close(self._handle)
-        self._buffer.release()
-        self._memory.close()
+
+
+def allocate(handle: int, nbytes: int) -> None:
+    """Reserve blocks of the disk: direct writes into an allocated range do not lock the file against each other."""
+    if _fallocate is not None and atomic.on_disk(handle):  # if it fails, the writes that need the space do
+        _fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
 
 
 @contextmanager
-def direct_file(handle: int, wanted: bool) -> Iterator[DirectFile | None]:
-    """Open a file again for direct writes; None if not ``wanted``, or if it is not on a disk of this node."""
-    second = atomic.reopen_direct(handle) if wanted and mmap.PAGESIZE == BLOCK else -1
-    file = DirectFile(second) if second >= 0 else None
+def direct_file(handle: int, pwrite: Pwrite = os.pwrite) -> Iterator[DirectFile | None]:
+    """Open a file again for direct writes; None if it is not on a disk of this node."""
+    second = atomic.reopen_direct(handle) if mmap.PAGESIZE == BLOCK else -1
+    file = DirectFile(handle, second, pwrite) if second >= 0 else None
     try:
         yield file
     finally:

@@ -6,20 +6,18 @@ next to it, which has neither torch nor MPI.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.direct import DirectFile, direct_file
+from hpctrain.checkpoint.format.chunks import as_written, write_chunks
+from hpctrain.checkpoint.format.direct import allocate, direct_file
 from hpctrain.checkpoint.format.draft import Draft
-from hpctrain.checkpoint.format.layout import Groups, Written, crc32
+from hpctrain.checkpoint.format.layout import Groups, Written
 from hpctrain.checkpoint.format.plan import (
     FileChunk,
     Offsets,
@@ -33,109 +31,7 @@ from hpctrain.checkpoint.format.plan import (
 from hpctrain.checkpoint.format.reader import verify_file
 from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.util import atomic
-from hpctrain.util.reading import fill
 from hpctrain.util.retry import NO_SPACE, TRANSIENT, free_bytes, retries
-
-
-class WrittenChunk(NamedTuple):
-    """A written range: offset in the file, length, CRC-32 and name of the tensor."""
-
-    offset: int
-    nbytes: int
-    crc32: int
-    name: str
-
-
-_STEP = 1 << 20  # bytes handled at a time: the CRC finds in the cache what was just copied
-_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE: start writeback, do not wait
-_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-
-
-def write_chunks(handle: int, chunks: Iterable[FileChunk], direct: DirectFile | None = None) -> list[WrittenChunk]:
-    """Write byte ranges at their offsets, read them back, and return the written ranges.
-
-    The disk works on one range while the next is copied and compared. With ``direct``, whole blocks
-    of aligned ranges do not pass through the page cache. Raises ``CheckpointError`` if the file
-    differs from memory.
-    """
-    rows, buffer = [], memoryview(bytearray(_STEP))
-    for offset, data, name in chunks:
-        begin, end = direct.write(data, offset) if direct is not None else (0, 0)
-        crc = crc32(data[:begin])
-        write_at(handle, data[:begin], offset)
-        crc = crc32(data[begin:end], crc)
-        for start in range(end, len(data), _STEP):
-            block = data[start : start + _STEP]
-            crc = crc32(block, crc)
-            write_at(handle, block, offset + start)
-        rows.append(WrittenChunk(offset, len(data), crc, name))
-        _compare(handle, rows[-1], _blocks(handle, rows[-1], buffer, direct, begin, end))
-        if len(data) - (end - begin) >= _STEP and _sync_file_range is not None:  # without it, fsync starts the write
-            _sync_file_range(handle, ctypes.c_int64(offset), ctypes.c_int64(len(data)), _START_WRITING)
-    return rows
-
-
-def checksums(chunks: Iterable[FileChunk]) -> list[WrittenChunk]:
-    """Return the result of ``write_chunks`` without writing."""
-    return [WrittenChunk(offset, len(data), crc32(data), name) for offset, data, name in chunks]
-
-
-def as_written(rows: Sequence[WrittenChunk]) -> Written:
-    """Return rows of offset, length and CRC-32 as an array."""
-    return np.array([row[:3] for row in rows], dtype=np.int64).reshape(-1, 3)
-
-
-def check_written(handle: int, rows: Iterable[WrittenChunk]) -> None:
-    """Read the written ranges back; raise ``CheckpointError`` if a CRC-32 differs."""
-    buffer = memoryview(bytearray(_STEP))
-    for row in rows:
-        _compare(handle, row, _blocks(handle, row, buffer))
-
-
-def _compare(handle: int, row: WrittenChunk, blocks: Iterable[memoryview]) -> None:
-    crc = 0
-    for block in blocks:
-        crc = crc32(block, crc)
-    if crc != row.crc32:
-        raise CheckpointError(
-            f"{row.name} is wrong: its {row.nbytes} bytes at {row.offset} have the CRC-32 {crc:08x} in the file "
-            f"and {row.crc32:08x} in memory"
-        )
-
-
-def _blocks(
-    handle: int, row: WrittenChunk, buffer: memoryview, direct: DirectFile | None = None, begin: int = 0, end: int = 0
-) -> Iterator[memoryview]:
-    """Yield the bytes of a written range as they are in the file; from ``begin`` to ``end`` by ``direct``."""
-    at = 0
-    while at < row.nbytes:
-        if direct is not None and begin <= at < end:
-            for block in direct.blocks(row.offset + at, end - at):
-                at += len(block)
-                yield block
-            if at < end:
-                raise _incomplete(row.name, end - at)
-        else:
-            block = buffer[: min(_STEP, (begin if at < begin else row.nbytes) - at)]
-            if missing := fill(handle, block, row.offset + at):
-                raise _incomplete(row.name, missing)
-            at += len(block)
-            yield block
-
-
-def _incomplete(name: str, missing: int) -> CheckpointError:
-    return CheckpointError(f"{name} is incomplete: the file ends {missing} bytes too early")
-
-
-def write_at(handle: int, data: memoryview, offset: int) -> None:
-    """Write all of the bytes at an offset of the file."""
-    done = 0
-    while done < len(data):
-        count = os.pwrite(handle, data[done : done + layout.PIECE], offset + done)
-        if count == 0:
-            raise CheckpointError(f"the filesystem wrote none of {len(data) - done} bytes at offset {offset + done}")
-        done += count
-
 
 # One file, from its layout to its commit ------------------------------------------------------------------------------
 #
@@ -150,14 +46,13 @@ def write_at(handle: int, data: memoryview, offset: int) -> None:
 
 
 class FileWriter:
-    """File writer: one process's part of one checkpoint at a time; ``direct``: past the page cache where possible.
+    """File writer: one process's part of one checkpoint at a time, past the page cache where possible.
 
     Every error is raised as the ``CheckpointError`` to show: the path, the reason, and the missing
     space if the disk is full.
     """
 
-    def __init__(self, *, direct: bool = False) -> None:
-        self._direct = direct
+    def __init__(self) -> None:
         self._draft: Draft | None = None
         self._request: WriteRequest | None = None
         self._offsets: Offsets | None = None
@@ -181,11 +76,11 @@ class FileWriter:
         offsets = self._offsets if offsets is None else offsets
         if offsets is None:
             return as_written(())
-        with write_errors(target), open_private(target) as handle, direct_file(handle, self._direct) as direct:
+        with write_errors(target), open_private(target) as handle, direct_file(handle) as direct:
             rows = write_chunks(handle, chunks(offsets), direct)
-            os.fsync(handle)  # by the descriptors that wrote: only those report failures
             if direct is not None:
                 direct.sync()
+            os.fsync(handle)  # too: only the descriptor that wrote reports failures
         return as_written(rows)
 
     def finish(self, written: Written, *, verify: bool = False) -> None:
@@ -316,7 +211,11 @@ def create(request: WriteRequest) -> None:
     with write_errors(target):
         retries.call(lambda: target.path.parent.mkdir(parents=True, exist_ok=True))
         if request.create:
-            os.close(atomic.create(target.private))
+            handle = atomic.create(target.private)
+            try:
+                allocate(handle, target.nbytes)
+            finally:
+                os.close(handle)
 
 
 def clear(target: Target) -> None:

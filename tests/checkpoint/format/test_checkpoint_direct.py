@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
+import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
+from hpctrain.checkpoint.format.chunks import write_chunks
 from hpctrain.checkpoint.format.direct import BLOCK, LEAST, direct_file
 from hpctrain.checkpoint.format.plan import FileChunk
 from hpctrain.checkpoint.format.reader import Reader
-from hpctrain.checkpoint.format.writer import write_chunks
 from hpctrain.checkpoint.saver import Saver
+from hpctrain.errors import CheckpointError
 
 MEMORY = Path("/dev/shm")
 SIZE = 3 * LEAST + 2 * BLOCK
@@ -58,47 +63,101 @@ def memory_of(nbytes: int, offset: int, *, begin: int = 0) -> tuple[mmap.mmap, m
     return whole, memoryview(whole)[at : at + nbytes]
 
 
+@pytest.mark.parametrize("begin", [0, 64], ids=["aligned", "copied"])
 @pytest.mark.parametrize("offset", [0, BLOCK, 100, BLOCK + 4095])
-def test_whole_blocks_pass_by_the_page_cache(disk: Path, offset: int) -> None:
-    path, (_, data) = disk / "file", memory_of(SIZE, offset)
-    with open(path, "w+b") as file, direct_file(file.fileno(), True) as direct:
+def test_whole_blocks_pass_by_the_page_cache(disk: Path, offset: int, begin: int) -> None:
+    path, (_, data) = disk / "file", memory_of(SIZE, offset, begin=begin)
+    with open(path, "w+b") as file, direct_file(file.fileno()) as direct:
         assert direct is not None
         rows = write_chunks(file.fileno(), [FileChunk(offset, data, "w")], direct)
-        os.fsync(file.fileno())
         direct.sync()
+        os.fsync(file.fileno())
     assert in_page_cache(path) <= 2  # the first and the last block, if they are not whole
     assert path.read_bytes()[offset : offset + SIZE] == bytes(data)
     assert in_page_cache(path) > SIZE // BLOCK // 2  # so the function above can see pages
-    assert (rows[0].offset, rows[0].nbytes) == (offset, SIZE)
+    assert rows == [(offset, SIZE, zlib.crc32(data), "w")]
 
 
-@pytest.mark.parametrize(("nbytes", "begin"), [(SIZE, 64), (LEAST - 1, 0)], ids=["another place in a block", "short"])
-def test_other_ranges_are_written_through_the_page_cache(disk: Path, nbytes: int, begin: int) -> None:
-    path, (_, data) = disk / "file", memory_of(nbytes, 0, begin=begin)
-    with open(path, "w+b") as file, direct_file(file.fileno(), True) as direct:
-        assert direct is not None and direct.write(data, 0) == (0, 0)
+def test_short_ranges_are_written_through_the_page_cache(disk: Path) -> None:
+    path, (_, data) = disk / "file", memory_of(2 * LEAST, 0)
+    chunks = [FileChunk(0, data[: LEAST - 1], "a"), FileChunk(LEAST + 1, data[LEAST + 1 : 2 * LEAST], "b")]
+    with open(path, "w+b") as file, direct_file(file.fileno()) as direct:
+        assert direct is not None and {direct.whole_blocks(chunk.data, chunk.offset) for chunk in chunks} == {(0, 0)}
+        write_chunks(file.fileno(), chunks, direct)
+        assert in_page_cache(path) >= 2 * LEAST // BLOCK - 1
+    found = path.read_bytes()
+    assert found[: LEAST - 1] == data[: LEAST - 1] and found[LEAST + 1 :] == data[LEAST + 1 :]
+
+
+@pytest.mark.parametrize("begin", [0, 64], ids=["aligned", "copied"])
+def test_a_filesystem_may_refuse_direct_writes(disk: Path, begin: int) -> None:
+    """From the second MiB on; the rest is written through the page cache."""
+    path, (_, data) = disk / "file", memory_of(SIZE, 0, begin=begin)
+
+    def refusing(handle: int, block: memoryview, offset: int) -> int:
+        if offset >= LEAST and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os.pwrite(handle, block, offset)
+
+    with open(path, "w+b") as file, direct_file(file.fileno(), refusing) as direct:
+        assert direct is not None
         write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
+        assert direct.whole_blocks(data, 0) == (0, 0)  # from now on
     assert path.read_bytes() == bytes(data)
+
+
+def test_errors_of_direct_writes_are_raised(disk: Path) -> None:
+    path, (_, data) = disk / "file", memory_of(SIZE, 0, begin=64)
+
+    def full(handle: int, block: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with open(path, "w+b") as file, direct_file(file.fileno(), full) as direct:
+        with pytest.raises(OSError, match="No space"):
+            write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
+
+
+@pytest.mark.parametrize("fault", ["lost", "elsewhere"])
+def test_a_write_that_did_not_arrive_is_found(disk: Path, fault: str) -> None:
+    path, (_, data) = disk / "file", memory_of(SIZE, 0, begin=64)
+    last = (SIZE - 1) // LEAST * LEAST
+
+    def faulty(handle: int, block: memoryview, offset: int) -> int:
+        if offset == last:
+            return len(block) if fault == "lost" else os.pwrite(handle, block, offset - LEAST)
+        return os.pwrite(handle, block, offset)
+
+    path.write_bytes(bytes(SIZE))
+    with open(path, "r+b") as file, direct_file(file.fileno(), faulty) as direct:
+        with pytest.raises(CheckpointError, match=f"w is wrong: the block at {SIZE - BLOCK} differs on the disk"):
+            write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
 
 
 def test_files_in_memory_are_not_written_directly() -> None:
     with TemporaryDirectory(dir=MEMORY) as folder, open(Path(folder) / "file", "w+b") as file:
-        with direct_file(file.fileno(), True) as direct:
+        with direct_file(file.fileno()) as direct:
             assert direct is None
 
 
-def test_nothing_is_written_directly_unless_wanted(disk: Path) -> None:
-    with open(disk / "file", "w+b") as file, direct_file(file.fileno(), False) as direct:
-        assert direct is None
+def test_threads_and_descriptors_end(disk: Path) -> None:
+    def used() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = used()
+    for number in range(3):
+        with Saver() as saver:
+            saver.save(disk / f"step_{number}.h5", model=torch.nn.Linear(1024, 2048))
+    assert used() == before
 
 
-def test_a_background_save_leaves_the_page_cache_alone(disk: Path) -> None:
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_a_save_leaves_the_page_cache_alone(disk: Path, background: bool) -> None:
     """Large tensors begin at whole blocks of the file, whatever is in front of them."""
     for number, layers in enumerate(
         ([torch.nn.Linear(1024, 2048)], [torch.nn.Linear(3, 3), torch.nn.Linear(1024, 2047)])
     ):
         model, path = torch.nn.Sequential(*layers), disk / f"step_{number}.h5"
-        with Saver(background=True) as saver:
+        with Saver(background=background) as saver:
             saver.save(path, model=model)
             expected = {name: value.numpy().copy() for name, value in model.state_dict().items()}
             with torch.no_grad():
