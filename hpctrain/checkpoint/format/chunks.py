@@ -47,7 +47,7 @@ def write_chunks(handle: int, chunks: Iterable[FileChunk], direct: DirectFile | 
         crc = buffered.write(data[end:], offset + end, crc, name)
         rows.append(WrittenChunk(offset, len(data), crc, name))
     if direct is not None:
-        direct.wait()
+        direct.check()
     buffered.flush()
     return rows
 

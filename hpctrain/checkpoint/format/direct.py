@@ -50,6 +50,7 @@ class DirectFile:
         self._memory = memoryview(mmap.mmap(-1, _COPIES * LEAST))  # aligned to a page
         self._pool = ThreadPoolExecutor(_THREADS, "direct write")
         self._writing: deque[Future[None]] = deque()
+        self._written: list[tuple[int, bytes, str]] = []  # last blocks of ranges: offset, content, name
         self._next, self._used = 0, False
 
     def whole_blocks(self, data: memoryview, offset: int) -> tuple[int, int]:
@@ -66,16 +67,25 @@ class DirectFile:
         aligned = np.frombuffer(data, dtype=np.uint8).ctypes.data % BLOCK == 0
         for at in range(0, len(data), LEAST):
             block = data[at : at + LEAST]
-            self.wait(_COPIES - 1)
+            self._wait(_COPIES - 1)
             source = block if aligned else self._copy(block)
             before, crc = crc, crc32(block, crc)
             if not aligned and crc32(source, before) != crc:
                 raise CheckpointError(f"{name} is wrong: a copy of it in memory differs")
-            last = at + LEAST >= len(data)
-            self._writing.append(self._pool.submit(self._write, source, offset + at, name, last))
+            self._writing.append(self._pool.submit(self._write, source, offset + at))
+        self._written.append((offset + len(data) - BLOCK, bytes(data[-BLOCK:]), name))
         return crc
 
-    def wait(self, most: int = 0) -> None:
+    def check(self) -> None:
+        """Wait for all writes, and read the last block of each range from the disk.
+
+        Raises the error of a write that failed, and ``CheckpointError`` if a block differs.
+        """
+        self._wait(0)
+        blocks, self._written = self._written, []
+        list(self._pool.map(self._check, *zip(*blocks)) if blocks else ())
+
+    def _wait(self, most: int) -> None:
         """Wait until at most so many writes have not ended. Raises the error of one that failed."""
         while len(self._writing) > most:
             self._writing.popleft().result()
@@ -87,8 +97,7 @@ class DirectFile:
         copy[:] = block
         return copy
 
-    def _write(self, block: memoryview, offset: int, name: str, check: bool) -> None:
-        """Write whole blocks, and read the last one from the disk if ``check``."""
+    def _write(self, block: memoryview, offset: int) -> None:
         done = 0
         while done < len(block):
             try:
@@ -100,17 +109,15 @@ class DirectFile:
             if count == 0:
                 raise CheckpointError(f"the filesystem wrote none of {len(block) - done} bytes at {offset + done}")
             done += count
-        if not check:
-            return
-        at = offset + len(block) - BLOCK
+
+    def _check(self, offset: int, block: bytes, name: str) -> None:
         with mmap.mmap(-1, BLOCK) as found:
-            count = os.preadv(self._handle if self._able else self._buffered, [found], at)
-            if count < BLOCK or found[:] != block[-BLOCK:]:
-                raise CheckpointError(f"{name} is wrong: the block at {at} differs on the disk from that in memory")
+            count = os.preadv(self._handle if self._able else self._buffered, [found], offset)
+            if count < BLOCK or found[:] != block:
+                raise CheckpointError(f"{name} is wrong: the block at {offset} differs on the disk from that in memory")
 
     def sync(self) -> None:
-        """Wait for all writes and flush them; only the descriptor that wrote reports failures."""
-        self.wait()
+        """Flush; only the descriptor that wrote reports failures."""
         if self._used:
             os.fsync(self._handle)
 
