@@ -24,8 +24,8 @@ from hpctrain.checkpoint.format.plan import (
     WritePlan,
     WriteRequest,
     WriteShare,
+    cached_plan,
     described,
-    plan,
 )
 from hpctrain.checkpoint.format.writer import ShareWriter, clear, create
 from hpctrain.checkpoint.local_state import LocalState, Models, StateDescription, by_key, exchange, joined
@@ -86,7 +86,6 @@ class Saver:
         self.writer = _writer(self._comm, self._storage, background)
         self._background = background
         self._saving: CollectiveSave | None = None
-        self._plan_cache: tuple[bytes, WritePlan] | None = None
         self._written: tuple[bytes, list[str]] = (b"", [])  # digest and datasets of the save in progress
         self.claim: Claim | None = None  # on the folder, held by rank 0: it is checked before a file is written
 
@@ -194,11 +193,9 @@ class Saver:
     def _plan(self, local: StateDescription, target: str) -> tuple[bytes, list[StateDescription], WritePlan]:
         """Return the digest and descriptions of all ranks' state, and the write plan; it is cached per digest."""
         digest, descriptions = exchange(self._comm, local, target)
-        alignment = self._storage.alignment
-        if self._plan_cache is None or self._plan_cache[0] != digest:
-            boxes = [each.boxes for each in descriptions]
-            self._plan_cache = digest, agreed(self._comm, lambda: plan(boxes, min(alignment, SMALL), BURDEN))
-        return digest + bytes(str(alignment), "ascii"), descriptions, self._plan_cache[1]
+        digest += bytes(str(self._storage.alignment), "ascii")
+        boxes, small = [each.boxes for each in descriptions], min(self._storage.alignment, SMALL)
+        return digest, descriptions, agreed(self._comm, lambda: cached_plan(digest, boxes, small, BURDEN))
 
     def _whole_file(
         self, path: Path, local: LocalState, plan: WritePlan, rest: tuple[list[Source], content.Groups]

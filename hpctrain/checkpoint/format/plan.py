@@ -118,6 +118,10 @@ class WritePlan:
     parts: list[list[BoxPart]]
 
 
+_CACHED = 8
+_PLANS: dict[bytes, WritePlan] = {}
+
+
 @dataclass
 class _Dataset:
     """A dataset and the ranks that have its boxes: by start and extent, ranks with their index of the box."""
@@ -150,6 +154,15 @@ def plan(held: Sequence[Sequence[Shard]], small: int, burden: int = 0) -> WriteP
         _distribute(boxes, ranks, parts, small, burden * len(datasets))
     ordered = [sorted(each, key=lambda part: (part.box, part.begin)) for each in parts]
     return WritePlan([dataset.whole for dataset in datasets], ordered)
+
+
+def cached_plan(digest: bytes, held: Sequence[Sequence[Shard]], small: int, burden: int) -> WritePlan:
+    """Return ``plan`` of the boxes with this digest; those of the newest digests are cached."""
+    found = _PLANS.pop(digest, None) or plan(held, small, burden)
+    _PLANS[digest] = found
+    if len(_PLANS) > _CACHED:
+        _PLANS.pop(next(iter(_PLANS)))
+    return found
 
 
 def _collect(held: Sequence[Sequence[Shard]]) -> list[_Dataset]:
