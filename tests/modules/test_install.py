@@ -11,13 +11,13 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.modules import ModuleSystem, environment_modules, lmod
+from support.torch_wheels import torch_wheel
 
 from hpctrain import __version__
 
@@ -80,22 +80,12 @@ def copy_source(path: Path, target: Path) -> None:
         shutil.copy(path, target)
 
 
-def no_torch(folder: Path) -> None:
-    """Write a wheel of an empty package called torch."""
-    info = "torch-2.11.0.dist-info"
-    with zipfile.ZipFile(folder / "torch-2.11.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("torch/__init__.py", "__version__ = '2.11.0'\n")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: us\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Install hpctrain with both MPIs, at the same time."""
     folder = tmp_path_factory.mktemp("site")
     folder.chmod(0o755)
-    no_torch(folder)
+    torch_wheel(folder, "2.11.0", "torch/__init__.py", "__version__ = '2.11.0'\n")
     for name in SOURCES:
         copy_source(ROOT / name, folder / "source" / name)
     made = Site(folder, next(filter(is_right, PYTHONS)), {})

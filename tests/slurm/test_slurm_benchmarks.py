@@ -1,9 +1,13 @@
-"""Benchmarks from a loaded module, in an allocation of two nodes."""
+"""Benchmarks of an installed module, in an allocation of two nodes."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,10 @@ from batch_jobs import Submitter
 from private_slurm import PrivateSlurm
 from slurm_needs import VENVS
 from support.modules import ModuleSystem, environment_modules, lmod
+from support.torch_wheels import torch_wheel
 
 pytestmark = pytest.mark.slurm
+ROOT = Path(__file__).resolve().parents[2]
 
 # As a user writes it. The last lines measure each node by itself.
 SCRIPT = """#!/bin/bash
@@ -20,6 +26,7 @@ SCRIPT = """#!/bin/bash
 {start}
 module load hpctrain/1.0 || exit 3
 cd {folder} || exit 3
+echo "installed in $(hpctrain-python -c 'import hpctrain; print(hpctrain.__file__)')"
 srun --mpi=pmi2 hpctrain bench all_reduce --sizes 4,64K --rounds 3 --without gloo --out both
 for node in $(scontrol show hostnames); do
     srun --mpi=pmi2 -N 1 -n 1 -w "$node" hpctrain bench offload --quick --rounds 3 --out "$node"
@@ -38,24 +45,29 @@ def module_system() -> ModuleSystem:
         return environment_modules()
 
 
-def install(submitter: Submitter) -> Path:
-    """Make a module whose program is that of the environment; return its folder of module files."""
-    root, modules = submitter.folder / "apps/1.0", submitter.folder / "modules"
-    (root / "bin").mkdir(parents=True)
-    program = root / "bin/hpctrain"
-    program.write_text(f'#!/bin/sh\nexec {VENVS["mpich"]}/bin/hpctrain "$@"\n')
-    program.chmod(0o755)
-    for language, ending in (("lua", ".lua"), ("tcl", "")):
-        words = ["modulefile", language, "--root", str(root), "--version", "1.0"]
-        submitter.hpctrain(*words, "-o", str(modules / "hpctrain" / f"1.0{ending}"))
-    return modules
+def install(folder: Path) -> None:
+    """Run ``make install`` with the MPICH of its wheel, as an administrator; PyTorch stays that of the environment."""
+    (packages,) = VENVS["mpich"].glob("lib/python*/site-packages")
+    torch = torch_wheel(folder, version("torch").partition("+")[0], "torch_elsewhere.pth", f"{packages}\n")
+    words = [f"PREFIX={folder}/apps/1.0", f"MODULES={folder}/modules", "VERSION=1.0", "MPI=mpich", "EXTRAS="]
+    command = [
+        "make",
+        "--no-print-directory",
+        "install",
+        *words,
+        f"TORCH={torch}",
+        f"PYTHON={os.path.realpath(sys.executable)}",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.limit(160)
+@pytest.mark.limit(320)
 def test_benchmarks_run_from_a_module_and_nodes_are_compared(slurm: PrivateSlurm, submitter: Submitter) -> None:
-    folder, modules = submitter.folder, install(submitter)
+    folder = submitter.folder
+    install(folder)
     script = folder / "benchmarks.sbatch"
-    start = f"{module_system().start}\nmodule use {modules}"
+    start = f"{module_system().start}\nmodule use {folder}/modules"
     script.write_text(SCRIPT.format(folder=folder, start=start))
     number = slurm.command("sbatch", "--parsable", str(script)).strip()
     try:
@@ -63,7 +75,7 @@ def test_benchmarks_run_from_a_module_and_nodes_are_compared(slurm: PrivateSlurm
     finally:
         slurm.command("scancel", number, check=False)
     told = (folder / "output").read_text()
-    assert "exit code 0" in told, told
+    assert "exit code 0" in told and f"installed in {folder}/apps/1.0/venv/" in told, told
     (path,) = (folder / "both").glob("all-reduce-np2-nodes2-*.json")
     result = json.loads(path.read_text())
     assert result["nodes"] == 2 and result["complete"]
