@@ -27,7 +27,7 @@ SCRIPT = """#!/bin/bash
 module load hpctrain/1.0 || exit 3
 cd {folder} || exit 3
 echo "installed in $(hpctrain-python -c 'import hpctrain; print(hpctrain.__file__)')"
-srun --mpi=pmi2 hpctrain bench all_reduce --sizes 4,64K --rounds 3 --without gloo --out both
+srun --mpi=pmi2 hpctrain bench all_reduce --sizes 4,64K --rounds 3 --without gloo --out both || exit 4
 for node in $(scontrol show hostnames); do
     srun --mpi=pmi2 -N 1 -n 1 -w "$node" hpctrain bench offload --quick --rounds 3 --out "$node"
 done
@@ -46,9 +46,8 @@ def module_system() -> ModuleSystem:
 
 
 def install(folder: Path) -> None:
-    """Run ``make install`` with the MPICH of its wheel, as an administrator; PyTorch stays that of the environment."""
-    (packages,) = VENVS["mpich"].glob("lib/python*/site-packages")
-    torch = torch_wheel(folder, version("torch").partition("+")[0], "torch_elsewhere.pth", f"{packages}\n")
+    """Run ``make install`` with MPICH, as an administrator; then PyTorch becomes that of the environment."""
+    torch = torch_wheel(folder, version("torch").partition("+")[0], "torch_is_elsewhere.txt", "")
     words = [f"PREFIX={folder}/apps/1.0", f"MODULES={folder}/modules", "VERSION=1.0", "MPI=mpich", "EXTRAS="]
     command = [
         "make",
@@ -60,6 +59,8 @@ def install(folder: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
+    own, others = (next(venv.glob("lib/python*/site-packages")) for venv in (folder / "apps/1.0/venv", VENVS["mpich"]))
+    (own / "torch_is_elsewhere.pth").write_text(f"{others}\n")
 
 
 @pytest.mark.limit(320)
