@@ -16,7 +16,7 @@ from support.training_fixtures import contents
 from hpctrain import checkpoint
 from hpctrain.checkpoint import saver
 from hpctrain.checkpoint.format import layout
-from hpctrain.checkpoint.format.plan import box_of, plan
+from hpctrain.checkpoint.format.plan import box_of, cached_plan, plan
 from hpctrain.checkpoint.format.reader import Reader, verify_file
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
@@ -269,3 +269,12 @@ def test_spare_boxes_are_written_by_no_rank() -> None:
         plan([[box(0, 7)], [box(7, 3, spare=True)]], 1)
     with pytest.raises(CheckpointError, match="overlap"):
         plan([[box(0, 7)], [box(4, 6)]], 1)
+
+
+def test_plans_of_the_newest_digests_are_cached() -> None:
+    held = [[box_of("/model/x", (10,), "float32")]]
+    first = cached_plan(b"first", held, 1, 0)
+    assert first == plan(held, 1) and cached_plan(b"first", held, 1, 0) is first
+    for number in range(8):
+        cached_plan(bytes([number]), held, 1, 0)
+    assert cached_plan(b"first", held, 1, 0) is not first
