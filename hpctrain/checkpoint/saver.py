@@ -27,7 +27,7 @@ from hpctrain.checkpoint.format.plan import (
     cached_plan,
     described,
 )
-from hpctrain.checkpoint.format.writer import ShareWriter, clear, create
+from hpctrain.checkpoint.format.writer import ShareWriter, clear, create, reserve
 from hpctrain.checkpoint.local_state import LocalState, Models, StateDescription, by_key, exchange, joined
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
@@ -333,13 +333,13 @@ class CollectiveSave:
         request: WriteRequest | None,
         expected: Offsets | None = None,
     ) -> None:
-        self._comm, self._writer, self._expected = comm, writer, expected
+        self._comm, self._writer, self._request, self._expected = comm, writer, request, expected
         self.done = False
         self.offsets: Offsets | None = None
         self._steps: Iterator[Callable[[], None]] = iter((self._write, self._finish, self._end))
         self._agreed(lambda: writer.stage(share))
         # The file exists before any rank opens it.
-        self._agreed(lambda: create(request) if request is not None else None)
+        self._agreed(lambda: create(request, expected) if request is not None else None)
         self._target: Target = comm.broadcast_object(request.target if request is not None else None)
         if request is not None:
             writer.lay_out(request)
@@ -357,7 +357,9 @@ class CollectiveSave:
         next(self._steps)()
 
     def _write(self) -> None:
-        self.offsets = self._comm.broadcast_object(self._result_of_rank_0())
+        offsets = self._result_of_rank_0()
+        self._agreed(lambda: reserve(self._request, offsets) if self._request is not None else None)
+        self.offsets = self._comm.broadcast_object(offsets)
         assert self.offsets is not None
         self._writer.write(self._target, self.offsets)
 

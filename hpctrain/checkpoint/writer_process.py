@@ -54,7 +54,7 @@ class WriterProcess(FileWriter):
     """File writer in a process of its own; it writes from the memory that it shares with the rank."""
 
     def __init__(self, parent: int, memory: int) -> None:
-        super().__init__()
+        super().__init__(private=True)
         self._parent, self._descriptor = parent, memory
         self._memory: mmap.mmap | None = None
 

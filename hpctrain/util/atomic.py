@@ -116,8 +116,12 @@ def reopen(path: str | Path) -> int:
 
 
 def on_disk(handle: int) -> bool:
-    """Return whether an open file is on a disk of this node: other filesystems have no device."""
-    return os.major(os.fstat(handle).st_dev) != 0
+    """Return whether an open file is on a disk of this node, with a filesystem such as ext4 or XFS.
+
+    Memory, overlays and most network filesystems have no device; Lustre gives a number that is no device here.
+    """
+    device = os.fstat(handle).st_dev
+    return os.path.exists(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
 
 
 def reopen_direct(handle: int) -> int:

@@ -1,4 +1,4 @@
-"""Byte ranges of a checkpoint file: written at their offsets, with a CRC-32 each, then read back and compared."""
+"""Byte ranges of a checkpoint file: written at their offsets, with a CRC-32 each, then read back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_chunks(handle: int, chunks: Iterable[FileChunk], direct: DirectFile | 
     """Write byte ranges at their offsets, read them back, and return the written ranges.
 
     The disk works on one range while the next is copied and compared. With ``direct``, whole blocks
-    do not pass through the page cache, and one block per range is read back. Raises
+    do not pass through the page cache, and one block per MiB is read back. Raises
     ``CheckpointError`` if the file differs from memory.
     """
     rows, buffered = [], _BufferedWrites(handle, hold=direct is not None)

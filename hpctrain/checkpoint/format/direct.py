@@ -10,8 +10,8 @@ memory is copied, one MiB at a time. Partial blocks are written through the page
 a disk of this node are written directly: on network filesystems, direct writes wait for the server
 one by one.
 
-Reading everything back would take as long as writing, because it comes from the disk. One block of
-each range is read: a write that was lost or went elsewhere shows there.
+Reading everything back would take as long as writing, because it comes from the disk. The last block
+of each write, of at most one MiB, is read: a write that was lost or went elsewhere shows there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -35,22 +36,26 @@ BLOCK = 4096  # bytes: multiples of it suit all disks and filesystems of Linux w
 LEAST = 1 << 20  # bytes: shorter writes are not worth waiting for the disk
 _THREADS = 2
 _COPIES = _THREADS + 1  # one is filled while the others are written
-_UNABLE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+_UNABLE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}
 Pwrite = Callable[[int, memoryview, int], int]
 _libc = ctypes.CDLL(None, use_errno=True)
 _fallocate = getattr(_libc, "fallocate", None)
 
 
 class DirectFile:
-    """Second descriptor of an open file, for direct writes, and the threads that make them."""
+    """Second descriptor of an open file, for direct writes, and the threads that make them.
 
-    def __init__(self, buffered: int, handle: int, pwrite: Pwrite = os.pwrite) -> None:
-        self._buffered, self._handle, self._pwrite = buffered, handle, pwrite
+    The data must not change until ``check``; of data that others may change, which is not ``private``, a copy is
+    written, which has the returned CRC-32.
+    """
+
+    def __init__(self, buffered: int, handle: int, private: bool, pwrite: Pwrite | None) -> None:
+        self._buffered, self._handle, self._private, self._pwrite = buffered, handle, private, pwrite or os.pwrite
         self._able = True  # until the filesystem refuses a direct write
         self._memory = memoryview(mmap.mmap(-1, _COPIES * LEAST))  # aligned to a page
         self._pool = ThreadPoolExecutor(_THREADS, "direct write")
-        self._writing: deque[Future[None]] = deque()
-        self._written: list[tuple[int, bytes, str]] = []  # last blocks of ranges: offset, content, name
+        self._calls: deque[Future[None]] = deque()
+        self._written: list[tuple[int, int, str]] = []  # last blocks of writes: offset, CRC-32, name of the tensor
         self._next, self._used = 0, False
 
     def whole_blocks(self, data: memoryview, offset: int) -> tuple[int, int]:
@@ -59,36 +64,44 @@ class DirectFile:
         return (begin, end) if self._able and end - begin >= LEAST else (0, 0)
 
     def write(self, data: memoryview, offset: int, crc: int, name: str) -> int:
-        """Begin to write whole blocks; return the CRC-32, continued from ``crc``. The data must not change.
+        """Begin to write whole blocks; return the CRC-32, continued from ``crc``.
 
         Raises ``CheckpointError`` with the ``name`` of the tensor if a copy of it differs; also for earlier calls.
         """
         self._used = True
-        aligned = np.frombuffer(data, dtype=np.uint8).ctypes.data % BLOCK == 0
+        in_place = self._private and np.frombuffer(data, dtype=np.uint8).ctypes.data % BLOCK == 0
         for at in range(0, len(data), LEAST):
             block = data[at : at + LEAST]
             self._wait(_COPIES - 1)
-            source = block if aligned else self._copy(block)
+            source = block if in_place else self._copy(block)
             before, crc = crc, crc32(block, crc)
-            if not aligned and crc32(source, before) != crc:
+            if not in_place and crc32(source, before) != crc:
                 raise CheckpointError(f"{name} is wrong: a copy of it in memory differs")
-            self._writing.append(self._pool.submit(self._write, source, offset + at))
-        self._written.append((offset + len(data) - BLOCK, bytes(data[-BLOCK:]), name))
+            self._written.append((offset + at + len(block) - BLOCK, crc32(source[-BLOCK:]), name))
+            self._start(self._write, source, offset + at)
         return crc
 
+    def _start(self, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._calls.append(self._pool.submit(call, *arguments))
+        except RuntimeError:  # no thread can be started: the interpreter ends, or there are too many
+            call(*arguments)
+
     def check(self) -> None:
-        """Wait for all writes, and read the last block of each range from the disk.
+        """Wait for all writes, and read the last block of each from the disk.
 
         Raises the error of a write that failed, and ``CheckpointError`` if a block differs.
         """
         self._wait(0)
         blocks, self._written = self._written, []
-        list(self._pool.map(self._check, *zip(*blocks)) if blocks else ())
+        for number in range(_THREADS):
+            self._start(self._compare, blocks[number::_THREADS])
+        self._wait(0)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most so many writes have not ended. Raises the error of one that failed."""
-        while len(self._writing) > most:
-            self._writing.popleft().result()
+        """Wait until at most so many calls have not ended. Raises the error of one that failed."""
+        while len(self._calls) > most:
+            self._calls.popleft().result()
 
     def _copy(self, block: memoryview) -> memoryview:
         """Return a copy of a block at an aligned address; that of ``_COPIES`` calls before is overwritten."""
@@ -110,11 +123,21 @@ class DirectFile:
                 raise CheckpointError(f"the filesystem wrote none of {len(block) - done} bytes at {offset + done}")
             done += count
 
-    def _check(self, offset: int, block: bytes, name: str) -> None:
+    def _compare(self, blocks: Iterable[tuple[int, int, str]]) -> None:
         with mmap.mmap(-1, BLOCK) as found:
-            count = os.preadv(self._handle if self._able else self._buffered, [found], offset)
-            if count < BLOCK or found[:] != block:
-                raise CheckpointError(f"{name} is wrong: the block at {offset} differs on the disk from that in memory")
+            for offset, crc, name in blocks:
+                if self._read(found, offset) < BLOCK or crc32(found) != crc:
+                    raise CheckpointError(
+                        f"{name} is wrong: the block at {offset} differs on the disk from that in memory"
+                    )
+
+    def _read(self, block: mmap.mmap, offset: int) -> int:
+        try:
+            return os.preadv(self._handle, [block], offset)
+        except OSError as error:
+            if error.errno not in _UNABLE:
+                raise
+            return os.preadv(self._buffered, [block], offset)
 
     def sync(self) -> None:
         """Flush; only the descriptor that wrote reports failures."""
@@ -122,24 +145,34 @@ class DirectFile:
             os.fsync(self._handle)
 
     def close(self) -> None:
-        """End the threads and close the descriptor."""
+        """End the threads."""
         self._pool.shutdown(cancel_futures=True)
-        os.close(self._handle)
 
 
-def allocate(handle: int, nbytes: int) -> None:
-    """Reserve blocks of the disk: direct writes into an allocated range do not lock the file against each other."""
-    if _fallocate is not None and atomic.on_disk(handle):  # if it fails, the writes that need the space do
-        _fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+def allocate(handle: int, ranges: Iterable[tuple[int, int]]) -> None:
+    """Reserve blocks of the disk for ranges of offset and length, if it can be done.
+
+    Direct writes into an allocated range do not lock the file against each other.
+    """
+    if _fallocate is None or not atomic.on_disk(handle):
+        return
+    for offset, nbytes in ranges:
+        if _fallocate(handle, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
+            return  # the writes report what is wrong
 
 
 @contextmanager
-def direct_file(handle: int, pwrite: Pwrite = os.pwrite) -> Iterator[DirectFile | None]:
+def direct_file(handle: int, private: bool = False, pwrite: Pwrite | None = None) -> Iterator[DirectFile | None]:
     """Open a file again for direct writes; None if it is not on a disk of this node."""
     second = atomic.reopen_direct(handle) if mmap.PAGESIZE == BLOCK else -1
-    file = DirectFile(handle, second, pwrite) if second >= 0 else None
+    if second < 0:
+        yield None
+        return
     try:
-        yield file
-    finally:
-        if file is not None:
+        file = DirectFile(handle, second, private, pwrite)
+        try:
+            yield file
+        finally:
             file.close()
+    finally:
+        os.close(second)

@@ -1,4 +1,4 @@
-"""Writer of a checkpoint file: bytes at their offsets, read back and compared, then committed under the file's name.
+"""Writer of a checkpoint file: bytes at their offsets, checked, then committed under the file's name.
 
 Everything here works on memory and a file descriptor, in any process: a rank, or the writer process
 next to it, which has neither torch nor MPI.
@@ -15,7 +15,7 @@ from typing import Any
 
 from hpctrain.checkpoint.format import layout
 from hpctrain.checkpoint.format.chunks import as_written, write_chunks
-from hpctrain.checkpoint.format.direct import allocate, direct_file
+from hpctrain.checkpoint.format.direct import LEAST, allocate, direct_file
 from hpctrain.checkpoint.format.draft import Draft
 from hpctrain.checkpoint.format.layout import Groups, Written
 from hpctrain.checkpoint.format.plan import (
@@ -26,6 +26,7 @@ from hpctrain.checkpoint.format.plan import (
     WriteRequest,
     WriteShare,
     described,
+    nbytes_of,
     plan,
 )
 from hpctrain.checkpoint.format.reader import verify_file
@@ -40,7 +41,7 @@ from hpctrain.util.retry import NO_SPACE, TRANSIENT, free_bytes, retries
 # result is a plain HDF5 file.
 #
 # Note: the commit. The file is written under a private name in the folder of its target. The written
-# bytes are read back, compared, and flushed to the disk. Only then is the file renamed, and the
+# bytes are checked (``write_chunks``), and flushed to the disk. Only then is the file renamed, and the
 # folder flushed. After any error the private file is removed, and is never renamed to the target.
 # Every checkpoint takes this path: a rank's, a writer process's, and an imported one.
 
@@ -48,11 +49,14 @@ from hpctrain.util.retry import NO_SPACE, TRANSIENT, free_bytes, retries
 class FileWriter:
     """File writer: one process's part of one checkpoint at a time, past the page cache where possible.
 
+    ``private``: the memory of the tensors does not change, so that the disk can read it.
+
     Every error is raised as the ``CheckpointError`` to show: the path, the reason, and the missing
     space if the disk is full.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, private: bool = False) -> None:
+        self._private = private
         self._draft: Draft | None = None
         self._request: WriteRequest | None = None
         self._offsets: Offsets | None = None
@@ -76,7 +80,7 @@ class FileWriter:
         offsets = self._offsets if offsets is None else offsets
         if offsets is None:
             return as_written(())
-        with write_errors(target), open_private(target) as handle, direct_file(handle) as direct:
+        with write_errors(target), open_private(target) as handle, direct_file(handle, self._private) as direct:
             rows = write_chunks(handle, chunks(offsets), direct)
             if direct is not None:
                 direct.sync()
@@ -197,25 +201,40 @@ def write_file(
         with write_errors(target):
             shares = plan([boxes], alignment)
         request = WriteRequest(target, shares.datasets, groups, attributes, alignment)
-        writer.lay_out(request)
-        create(request)
+        create(request, writer.lay_out(request))
         writer.finish(writer.write(target, WriteShare(sources, shares.parts[0]).chunks), verify=verify)
     except BaseException:
         writer.abort()
         raise
 
 
-def create(request: WriteRequest) -> None:
-    """Create the folder of a checkpoint and the empty private file; for rank 0."""
+def create(request: WriteRequest, offsets: Offsets | None = None) -> None:
+    """Create the folder of a checkpoint and the private file, with blocks for known ``offsets``; for rank 0."""
     target = request.target
     with write_errors(target):
         retries.call(lambda: target.path.parent.mkdir(parents=True, exist_ok=True))
         if request.create:
             handle = atomic.create(target.private)
             try:
-                allocate(handle, target.nbytes)
+                if offsets is not None:
+                    allocate(handle, _large(request, offsets))
             finally:
                 os.close(handle)
+
+
+def reserve(request: WriteRequest, offsets: Offsets) -> None:
+    """Allocate the blocks of the large tensors of a private file; for rank 0, before any rank writes."""
+    if request.create:
+        with write_errors(request.target), open_private(request.target) as handle:
+            allocate(handle, _large(request, offsets))
+
+
+def _large(request: WriteRequest, offsets: Offsets) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of the datasets that can be written directly."""
+    for dataset in request.datasets:
+        offset, nbytes = offsets.get(dataset.name), nbytes_of(dataset)
+        if offset is not None and nbytes >= LEAST:
+            yield offset, nbytes
 
 
 def clear(target: Target) -> None:

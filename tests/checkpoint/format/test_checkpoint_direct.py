@@ -7,7 +7,10 @@ import errno
 import fcntl
 import mmap
 import os
+import subprocess
+import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,10 +67,11 @@ def memory_of(nbytes: int, offset: int, *, begin: int = 0) -> tuple[mmap.mmap, m
 
 
 @pytest.mark.parametrize("begin", [0, 64], ids=["aligned", "copied"])
+@pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("offset", [0, BLOCK, 100, BLOCK + 4095])
-def test_whole_blocks_pass_by_the_page_cache(disk: Path, offset: int, begin: int) -> None:
+def test_whole_blocks_pass_by_the_page_cache(disk: Path, offset: int, begin: int, private: bool) -> None:
     path, (_, data) = disk / "file", memory_of(SIZE, offset, begin=begin)
-    with open(path, "w+b") as file, direct_file(file.fileno()) as direct:
+    with open(path, "w+b") as file, direct_file(file.fileno(), private) as direct:
         assert direct is not None
         rows = write_chunks(file.fileno(), [FileChunk(offset, data, "w")], direct)
         direct.sync()
@@ -99,7 +103,7 @@ def test_a_filesystem_may_refuse_direct_writes(disk: Path, begin: int) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return os.pwrite(handle, block, offset)
 
-    with open(path, "w+b") as file, direct_file(file.fileno(), refusing) as direct:
+    with open(path, "w+b") as file, direct_file(file.fileno(), pwrite=refusing) as direct:
         assert direct is not None
         write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
         assert direct.whole_blocks(data, 0) == (0, 0)  # from now on
@@ -112,25 +116,105 @@ def test_errors_of_direct_writes_are_raised(disk: Path) -> None:
     def full(handle: int, block: memoryview, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with open(path, "w+b") as file, direct_file(file.fileno(), full) as direct:
+    with open(path, "w+b") as file, direct_file(file.fileno(), pwrite=full) as direct:
         with pytest.raises(OSError, match="No space"):
             write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
 
 
+@pytest.mark.parametrize("private", [False, True])
 @pytest.mark.parametrize("fault", ["lost", "elsewhere"])
-def test_a_write_that_did_not_arrive_is_found(disk: Path, fault: str) -> None:
-    path, (_, data) = disk / "file", memory_of(SIZE, 0, begin=64)
-    last = (SIZE - 1) // LEAST * LEAST
+@pytest.mark.parametrize("number", range(4))
+def test_a_write_that_did_not_arrive_is_found(disk: Path, number: int, fault: str, private: bool) -> None:
+    path, (_, data) = disk / "file", memory_of(SIZE, 0)
+    lost = number * LEAST
 
     def faulty(handle: int, block: memoryview, offset: int) -> int:
-        if offset == last:
-            return len(block) if fault == "lost" else os.pwrite(handle, block, offset - LEAST)
+        if offset == lost:
+            return len(block) if fault == "lost" else os.pwrite(handle, block, offset + SIZE)
         return os.pwrite(handle, block, offset)
 
     path.write_bytes(bytes(SIZE))
-    with open(path, "r+b") as file, direct_file(file.fileno(), faulty) as direct:
-        with pytest.raises(CheckpointError, match=f"w is wrong: the block at {SIZE - BLOCK} differs on the disk"):
+    with open(path, "r+b") as file, direct_file(file.fileno(), private, faulty) as direct:
+        end = min(lost + LEAST, SIZE)
+        with pytest.raises(CheckpointError, match=f"w is wrong: the block at {end - BLOCK} differs on the disk"):
             write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
+
+
+def test_copies_are_not_overwritten_before_they_are_written(disk: Path) -> None:
+    """Some writes take longer than the copying of all others."""
+    path, (_, data) = disk / "file", memory_of(12 * LEAST, 0)
+    calls: list[int] = []
+
+    def slow(handle: int, block: memoryview, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) % 3 == 1:
+            time.sleep(0.05)
+        return os.pwrite(handle, block, offset)
+
+    with open(path, "w+b") as file, direct_file(file.fileno(), pwrite=slow) as direct:
+        rows = write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
+    assert path.read_bytes() == bytes(data) and rows == [(0, len(data), zlib.crc32(data), "w")]
+
+
+def test_what_changes_after_the_checksum_is_not_written(disk: Path) -> None:
+    """Memory that others change, as in Hogwild: the file has the bytes of the checksum."""
+    path, (_, data) = disk / "file", memory_of(SIZE, 0)
+
+    def changing(handle: int, block: memoryview, offset: int) -> int:
+        data[:] = bytes(SIZE)
+        return os.pwrite(handle, block, offset)
+
+    with open(path, "w+b") as file, direct_file(file.fileno(), pwrite=changing) as direct:
+        rows = write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
+    assert zlib.crc32(path.read_bytes()) == rows[0].crc32 and any(path.read_bytes()[:LEAST])
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_short_writes_are_continued(disk: Path, private: bool) -> None:
+    path, (_, data) = disk / "file", memory_of(SIZE, 0)
+
+    def short(handle: int, block: memoryview, offset: int) -> int:
+        return os.pwrite(handle, block[:-512] if len(block) == LEAST else block, offset)
+
+    with open(path, "w+b") as file, direct_file(file.fileno(), private, short) as direct:
+        write_chunks(file.fileno(), [FileChunk(0, data, "w")], direct)
+    assert path.read_bytes() == bytes(data)
+
+
+def test_without_threads_the_caller_writes(disk: Path) -> None:
+    """As at the end of the interpreter."""
+    program = (
+        "import atexit, torch; from hpctrain.checkpoint import save, load; import sys\n"
+        "model = torch.nn.Linear(1024, 2048); expected = model.weight.clone()\n"
+        "@atexit.register\n"
+        "def end():\n"
+        "    save(sys.argv[1], model=model); model.weight.data.zero_(); load(sys.argv[1], model=model)\n"
+        "    print('equal' if torch.equal(model.weight, expected) else 'differs')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(disk / "end.h5")], capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr
+
+
+def test_many_small_tensors_are_written_before_they_fill_the_memory(disk: Path) -> None:
+    path, (_, data) = disk / "file", memory_of(20 * LEAST, 0)
+    chunks = [FileChunk(at, data[at : at + 4000], str(at)) for at in range(0, len(data) - 4000, 4000)]
+    with open(path, "w+b") as file, direct_file(file.fileno()) as direct:
+        rows = write_chunks(file.fileno(), chunks, direct)
+    assert path.read_bytes() == data[: len(chunks) * 4000]
+    assert rows == [(at, 4000, zlib.crc32(part), name) for at, part, name in chunks]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_gaps_between_tensors_take_no_space(disk: Path, background: bool) -> None:
+    """Tensors begin at multiples of 1 MiB, and the next one needs 4 KiB more than that."""
+    model = torch.nn.ParameterList(torch.ones(LEAST // 4 + 1024) for _ in range(8))
+    with Saver(background=background) as saver:
+        for number in range(2):
+            saver.save(disk / f"step_{number}.h5", model=model)
+        saver.wait()
+    for number in range(2):
+        status = (disk / f"step_{number}.h5").stat()
+        assert status.st_size > 1.4 * 8 * (LEAST + BLOCK) > status.st_blocks * 512 * 1.2
 
 
 def test_files_in_memory_are_not_written_directly() -> None:
