@@ -85,6 +85,7 @@ class DirectFile:
         try:
             self._calls.append(self._pool.submit(call, *arguments))
         except RuntimeError:  # no thread can be started: the interpreter ends, or there are too many
+            self._pool.shutdown()  # a thread that was started may still make this call; from now on, none does
             call(*arguments)
 
     def check(self) -> None:

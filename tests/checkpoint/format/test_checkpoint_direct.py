@@ -195,6 +195,30 @@ def test_without_threads_the_caller_writes(disk: Path) -> None:
     assert done.stdout == "equal\n", done.stderr
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_thread_that_cannot_be_started_leaves_no_write_behind(disk: Path, number: int) -> None:
+    """The call is in the queue of the other thread; it must not run after its copy is used again."""
+    program = f"""
+import os, sys, threading, time
+from hpctrain.checkpoint.format.direct import LEAST, direct_file
+start, data = threading.Thread.start, memoryview(os.urandom(12 * LEAST))
+def limited(thread):
+    if thread.name.endswith("_{number}"):
+        raise RuntimeError("can't start new thread")
+    start(thread)
+def slow(handle, block, offset):
+    time.sleep(0.05 if offset == 0 else 0)
+    return os.pwrite(handle, block, offset)
+threading.Thread.start = limited
+with open(sys.argv[1], "w+b") as file, direct_file(file.fileno(), pwrite=slow) as direct:
+    direct.write(data, 0, 0, "w")
+    direct.check()
+print(open(sys.argv[1], "rb").read() == data)
+"""
+    done = subprocess.run([sys.executable, "-c", program, str(disk / "file")], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_many_small_tensors_are_written_before_they_fill_the_memory(disk: Path) -> None:
     path, (_, data) = disk / "file", memory_of(20 * LEAST, 0)
     chunks = [FileChunk(at, data[at : at + 4000], str(at)) for at in range(0, len(data) - 4000, 4000)]
