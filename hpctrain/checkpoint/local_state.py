@@ -17,10 +17,11 @@ import torch
 
 from hpctrain.checkpoint.dtensor import dtensor_boxes, inner_tensors, is_dtensor
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.finite import Allowed
 from hpctrain.checkpoint.format.layout import group_of
 from hpctrain.checkpoint.format.plan import Source, described
 from hpctrain.checkpoint.states import check_storable, shard_source
-from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.shard import Shard, Split, WholeStates
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Models:
         found: list[Shard] = []
         for key, module in self.modules.items():
             split, group = self.splits.get(key), group_of(layout.MODEL, key)
-            frozen = {name for name, one in module.named_parameters(remove_duplicate=False) if not one.requires_grad}
+            frozen = set() if self.only == "all" else _frozen(module)
             for name, value in module.state_dict().items():
                 if self.only != "all" and (name in frozen) is (self.only == "trained"):
                     continue
@@ -141,6 +142,10 @@ class Models:
                 relative = layout.child(group_of(layout.MODEL, key), plain_name(name)).removeprefix(f"{layout.MODEL}/")
                 found.setdefault(id(tensor), NamedParameter(tensor, name, relative, self.splits.get(key)))
         return found
+
+
+def _frozen(module: torch.nn.Module) -> set[str]:
+    return {name for name, one in module.named_parameters(remove_duplicate=False) if not one.requires_grad}
 
 
 def plain_name(name: str) -> str:
@@ -291,7 +296,6 @@ class LocalState:
 
     sources: list[Source]
     optimizers: dict[str, OptimizerState]  # by key
-    parameters: frozenset[str]  # paths of parameters; other paths are buffers
 
     @classmethod
     def of(
@@ -307,24 +311,17 @@ class LocalState:
             states[key], tensors = capture(models, key, optimizer)
             shards += tensors
         shards += [Shard.whole(rank_local_path(rank, name), one) for name, one in rank_local.items()]
-        return cls([shard_source(shard) for shard in shards], states, frozenset(models.parameter_paths()))
+        parameters = frozenset(models.parameter_paths())
+        return cls([shard_source(shard, Allowed.in_tensor(shard.name, parameters)) for shard in shards], states)
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinity. Only infinity in a buffer may be intended (an attention mask), NaN never is.
-
-        Raises ``NonFiniteError`` for any part of the model on this rank, including parts that
-        another rank writes.
-        """
-        for box in (source.box for source in self.sources):
-            if box.name.startswith(f"{layout.WORKERS}/") and not is_finite(box.tensor):
-                raise NonFiniteError(f"{box.name} is not finite: it must not reach a checkpoint")
-            if not box.name.startswith(f"{layout.MODEL}/") or is_finite(box.tensor):
+        """Raise ``NonFiniteError`` for values that are not ``Allowed``, also in parts that another rank writes."""
+        for source in self.sources:
+            tensor, allowed = source.box.tensor, source.allowed
+            if allowed is Allowed.ANY or is_finite(tensor):
                 continue
-            name = box.name.removeprefix(f"{layout.MODEL}/")
-            if box.name in self.parameters:
-                raise NonFiniteError(f"the parameter {name} is not finite: it must not reach a checkpoint")
-            if bool(torch.isnan(box.tensor).any()):
-                raise NonFiniteError(f"the buffer {name} holds NaN: it must not reach a checkpoint")
+            if allowed is Allowed.FINITE or bool(torch.isnan(tensor).any()):
+                raise allowed.error(source.path)
 
     def description(self) -> StateDescription:
         """Return the description that other ranks need."""

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.format.plan import (
     cached_plan,
     described,
 )
-from hpctrain.checkpoint.format.writer import ShareWriter, clear, create, reserve
+from hpctrain.checkpoint.format.writer import ShareWriter, clear, reserve
 from hpctrain.checkpoint.local_state import LocalState, Models, StateDescription, by_key, exchange, joined
 from hpctrain.comm.agreement import agreed
 from hpctrain.errors import UsageError
@@ -72,10 +72,10 @@ class Saver:
     """Writer of checkpoints, one at a time; all ranks of ``comm`` make the same calls.
 
     In the foreground ``save`` returns when the file is complete under its name. In the background
-    it returns as soon as the tensors are copied. A writer process per rank then writes the copy,
-    and the ranks call ``advance`` from time to time, preferably when no rank is ``busy``. The file
-    is complete when no save is ``pending``. There is one copy, so a ``save`` waits for the previous
-    one.
+    it returns as soon as the tensors are copied. A writer process per rank checks and writes the copy.
+    The ranks call ``advance`` from time to time, preferably when no rank is ``busy``, which raises
+    the errors, NaN in a parameter too. The file is complete when no save is ``pending``. There is
+    one copy, so a ``save`` waits for the previous one.
     """
 
     def __init__(
@@ -130,7 +130,8 @@ class Saver:
         comm = self._comm
         local = agreed(comm, lambda: LocalState.of(request.models, request.optimizers, request.rank_local, comm.rank))
         digest, descriptions, plan = self._plan(local.description(), str(request.path.absolute()))
-        agreed(comm, lambda: local.check_finite())
+        if not self._background:
+            agreed(comm, lambda: local.check_finite())
         rng = agreed(comm, lambda: content.plain_rng(request.rng))
         gathered = comm.all_gather_object((rng, digest in OFFSETS))
         rng_states = [state for state, _ in gathered]
@@ -339,7 +340,7 @@ class CollectiveSave:
         self._steps: Iterator[Callable[[], None]] = iter((self._write, self._finish, self._end))
         self._agreed(lambda: writer.stage(share))
         # The file exists before any rank opens it.
-        self._agreed(lambda: create(request, expected) if request is not None else None)
+        self._agreed(lambda: writer.create(request, expected) if request is not None else None)
         self._target: Target = comm.broadcast_object(request.target if request is not None else None)
         if request is not None:
             writer.lay_out(request)

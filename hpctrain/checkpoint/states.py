@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.finite import Allowed
 from hpctrain.checkpoint.format.layout import STORAGE, Array, storage_of
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.errors import CheckpointError, UsageError
@@ -70,11 +71,11 @@ def from_numpy(array: Array, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def shard_source(shard: Shard) -> Source:
+def shard_source(shard: Shard, allowed: Allowed = Allowed.ANY) -> Source:
     """Return the source of a tensor; the name of the shard is its path in the file."""
     tensor = shard.tensor
     storage_of(shard.dtype, shard.name)
-    return Source(shard, lambda begin, end: flat(tensor, begin, end))
+    return Source(shard, lambda begin, end: flat(tensor, begin, end), allowed=allowed)
 
 
 # Nested states as JSON values and tensors of a file

@@ -10,11 +10,12 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from hpctrain.checkpoint.format.finite import Allowed
 from hpctrain.checkpoint.format.layout import Written
 from hpctrain.checkpoint.format.plan import FileChunk, Offsets, Target
 from hpctrain.checkpoint.format.writer import FileWriter
@@ -70,8 +71,23 @@ class WriterProcess(FileWriter):
         except Exception as error:
             return type(error).__name__, str(error)
 
-    def write_ranges(self, target: Target, ranges: Sequence[SnapshotRange], offsets: Offsets | None) -> Written:
-        """Write ranges of the shared memory; see ``write``."""
+    def write_ranges(
+        self,
+        target: Target,
+        ranges: Sequence[SnapshotRange],
+        offsets: Offsets | None,
+        values: Mapping[str, tuple[Allowed, str]],
+    ) -> Written:
+        """Write ranges of the shared memory; see ``write``. Before it, check the tensors whose ``values`` are named.
+
+        The check is here and not in the rank because it would be a sixth of the time for which the
+        rank waits.
+        """
+        for name, _, at, nbytes in ranges:
+            if name in values:
+                self.check_parent()
+                allowed, dtype = values[name]
+                allowed.check(name, dtype, memoryview(self._map())[at : at + nbytes])
         return self.write(target, partial(self._chunks, ranges), offsets)
 
     def finish(self, written: Written, *, verify: bool = False) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 import torch
 from support.checkpoints import on_threads
@@ -21,7 +23,7 @@ from hpctrain import checkpoint
 from hpctrain.checkpoint import Saver
 from hpctrain.checkpoint.background import BackgroundWriter
 from hpctrain.checkpoint.writer_process import NICENESS
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 
 
 def make(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -229,3 +231,103 @@ def test_mpiio_in_the_background_or_without_mpi_ranks_is_refused() -> None:
         Saver(how=checkpoint.Storage(io="mpiio"), background=True)
     with pytest.raises(UsageError, match="needs ranks that MPI has started"):
         Saver(how=checkpoint.Storage(io="mpiio"))
+
+
+# NaN and infinity -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])  # float32 and bfloat16
+def test_a_parameter_that_is_not_finite_is_found_by_the_process(
+    tmp_path: Path, saver: Saver, name: str, bad: float
+) -> None:
+    """The error comes after the call, at the latest when the checkpoint is waited for; the older file stays."""
+    model, optimizer = make()
+    saver.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    saver.wait()
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] = bad
+    for path in ("a.h5", "b.h5"):  # with the layout of the file before, and again with it
+        saver.save(tmp_path / path, model=model, optimizer=optimizer)
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[-1] = 0.0  # the process has a copy
+        with pytest.raises(NonFiniteError, match=f"the parameter {name} is not finite: it must not reach") as found:
+            saver.wait()
+        assert found.value.everywhere and os.listdir(tmp_path) == ["a.h5"]
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[-1] = bad
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[-1] = 0.0
+    saver.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    saver.wait()
+    other, _ = make(1)
+    checkpoint.load(tmp_path / "a.h5", model=other)
+    assert all(torch.equal(one, two) for one, two in zip(model.state_dict().values(), other.state_dict().values()))
+
+
+def test_a_buffer_may_be_infinite_in_the_background_too(tmp_path: Path, saver: Saver) -> None:
+    model, _ = make()
+    model.register_buffer("mask", torch.full((9, 9), float("-inf")).triu(1))
+    saver.save(tmp_path / "a.h5", model=model)
+    saver.wait()
+    model.get_buffer("mask")[0, 0] = float("nan")
+    saver.save(tmp_path / "a.h5", model=model)
+    with pytest.raises(NonFiniteError, match="the buffer mask holds NaN"):
+        saver.wait()
+
+
+def test_infinity_in_the_state_of_an_optimizer_is_stored(tmp_path: Path, saver: Saver) -> None:
+    """As in the foreground: it is the state of the optimizer, whatever that means."""
+    model, optimizer = make()
+    optimizer.state[model.get_parameter("0.bias")]["exp_avg"][0] = float("inf")
+    saver.save(tmp_path / "a.h5", model=model, optimizer=optimizer)
+    saver.wait()
+    other, loaded = make(1)
+    checkpoint.load(tmp_path / "a.h5", model=other, optimizer=loaded)
+    assert loaded.state[other.get_parameter("0.bias")]["exp_avg"][0] == float("inf")
+
+
+def test_a_nan_of_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    def body(comm: Any) -> Any:
+        model, _ = make()
+        own = {"own": torch.full((5,), float("nan") if comm.rank == 1 else 1.0)}
+        with Saver(comm, background=True) as one:
+            one.save(tmp_path / "c.h5", model=model, own=own)
+            one.wait()
+
+    results = on_threads(3, body)
+    assert {type(result) for result in results} == {NonFiniteError}, results
+    assert {str(result) for result in results} == {
+        "rank 1: /workers/1/own is not finite: it must not reach a checkpoint"
+    }
+    assert os.listdir(tmp_path) == []
+
+
+# Copies of other tensors ----------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_are_no_plain_memory_are_copied_by_value(tmp_path: Path, saver: Saver) -> None:
+    """Strided, negated and of a subclass: their memory does not hold their elements in order."""
+
+    class Marked(torch.Tensor):
+        pass
+
+    model = torch.nn.Module()
+    values = {
+        "strided": torch.randn(40, 30).t(),
+        "slice": torch.randn(40, 30)[:, 3:9],
+        "negated": torch._neg_view(torch.randn(7, 5)),
+        "expanded": torch.randn(6, 1).expand(6, 4),
+        "marked": torch.randn(8, 8).as_subclass(Marked),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "offset": torch.randn(100)[13:],
+    }
+    for name, value in values.items():
+        model.register_buffer(name, value)
+    assert values["negated"].is_neg() and values["negated"].is_contiguous()
+    saver.save(tmp_path / "a.h5", model=model)
+    saver.wait()
+    with h5py.File(tmp_path / "a.h5") as file:
+        for name, value in values.items():
+            assert np.array_equal(file[f"/model/{name}"][()], value.resolve_neg().contiguous().numpy()), name

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.checkpoint.format import layout
+from hpctrain.checkpoint.format.finite import Allowed
 from hpctrain.checkpoint.format.layout import Array, Groups, Value
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
@@ -40,6 +41,7 @@ class Source:
     box: Shard
     read: Callable[[int, int], Array]
     attributes: Mapping[str, Value] = field(default_factory=dict)
+    allowed: Allowed = Allowed.ANY  # values, which a saver checks
 
     @classmethod
     def of(cls, path: str, array: Array, dtype: str | None = None, **attributes: Value) -> Source:
@@ -93,7 +95,7 @@ def box_of(path: str, shape: tuple[int, ...], dtype: str) -> Shard:
 def described(source: Source) -> Shard:
     """Return the description of a source for other ranks: its box without the tensor."""
     box = source.box
-    return replace(box, tensor=None)
+    return Shard(box.name, box.shape, box.dtype, box.start, box.extent, None, box.spare)
 
 
 def nbytes_of(box: Shard) -> int:

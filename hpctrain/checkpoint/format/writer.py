@@ -61,9 +61,11 @@ class FileWriter:
         self._request: WriteRequest | None = None
         self._offsets: Offsets | None = None
 
-    def lay_out(self, request: WriteRequest) -> Offsets:
-        """Return the offset of each dataset in the file; for rank 0."""
+    def lay_out(self, request: WriteRequest, expected: Offsets | None = None) -> Offsets:
+        """Return the offset of each dataset in the file; for rank 0. Blocks for ``expected`` offsets are allocated."""
         self._request, self._offsets = request, None
+        if expected is not None:
+            reserve(request, expected)
         with write_errors(request.target):
             self._draft = Draft(request)
         self._offsets = {dataset.name: offset for dataset, offset in zip(request.datasets, self._draft.offsets)}
@@ -124,8 +126,8 @@ class ShareWriter:
     """Writer of a rank's share; the rank itself does the work, within the call.
 
     Calls are made one after another, and ``result`` completes the earliest call without a result.
-    One checkpoint takes ``stage``, then ``lay_out`` on rank 0, ``write`` on all ranks, ``finish`` on
-    rank 0.
+    One checkpoint takes ``stage``, then ``create`` and ``lay_out`` on rank 0, ``write`` on all ranks,
+    ``finish`` on rank 0.
     """
 
     def __init__(self) -> None:
@@ -136,6 +138,10 @@ class ShareWriter:
     def stage(self, share: WriteShare) -> None:
         """Accept the data to write; they are not copied."""
         self._share = share
+
+    def create(self, request: WriteRequest, expected: Offsets | None) -> None:
+        """Create the private file, with blocks for the expected offsets of the tensors, if they are known."""
+        create(request, expected)
 
     def lay_out(self, request: WriteRequest) -> None:
         """Make the layout; the result is the offset of each dataset."""
