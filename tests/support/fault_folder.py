@@ -23,16 +23,16 @@ NAME = "step_00000001.h5"
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-def make_model(seed: int) -> torch.nn.Module:
+def make_model(seed: int, width: int = 60) -> torch.nn.Module:
     """Return a model of equal layers, enough of them for every rank to write some."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(6)))
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(6)))
 
 
 def moments_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer that has taken a step and keeps a moment of each parameter."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 60)).sum().backward()
+    model(torch.ones(1, model.get_parameter("0.bias").numel())).sum().backward()
     optimizer.step()
     return optimizer
 
@@ -45,16 +45,16 @@ def nbytes_of(model: torch.nn.Module) -> int:
 class Place:
     """Folder with a checkpoint, and the checks of both after a fault."""
 
-    def __init__(self, folder: Path, comm: Any) -> None:
-        self.comm, self.path = comm, folder / NAME
-        self.old = make_model(1)
+    def __init__(self, folder: Path, comm: Any, width: int = 60) -> None:
+        self.comm, self.path, self._width = comm, folder / NAME, width
+        self.old = make_model(1, width)
         self.optimizer = moments_of(self.old)
         self._save(NAME, self.old, self.optimizer, 1)
         self.bytes = self._digest()
 
     def save(self, name: str = NAME) -> None:
         """Save another state."""
-        model = make_model(2)
+        model = make_model(2, self._width)
         self._save(name, model, moments_of(model), 2)
 
     def _save(self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -90,7 +90,7 @@ class Place:
         """Assert that the old checkpoint loads bit for bit and is the only file in the folder."""
         self.comm.barrier()
         assert os.listdir(self.path.parent) == [NAME] and self._digest() == self.bytes
-        model = make_model(3)
+        model = make_model(3, self._width)
         optimizer = moments_of(model)
         loaded = checkpoint.load(self.path, model=model, optimizer=optimizer, comm=self.comm)
         assert loaded.step == 1 and same(model.state_dict(), self.old.state_dict())
@@ -120,12 +120,13 @@ class Place:
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
 
-def check_room(text: str, folder: Path, most: int | None = None) -> None:
+def check_room(text: str, folder: Path, most: int | None = None, width: int = 60) -> None:
     """Assert that the error of a full disk states the bytes needed and the bytes free."""
+    least = nbytes_of(make_model(2, width))
     found = re.findall(r"(\d+) bytes are needed, (\d+) bytes are free in (\S+?)(?:;|$)", text)
     assert found, text
     for needed, room, where in found:
-        assert nbytes_of(make_model(2)) <= int(needed) < 2 * nbytes_of(make_model(2)) and where == str(folder)
+        assert least <= int(needed) < 2 * least and where == str(folder)
         assert most is None or int(room) <= most
 
 

@@ -123,6 +123,50 @@ def signal_storm(interval: float = 0.0005) -> Iterator[list[int]]:
         signal.signal(signal.SIGALRM, before)
 
 
+def unmount(folder: Path) -> None:
+    """Unmount a filesystem, even if it is in use."""
+    subprocess.run(["umount", "-l", folder], check=True, timeout=20)
+
+
+class Ext4Disk:
+    """Filesystem of the kind of a local disk, in a file of ``nbytes`` bytes; needs root.
+
+    Its root has a file that takes the space that ``leave`` does not leave.
+    """
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        self.folder, self._image, self._nbytes = folder, folder.with_name("disk.img"), nbytes
+
+    def mount(self) -> str:
+        """Mount it; return an empty string, or the reason for a failure."""
+        self.folder.mkdir()
+        self._image.touch()
+        os.truncate(self._image, self._nbytes)
+        for command in (
+            ["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", self._image],
+            ["mount", "-o", "loop", self._image, self.folder],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+            except FileNotFoundError:
+                return f"there is no {command[0]}"
+            if done.returncode:
+                return done.stderr.strip() or f"{command[0]} failed"
+        return ""
+
+    def leave(self, free: int) -> None:
+        """Leave so many bytes free, and a few blocks for the records of the filesystem itself."""
+        with open(self.folder / "taken", "wb") as taken:
+            status = os.statvfs(self.folder)
+            if (take := (status.f_bavail - 16) * status.f_frsize - free) > 0:
+                os.posix_fallocate(taken.fileno(), 0, take)
+
+    def unmount(self) -> None:
+        """Unmount it."""
+        unmount(self.folder)
+        self._image.unlink()
+
+
 class SmallDisk:
     """Filesystem in memory whose size can be changed while it is used; needs root."""
 
@@ -155,7 +199,7 @@ class SmallDisk:
 
     def unmount(self) -> None:
         """Unmount it."""
-        subprocess.run(["umount", "-l", self.folder], check=True, timeout=20)
+        unmount(self.folder)
 
     def _mount(self, *options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["mount", *options, self.folder], capture_output=True, text=True, timeout=20)
