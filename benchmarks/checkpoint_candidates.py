@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format.layout import crc32
 from hpctrain.checkpoint.format.reader import verify_file
-from hpctrain.checkpoint.saver import Storage
+from hpctrain.checkpoint.storage import Storage
 from hpctrain.errors import HpctrainError
 
 

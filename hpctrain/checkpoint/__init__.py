@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.content import capture_rng, restore_rng
     from hpctrain.checkpoint.restore import Loaded, load
     from hpctrain.checkpoint.retention import keep_last, list_checkpoints, newest_valid
-    from hpctrain.checkpoint.saver import Saver, Storage, save
+    from hpctrain.checkpoint.saver import Saver, save
+    from hpctrain.checkpoint.storage import Storage
     from hpctrain.checkpoint.tools.inspect import best
 
 _HOMES = {
     "Loaded": "restore",
     "Saver": "saver",
-    "Storage": "saver",
+    "Storage": "storage",
     "best": "tools.inspect",
     "capture_rng": "content",
     "keep_last": "retention",

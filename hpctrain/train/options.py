@@ -19,7 +19,7 @@ from torch import nn
 
 from hpctrain.checkpoint.format.layout import ALIGNMENT
 from hpctrain.checkpoint.retention import Best, RetentionPolicy
-from hpctrain.checkpoint.saver import IO, Storage
+from hpctrain.checkpoint.storage import IO, Storage
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.settings import unknown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -231,6 +232,45 @@ def test_mpiio_in_the_background_or_without_mpi_ranks_is_refused() -> None:
         Saver(how=checkpoint.Storage(io="mpiio"), background=True)
     with pytest.raises(UsageError, match="needs ranks that MPI has started"):
         Saver(how=checkpoint.Storage(io="mpiio"))
+
+
+# Garbage collection: one over all objects of a program takes longer than the copy of the state -----------------------
+
+
+def test_no_garbage_is_collected_while_the_training_waits(tmp_path: Path, saver: Saver) -> None:
+    """Not even if the objects of a save are enough for many collections."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(400)))
+    begun: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        begun.append(info["generation"])
+
+    before = gc.get_threshold()
+    gc.set_threshold(500, 2, 2)
+    gc.callbacks.append(note)
+    try:
+        saver.save(tmp_path / "a.h5", model=model)
+        found = len(begun)
+        assert gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)
+    assert found < 10  # before and after the save; without the pause there are 74
+    saver.wait()
+
+
+def test_collection_is_as_before_after_an_error_and_if_it_was_off(tmp_path: Path, saver: Saver) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError):
+        saver.save(tmp_path / "file" / "a.h5", model=make()[0])
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        saver.save(tmp_path / "a.h5", model=make()[0])
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    saver.wait()
 
 
 # NaN and infinity -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from support.fault_folder import NAME, Place, check_room, make_model, moments_of
 from support.faults import READS, WRITES, Ext4Disk, Fault, failing, half, once
 
 from hpctrain.checkpoint.format.direct import LEAST
-from hpctrain.checkpoint.saver import Saver, Storage
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.storage import Storage
 from hpctrain.errors import CheckpointError
 
 pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.limit(60)]

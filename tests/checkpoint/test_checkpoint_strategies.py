@@ -13,7 +13,8 @@ from support.crossings import CASES, SIZES, Case, Stored, bits, case, learn, mak
 from torch import nn
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.saver import Saver, Storage
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.storage import Storage
 from hpctrain.errors import CheckpointError
 from hpctrain.parallel.config import ParallelSettings
 from hpctrain.parallel.wrap import attach

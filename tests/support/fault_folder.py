@@ -15,7 +15,7 @@ from support.checkpoints import same
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format.reader import verify_file
-from hpctrain.checkpoint.saver import Storage
+from hpctrain.checkpoint.storage import Storage
 from hpctrain.errors import CheckpointError
 
 NAME = "step_00000001.h5"
