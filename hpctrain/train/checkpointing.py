@@ -202,7 +202,8 @@ class RunCheckpoints:
         self.committed = step
         self._retries = 0
         if self._failed_in_a_row and self._state.comm.rank == 0:
-            logger.warning("step %d is saved, after %d failures", step, self._failed_in_a_row)
+            failures = "1 failure" if self._failed_in_a_row == 1 else f"{self._failed_in_a_row} failures"
+            logger.warning("step %d is saved, after %s", step, failures)
         self._failed_in_a_row = 0
         seconds = time.monotonic() - started
         self._stops.walltime_guard.save(seconds)

@@ -167,6 +167,11 @@ class Opening:
         changed: list[str] = []
         loaded = state.restore(found, before=lambda groups: changed.extend(overwritten(groups, state.optimizers)))
         state.note_frozen()
+        if damaged := sorted(holding_nan(state.optimizers)):
+            text = (
+                "%s has NaN in the optimizer's %s: the next update makes parameters NaN; move it away to resume before"
+            )
+            logger.warning(text, found, ", ".join(damaged))
         if FEED not in loaded.train.get("states", {}):
             feed.resume_old(int(loaded.train.get("batches", loaded.step)), self._fresh, loaded.rng)
         if feed.splits:
@@ -205,6 +210,23 @@ class Opening:
         if self._finished and (self._run_folder.folder / CONFIG).exists():
             config = None  # the file keeps the settings that the run has used
         self._run_folder.open(self._state.step, config, known)
+
+
+def holding_nan(optimizers: Mapping[str, torch.optim.Optimizer]) -> set[str]:
+    """Return the names of the states of optimizers that have NaN on this rank: ``exp_avg``.
+
+    A checkpoint refuses NaN in parameters only: what the states of an optimizer mean is its own affair.
+    """
+    states = (state for optimizer in optimizers.values() for state in optimizer.state.values())
+    return {
+        name
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and bool(value.sum().isnan())
+        and bool(value.isnan().any())
+    }
 
 
 # Changed settings and hyperparameters, one line each, for the log of a resume ----------------------------------------

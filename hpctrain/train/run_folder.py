@@ -251,7 +251,7 @@ class RunFolder:
                 raise cannot_write(path, error) from error
             if not self._refused:
                 reason = getattr(error, "strerror", None) or error
-                logger.warning("cannot write into %s: %s; continuing without", self.folder, reason)
+                logger.warning("cannot write %s: %s; continuing without it; this is said once", path, reason)
             self._refused = True
 
 

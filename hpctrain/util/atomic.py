@@ -232,11 +232,20 @@ def open_growing(path: str | Path, *, mode: int = 0o666, call: Call = call_once)
 
 
 def append_line(handle: int, line: str, *, call: Call = call_once) -> None:
-    """Append a line to a growing file in one call, so that lines of several processes do not mix."""
+    """Append a line to a growing file in one call, so that lines of several processes do not mix.
+
+    A full disk first accepts a part and then raises: that part is removed.
+    """
     data = (line + "\n").encode("utf-8")
     done = call(os.write, handle, data)
-    while done < len(data):  # a full disk first accepts a part and then raises
-        done += call(os.write, handle, data[done:])
+    begin = os.lseek(handle, 0, os.SEEK_CUR) - done
+    try:
+        while done < len(data):
+            done += call(os.write, handle, data[done:])
+    except OSError:
+        if os.fstat(handle).st_size == begin + done:  # no other process has written behind it
+            os.ftruncate(handle, begin)
+        raise
 
 
 def _checked(handle: int, path: str | Path) -> int:

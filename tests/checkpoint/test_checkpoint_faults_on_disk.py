@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,29 @@ def test_a_full_disk_under_a_background_write_is_an_error_on_all_ranks(
         saver.wait()
     comm.barrier()
     assert os.listdir(place.path.parent) == [NAME]
+
+
+def test_a_failed_background_write_gives_its_space_back_at_once(place: Place, disk: Ext4Disk, comm: Any) -> None:
+    """Before the ranks learn of it: until then they could write nothing else, not even their metrics."""
+    model = make_model(2, WIDTH)
+    with Saver(comm, Storage(alignment=4096), background=True) as saver:
+        saver.save(place.path, model=model, optimizer=moments_of(model))
+        saver.wait()
+        size = _size(place)
+        _leave(disk, comm, int(0.9 * size))
+        saver.save(place.path, model=model, optimizer=moments_of(model))
+        deadline = time.monotonic() + 20
+        while saver.busy:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        comm.barrier()
+        status = os.statvfs(disk.folder)
+        # Rank 0 could not reserve space for all, and the share of a rank that fails is free. Shares of others may
+        # still be there.
+        assert status.f_bavail * status.f_frsize > 0.05 * size
+        comm.barrier()
+        with pytest.raises(CheckpointError, match="no space left on device"):
+            saver.wait()
 
 
 def _size(place: Place) -> int:

@@ -223,6 +223,37 @@ class StopAsAsked(Exception):
     """Exception that ends a run in the middle."""
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_resume_tells_that_the_checkpoint_has_nan_in_a_moment(
+    job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its parameters are finite, so the file is written; each start from it ends in the next step."""
+    training = Training(job, shared_tmp_path, make_batches(9), every=2)
+
+    def spoil(step: int, batch: torch.Tensor) -> None:
+        if step == 4:
+            update = lambda *_: training.optimizer.state[training.model[0].weight]["exp_avg"].fill_(NAN)  # noqa: E731
+            training.optimizer.register_step_post_hook(update)
+        if step == 5:
+            raise StopAsAsked
+
+    with pytest.raises(StopAsAsked):
+        training.go(spoil)
+    job.comm.barrier()
+    name = checkpoints_of(shared_tmp_path)[-1]
+    with caplog.at_level("WARNING", "hpctrain"), pytest.raises(NonFiniteError):
+        Training(job, shared_tmp_path, make_batches(9), every=2).go()
+    assert f"{name} has NaN in the optimizer's exp_avg: the next update makes parameters NaN" in caplog.text
+    job.comm.barrier()
+    if job.rank == 0:
+        (shared_tmp_path / "checkpoints" / name).unlink()
+    job.comm.barrier()
+    caplog.clear()
+    with caplog.at_level("WARNING", "hpctrain"):
+        again = Training(job, shared_tmp_path, make_batches(9), every=2).go()
+    assert "NaN" not in caplog.text and again.run.step == 9
+
+
 def _until(last: int, before: Any) -> Any:
     def stopping(step: int, batch: torch.Tensor) -> Any:
         changed = before(step, batch)

@@ -103,7 +103,7 @@ def test_failed_writes_of_records_stop_or_are_warned_about(
         else:
             with pytest.raises(OSError, match="no space left"):
                 note()
-    said = f"cannot write into {tmp_path}: No space left on device; continuing without"
+    said = f"cannot write {tmp_path}/metrics.jsonl: No space left on device; continuing without it; this is said once"
     assert [record.getMessage() for record in caplog.records] == [said] * lenient
 
 

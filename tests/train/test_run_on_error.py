@@ -225,7 +225,7 @@ def test_a_disk_without_a_free_byte_raises_the_checkpoint_error(
         job.comm.barrier()
         assert checkpoints_of(one.run.folder) == ["step_00000002.h5"]
         if job.rank == 0:
-            assert caplog.text.count("cannot write into") == 1, caplog.text
+            assert caplog.text.count("; continuing without it; this is said once") == 1, caplog.text
             assert {path.name for path in one.run.folder.iterdir()} == {"checkpoints", "metrics.jsonl", "run.json"}
         job.comm.barrier()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.faults import file_size_limit
 
 from hpctrain.util import atomic
 
@@ -138,6 +139,33 @@ def test_growing_files_are_appended_line_by_line_and_never_through_links(tmp_pat
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file"):
         atomic.open_growing(tmp_path / "pipe")
+
+
+def test_a_part_of_a_line_is_removed(tmp_path: Path) -> None:
+    """A file may have no more than 3,000 bytes: the second line is accepted in part, then there is an error."""
+    handle = atomic.open_growing(tmp_path / "rows")
+    atomic.append_line(handle, "first" * 200)
+    with file_size_limit(3000), pytest.raises(OSError, match="File too large"):
+        atomic.append_line(handle, "second" * 1000)
+    atomic.append_line(handle, "third")
+    os.close(handle)
+    assert (tmp_path / "rows").read_text() == f"{'first' * 200}\nthird\n"
+
+
+def test_a_part_of_a_line_stays_if_another_process_has_written_behind_it(tmp_path: Path) -> None:
+    handle, other = (atomic.open_growing(tmp_path / "rows") for _ in range(2))
+
+    def write(function: Any, *arguments: Any) -> int:
+        if os.fstat(handle).st_size:
+            atomic.append_line(other, "other")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(handle, arguments[1][:3])
+
+    with pytest.raises(OSError, match="No space left"):
+        atomic.append_line(handle, "abcdef", call=write)
+    assert (tmp_path / "rows").read_text() == "abcother\n"
+    os.close(handle)
+    os.close(other)
 
 
 def test_leftover_temporary_files_are_removed(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ BLOCK = 4096  # bytes: multiples of it suit all disks and filesystems of Linux w
 LEAST = 1 << 20  # bytes: shorter writes are not worth waiting for the disk
 _THREADS = 2
 _COPIES = _THREADS + 1  # one is filled while the others are written
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE, without which it fails
 _UNABLE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY, errno.EFAULT}
 Pwrite = Callable[[int, memoryview, int], int]
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -153,13 +155,26 @@ class DirectFile:
 def allocate(handle: int, ranges: Iterable[tuple[int, int]]) -> None:
     """Reserve blocks of the disk for ranges of offset and length, if it can be done.
 
-    Direct writes into an allocated range do not lock the file against each other.
+    Direct writes into an allocated range do not lock the file against each other. Raises ``OSError``
+    if the disk has no space for all of them; then none is reserved.
     """
     if _fallocate is None or not atomic.on_disk(handle):
         return
+    tried = []
     for offset, nbytes in ranges:
+        tried.append((offset, nbytes))
         if _fallocate(handle, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
-            return  # the writes report what is wrong
+            number = ctypes.get_errno()
+            if number not in _FULL:
+                return  # the writes report what is wrong
+            release(handle, tried)
+            raise OSError(number, os.strerror(number))
+
+
+def release(handle: int, ranges: Iterable[tuple[int, int]]) -> None:
+    """Give the blocks of ranges of offset and length back to the disk, if it can be done: they are of no use."""
+    for offset, nbytes in ranges if _fallocate is not None else ():
+        _fallocate(handle, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
 
 
 @contextmanager

@@ -224,6 +224,9 @@ def create(request: WriteRequest, offsets: Offsets | None = None) -> None:
             try:
                 if offsets is not None:
                     allocate(handle, _large(request, offsets))
+            except OSError:
+                atomic.discard(target.private)
+                raise
             finally:
                 os.close(handle)
 
