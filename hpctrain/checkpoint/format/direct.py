@@ -173,7 +173,9 @@ def allocate(handle: int, ranges: Iterable[tuple[int, int]]) -> None:
 
 def release(handle: int, ranges: Iterable[tuple[int, int]]) -> None:
     """Give the blocks of ranges of offset and length back to the disk, if it can be done: they are of no use."""
-    for offset, nbytes in ranges if _fallocate is not None else ():
+    if _fallocate is None:
+        return
+    for offset, nbytes in ranges:
         _fallocate(handle, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
 
 
