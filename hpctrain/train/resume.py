@@ -168,7 +168,7 @@ class Opening:
         loaded = state.restore(found, before=lambda groups: changed.extend(overwritten(groups, state.optimizers)))
         state.note_frozen()
         if damaged := sorted(holding_nan(state.optimizers)):
-            text = "%s has NaN in the optimizer's %s: the next update makes parameters NaN; move it away to use an older"
+            text = "%s has NaN in the optimizer's %s: the next update spreads it; move it away to use an older one"
             logger.warning(text, found, ", ".join(damaged))
         if FEED not in loaded.train.get("states", {}):
             feed.resume_old(int(loaded.train.get("batches", loaded.step)), self._fresh, loaded.rng)
