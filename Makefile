@@ -77,9 +77,9 @@ endif
 # of a script: beside a clone named hpctrain, its folder would be imported instead of the package in it.
 EDITABLE := --config-settings editable_mode=compat --editable
 
-# The stamp records the request: only another TORCH, mpicc or lock file installs again.
+# The stamp records the request: only another TORCH, mpicc, lock file or kind of installation installs again.
 STAMP := $(VENV)/.installed
-WANTED := $(strip $(TORCH) $(MPICC) $(LOCK))
+WANTED := $(strip $(TORCH) $(MPICC) $(LOCK) $(EDITABLE))
 ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(WANTED))
 .PHONY: $(STAMP)
 endif

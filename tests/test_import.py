@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +52,16 @@ def test_public_names_are_loaded_at_first_use() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         hpctrain.nonsense  # type: ignore[attr-defined]
+
+
+def test_a_script_beside_a_folder_of_this_name_imports_the_package(tmp_path: Path) -> None:
+    """Such a folder is a clone, and Python would take it for a package without code."""
+    (tmp_path / "hpctrain").mkdir()
+    (tmp_path / "mine.py").write_text("import hpctrain\nprint(hpctrain.init.__name__)\n")
+    command = [sys.executable, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=_without_path())
+    assert done.stdout == "init\n", done.stderr
+
+
+def _without_path() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
