@@ -16,7 +16,7 @@ from hpctrain.util.text import columns, counted
 
 TOLERANCE = 0.1  # share by which medians of equal machines may differ
 Key = tuple[str, str, str, str]  # file, group, candidate, size
-_MEMBERS = ("machine", "processor", "commit", "date", "load_before")
+_MEMBERS = ("machine", "processor", "commit", "date")
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ def lines_of(folders: Sequence[Folder], tolerance: float, *, everything: bool) -
     lines = []
     for folder in folders:
         facts = [str(folder.provenance[name]) for name in _MEMBERS if folder.provenance.get(name)]
+        if load := folder.provenance.get("load_before"):
+            facts.append(f"load before it {load[0] if isinstance(load, list) else load}")
         lines.append(f"{folder.path}: {', '.join(facts)}")
     if len(folders) == 1:
         rows = [["benchmark", "target", "measured", "wanted", ""]]
@@ -130,7 +132,7 @@ def lines_of(folders: Sequence[Folder], tolerance: float, *, everything: bool) -
         medians = [f"{one.median:.3g}" for one in each.spreads]
         rows.append([what, candidate, size, *medians, *ratios, " ".join(filter(None, each.verdicts(tolerance)))])
     if shown:
-        lines += ["", *columns(rows, right=range(2, len(rows[0]) - 1))]
+        lines += ["", "Medians, times in seconds:", *columns(rows, right=range(2, len(rows[0]) - 1))]
     if len(folders) > 1:
         other = sum(any(each.verdicts(tolerance)) for each in compared)
         lines += [
