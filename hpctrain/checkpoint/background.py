@@ -102,7 +102,8 @@ class Snapshot:
     def _copy(self, source: Source, part: BoxPart, begin: int) -> None:
         tensor, size = source.box.tensor, source.itemsize
         nbytes = (part.end - part.begin) * size
-        if _is_plain(tensor):  # the rule; the other ways take several times as long per tensor
+        # The rule; the other ways take several times as long per tensor. torch copies large ones with several threads.
+        if (nbytes < LEAST or torch.get_num_threads() == 1) and _is_plain(tensor, part.end, size):
             ctypes.memmove(self._address + begin, tensor.data_ptr() + part.begin * size, nbytes)
             return
         out = self._bytes[begin : begin + nbytes]
@@ -133,11 +134,12 @@ class Snapshot:
             self._memory = None
 
 
-def _is_plain(tensor: Any) -> bool:
-    """Return whether the memory of a tensor contains its elements in order."""
+def _is_plain(tensor: Any, count: int, itemsize: int) -> bool:
+    """Return whether the memory of a tensor contains its elements in order, and at least ``count`` of that size."""
     kind = type(tensor)
     plain = (kind is torch.Tensor or kind is torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
-    return plain and not tensor.is_neg()
+    there = plain and tensor.element_size() == itemsize and tensor.numel() >= count and tensor.data_ptr() != 0
+    return there and not tensor.is_neg()
 
 
 _SIGNALS_FOR_RANKS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.format.finite import Allowed
 from hpctrain.checkpoint.format.layout import Written
 from hpctrain.checkpoint.format.plan import FileChunk, Offsets, Target
 from hpctrain.checkpoint.format.writer import FileWriter, open_private
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import HpctrainError
 
 NICENESS = 10  # it gets a tenth of a core next to a rank that never idles, and all of an idle core
 EXIT = "exit"  # request to exit: needed besides EOF if a process that the rank has forked keeps the pipe open
@@ -86,14 +86,14 @@ class WriterProcess(FileWriter):
         The check is here and not in the rank because it would be a sixth of the time for which the
         rank waits.
         """
-        for name, _, at, nbytes in ranges:
-            if name in values:
-                self.check_parent()
-                allowed, dtype = values[name]
-                allowed.check(name, dtype, memoryview(self._map())[at : at + nbytes])
         try:
+            for name, _, at, nbytes in ranges:
+                if name in values:
+                    self.check_parent()
+                    allowed, dtype = values[name]
+                    allowed.check(name, dtype, memoryview(self._map())[at : at + nbytes])
             return self.write(target, partial(self._chunks, ranges), offsets)
-        except CheckpointError:
+        except HpctrainError:
             self._release(target, ranges, offsets)
             raise
 

@@ -193,6 +193,9 @@ class RunCheckpoints:
             else:
                 self._record_failure(error, step)
             return
+        except BaseException:  # NaN in a parameter: there is no file
+            self._pending = None
+            raise
         self._note_commit()
 
     def _note_commit(self) -> None:

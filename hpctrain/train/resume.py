@@ -16,6 +16,7 @@ from torch import nn
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint import retention as files
 from hpctrain.checkpoint.differences import is_skipped
+from hpctrain.checkpoint.dtensor import is_dtensor
 from hpctrain.checkpoint.restore import load
 from hpctrain.checkpoint.tools.inspect import newest_of
 from hpctrain.comm.agreement import on_first_rank
@@ -167,7 +168,8 @@ class Opening:
         changed: list[str] = []
         loaded = state.restore(found, before=lambda groups: changed.extend(overwritten(groups, state.optimizers)))
         state.note_frozen()
-        if damaged := sorted(holding_nan(state.optimizers)):
+        on_ranks = self._job.comm.all_gather_object(holding_nan(state.optimizers))
+        if first and (damaged := sorted(set().union(*on_ranks))):
             text = "%s has NaN in the optimizer's %s: the next update spreads it; move it away to use an older one"
             logger.warning(text, found, ", ".join(damaged))
         if FEED not in loaded.train.get("states", {}):
@@ -214,17 +216,16 @@ def holding_nan(optimizers: Mapping[str, torch.optim.Optimizer]) -> set[str]:
     """Return the names of the states of optimizers that have NaN on this rank: ``exp_avg``.
 
     A checkpoint refuses NaN in parameters only: what the states of an optimizer mean is its own affair.
+    States of other classes of tensors are not examined.
     """
-    states = (state for optimizer in optimizers.values() for state in optimizer.state.values())
-    return {
-        name
-        for state in states
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and bool(value.sum().isnan())
-        and bool(value.isnan().any())
-    }
+    found = set()
+    for state in (state for optimizer in optimizers.values() for state in optimizer.state.values()):
+        for name, value in state.items():
+            local = value.to_local() if is_dtensor(value) else value
+            if type(local) in (torch.Tensor, torch.nn.Parameter) and local.is_floating_point():
+                if bool(local.sum().isnan()) and bool(local.isnan().any()):
+                    found.add(str(name))
+    return found
 
 
 # Changed settings and hyperparameters, one line each, for the log of a resume ----------------------------------------

@@ -234,7 +234,7 @@ def open_growing(path: str | Path, *, mode: int = 0o666, call: Call = call_once)
 def append_line(handle: int, line: str, *, call: Call = call_once) -> None:
     """Append a line to a growing file in one call, so that lines of several processes do not mix.
 
-    A full disk first accepts a part and then raises: that part is removed.
+    A full disk first accepts a part and then raises: that part is removed, in a file with one writer for sure.
     """
     data = (line + "\n").encode("utf-8")
     done = call(os.write, handle, data)

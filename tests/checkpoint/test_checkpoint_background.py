@@ -24,7 +24,8 @@ from hpctrain import checkpoint
 from hpctrain.checkpoint import Saver
 from hpctrain.checkpoint.background import BackgroundWriter
 from hpctrain.checkpoint.writer_process import NICENESS
-from hpctrain.errors import CheckpointError, CheckpointFaultError, NonFiniteError, UsageError
+from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError, NonFiniteError, UsageError
+from hpctrain.shard import Shard
 
 
 def make(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -342,6 +343,25 @@ def test_a_nan_of_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     assert {str(result) for result in results} == {
         "rank 1: /workers/1/own is not finite: it must not reach a checkpoint"
     }
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_box_that_its_tensor_does_not_fill_is_no_checkpoint(tmp_path: Path, saver: Saver) -> None:
+    """A split of one's own may be wrong: a file must not get bytes from behind a tensor."""
+
+    class Wrong:
+        def shards(self, name: str, tensor: torch.Tensor) -> list[Shard]:
+            return [Shard(name, (64,), "float32", (0,), (64,), tensor)]
+
+    model = torch.nn.ParameterDict({"w": torch.ones(32)})
+    with pytest.raises(HpctrainError):
+        saver.save(tmp_path / "a.h5", model=model, split=Wrong())
+        saver.wait()
+    assert os.listdir(tmp_path) == []
+    model = torch.nn.ParameterDict({"w": torch.ones(64, dtype=torch.float16)})
+    with pytest.raises(HpctrainError):
+        saver.save(tmp_path / "a.h5", model=model, split=Wrong())
+        saver.wait()
     assert os.listdir(tmp_path) == []
 
 

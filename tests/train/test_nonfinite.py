@@ -15,6 +15,7 @@ from support.training_fixtures import PositionedLoader, Training, checkpoints_of
 from hpctrain.errors import NonFiniteError
 from hpctrain.log import configure
 from hpctrain.parallel.config import ParallelSettings
+from hpctrain.train.resume import holding_nan
 from hpctrain.train.updates import MOST_ROLLBACKS, MOST_SKIPS, Health
 
 NAN = float("nan")
@@ -243,7 +244,8 @@ def test_a_resume_tells_that_the_checkpoint_has_nan_in_a_moment(
     name = checkpoints_of(shared_tmp_path)[-1]
     with caplog.at_level("WARNING", "hpctrain"), pytest.raises(NonFiniteError):
         Training(job, shared_tmp_path, make_batches(9), every=2).go()
-    assert f"{name} has NaN in the optimizer's exp_avg: the next update spreads it; move it away" in caplog.text
+    said = f"{name} has NaN in the optimizer's exp_avg: the next update spreads it; move it away" in caplog.text
+    assert said == (job.rank == 0)
     job.comm.barrier()
     if job.rank == 0:
         (shared_tmp_path / "checkpoints" / name).unlink()
@@ -252,6 +254,22 @@ def test_a_resume_tells_that_the_checkpoint_has_nan_in_a_moment(
     with caplog.at_level("WARNING", "hpctrain"):
         again = Training(job, shared_tmp_path, make_batches(9), every=2).go()
     assert "NaN" not in caplog.text and again.run.step == 9
+
+
+def test_states_of_other_classes_of_tensors_are_not_examined() -> None:
+    class Opaque(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "sum" in str(function) or "isnan" in str(function):
+                raise NotImplementedError(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = {"small": torch.full((2,), NAN).as_subclass(Opaque), "step": 3, "fine": torch.ones(2)}
+    assert holding_nan({"": optimizer}) == set()
+    optimizer.state[weight]["bad"] = torch.tensor([1.0, NAN])
+    assert holding_nan({"": optimizer}) == {"bad"}
 
 
 def _until(last: int, before: Any) -> Any:
