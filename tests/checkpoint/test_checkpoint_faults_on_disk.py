@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import time
@@ -74,8 +75,6 @@ def large(act: Callable[..., Any], call: int = 1) -> Callable[..., Any]:
 
 def test_ranks_write_past_the_page_cache(place: Place, breaking: Any) -> None:
     """The other tests rest on it: these calls get a second descriptor of the file, which has O_DIRECT."""
-    import fcntl
-
     flags: list[int] = []
 
     def note(real: Callable[..., Any], handle: int, data: Any, offset: int) -> Any:
@@ -105,8 +104,6 @@ def test_short_direct_writes_are_completed(place: Place, breaking: Any) -> None:
 
 
 def test_a_filesystem_that_refuses_direct_writes_gets_others(place: Place, breaking: Any) -> None:
-    import fcntl
-
     def refuse(real: Callable[..., Any], handle: int, data: Any, offset: int) -> Any:
         if fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
