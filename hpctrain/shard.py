@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from hpctrain.errors import UsageError
+
+
+@cache
+def dtype_name(dtype: object) -> str:
+    """Return the name of a torch element type: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Shard:
     def whole(cls, name: str, tensor: Any) -> Shard:
         """Return the shard for a tensor that this rank holds in full."""
         shape = tuple(tensor.shape)
-        return cls(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, tensor)
+        return cls(name, shape, dtype_name(tensor.dtype), (0,) * len(shape), shape, tensor)
 
     @property
     def is_whole(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.shard import Shard
+from hpctrain.shard import Shard, dtype_name
 
 
 def is_dtensor(value: torch.Tensor) -> bool:
@@ -29,7 +29,7 @@ def dtensor_boxes(path: str, value: Any) -> list[Shard]:
     A dimension that is sharded over two axes of the mesh, as by FSDP2 on top of tensor parallelism,
     may be several boxes. Raises ``UsageError`` for a tensor whose ranks hold terms of a sum.
     """
-    shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    shape, dtype = tuple(value.shape), dtype_name(value.dtype)
     local = value.detach().to_local()
     runs = [_runs(value, path, dim) for dim in range(len(shape))]
     boxes = []
@@ -106,7 +106,7 @@ def from_inner_tensors(plain: Mapping[str, Any], tensors: Mapping[str, torch.Ten
 
 def _plain_item(item: Any, where: str) -> Any:
     if isinstance(item, torch.dtype):
-        return {_DTYPE: str(item).removeprefix("torch.")}
+        return {_DTYPE: dtype_name(item)}
     if item is None or isinstance(item, (bool, int, float, str)):
         return item
     raise CheckpointError(f"{where} is described by a value of type {type(item).__name__}: a checkpoint cannot hold it")

@@ -347,7 +347,8 @@ def exchange(comm: Communicator, local: StateDescription, *more: Any) -> tuple[b
     If all ranks describe the same state, which is the rule, only digests are sent. ``more`` must be
     equal on all ranks.
     """
-    boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (local.boxes, local.optimizers))
+    described_boxes = [(box.name, box.shape, box.dtype, box.start, box.extent, box.spare) for box in local.boxes]
+    boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (described_boxes, local.optimizers))
     digests = comm.all_gather_object((boxes, state, more))
     for rank, (_, _, other) in enumerate(digests):
         if other != digests[0][2]:

@@ -15,12 +15,7 @@ from hpctrain.checkpoint.format.finite import Allowed
 from hpctrain.checkpoint.format.layout import STORAGE, Array, storage_of
 from hpctrain.checkpoint.format.plan import Source
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.shard import Shard
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Return the torch name of the element type: ``"float32"``."""
-    return str(tensor.dtype).removeprefix("torch.")
+from hpctrain.shard import Shard, dtype_name
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -37,7 +32,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is a {tensor.layout} tensor: a checkpoint holds dense ones")
     if tensor.is_meta:
         raise CheckpointError(f"{name} is on the meta device and has no values")
-    storage_of(dtype_name(tensor), name)
+    storage_of(dtype_name(tensor.dtype), name)
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
@@ -45,7 +40,7 @@ def to_numpy(tensor: torch.Tensor) -> Array:
     plain = tensor.detach().to("cpu").contiguous()
     if plain.dtype == torch.bfloat16:
         plain = plain.view(torch.int16)
-    return plain.numpy().view(STORAGE[dtype_name(tensor)])
+    return plain.numpy().view(STORAGE[dtype_name(tensor.dtype)])
 
 
 def flat(tensor: torch.Tensor, begin: int, end: int) -> Array:

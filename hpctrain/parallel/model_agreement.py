@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.errors import MismatchError
+from hpctrain.shard import dtype_name
 
 # The ranks compare for each entry: kind, name, shape, dtype, and whether it requires a gradient.
 Entry = tuple[str, str, tuple[int, ...], str, bool]
@@ -46,7 +47,7 @@ def model_entries(model: nn.Module) -> list[Entry]:
     named: list[tuple[str, str, Any]] = [("parameter", *item) for item in model.named_parameters()]
     named += [("buffer", *item) for item in model.named_buffers()]
     return [
-        (kind, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+        (kind, name, tuple(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad)
         for kind, name, tensor in named
     ]
 

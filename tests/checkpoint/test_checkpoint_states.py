@@ -16,9 +16,10 @@ from support.checkpoints import all_dtypes, flip, same
 from hpctrain import checkpoint
 from hpctrain.checkpoint.format.layout import STORAGE
 from hpctrain.checkpoint.local_state import is_finite
-from hpctrain.checkpoint.states import dtype_name, fill, from_numpy, pack_states, to_numpy, torch_dtype
+from hpctrain.checkpoint.states import fill, from_numpy, pack_states, to_numpy, torch_dtype
 from hpctrain.checkpoint.tools.convert import export
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.shard import dtype_name
 
 
 def stored(tmp_path: Path, states: dict[str, Any]) -> Any:
@@ -107,7 +108,7 @@ def test_objects_that_cannot_be_stored_are_named(state: Any, message: str) -> No
 def test_bits_survive_both_conversions(name: str) -> None:
     array = all_dtypes()[name]
     tensor = from_numpy(array, name)
-    assert dtype_name(tensor) == name and tensor.dtype == torch_dtype(name)
+    assert dtype_name(tensor.dtype) == name and tensor.dtype == torch_dtype(name)
     assert to_numpy(tensor).dtype == STORAGE[name]
     assert to_numpy(tensor).tobytes() == array.tobytes()
     assert to_numpy(tensor.reshape(-1)[1]).shape == ()

@@ -20,6 +20,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,7 @@ def storage_of(dtype: str, what: str) -> np.dtype[np.generic]:
     return STORAGE[dtype]
 
 
+@lru_cache(maxsize=1 << 16)  # each save of a run asks for the same paths
 def child(group: str, name: str) -> str:
     """Return the path of ``name`` in a group; dots stay, names that HDF5 would read as a path are refused."""
     check_name(name, f"in {group}")

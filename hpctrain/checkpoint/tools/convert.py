@@ -28,6 +28,7 @@ from hpctrain.checkpoint.format.writer import write_file
 from hpctrain.checkpoint.tools import safetensors
 from hpctrain.checkpoint.tools.curves import widened
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.shard import dtype_name
 from hpctrain.util import atomic
 from hpctrain.util.reading import open_regular
 from hpctrain.util.text import short_repr, shorten
@@ -214,7 +215,7 @@ def _from_safetensors(path: Path) -> Found:
 
 
 def _from_torch(path: Path) -> Found:
-    from hpctrain.checkpoint.states import check_storable, dtype_name, to_numpy
+    from hpctrain.checkpoint.states import check_storable, to_numpy
 
     found, total = _state_dict(path), 0
     allowed = _MOST_NAMES * path.stat().st_size + _SMALL
@@ -228,7 +229,7 @@ def _from_torch(path: Path) -> Found:
             )
     for name, tensor in found.items():
         read = lambda begin, end, tensor=tensor: to_numpy(tensor.contiguous()).reshape(-1)[begin:end]
-        yield name, tuple(tensor.shape), dtype_name(tensor), read
+        yield name, tuple(tensor.shape), dtype_name(tensor.dtype), read
 
 
 def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:

@@ -30,6 +30,7 @@ from hpctrain.parallel.fsdp.sharding import FlatLayout
 from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.parallel.hooks import parameters_of, updates_whole
 from hpctrain.plain_tensors import on_shards
+from hpctrain.shard import dtype_name
 
 
 class Values(NamedTuple):
@@ -231,7 +232,7 @@ class ShardCopies:
         return groups | {each.values for each in self._entries if each.values is not None}
 
     def _of_group(self, number: int) -> Values:
-        return Values(number, "", "", _name(self._groups[number].shard_data.dtype))
+        return Values(number, "", "", dtype_name(self._groups[number].shard_data.dtype))
 
     def _find_entries(self) -> None:
         """Find the values in the states of the optimizers."""
@@ -250,7 +251,7 @@ class ShardCopies:
                         divided = isinstance(value, Tensor) and value.dim() and value.shape == member.shard.shape
                         if isinstance(value, Tensor) and not divided and value.numel() != 1:
                             raise self._refusal(optimizer, name, value, member.shard)
-                        values = Values(number, key, name, _name(value.dtype)) if divided else None
+                        values = Values(number, key, name, dtype_name(value.dtype)) if divided else None
                         yield StateEntry((key, number, index), state, name, value, values)
 
     def _refusal(self, optimizer: torch.optim.Optimizer, name: str, value: Tensor, shard: Tensor) -> UsageError:
@@ -384,10 +385,6 @@ class ShardCopies:
 
 def _detached(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(values: Values) -> torch.dtype:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hpctrain.parallel.strategy import ModelGradients
 from hpctrain.plain_tensors import on_shards
-from hpctrain.shard import Shard
+from hpctrain.shard import Shard, dtype_name
 
 if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.param_group import ShardedParam
@@ -182,7 +182,7 @@ class FlatSplit:
         shape, held, flat = tuple(member.shape), member.held, tensor.detach().view(-1)
         if 0 in shape:
             return [Shard.whole(name, flat.view(shape))]  # no rank holds an element, but the file must list the tensor
-        whole = Shard(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, None)
+        whole = Shard(name, shape, dtype_name(tensor.dtype), (0,) * len(shape), shape, None)
         return [
             replace(whole, start=start, extent=extent, tensor=flat[offset : offset + math.prod(extent)].view(extent))
             for start, extent, offset in boxes(shape, held.begin, held.end)
