@@ -28,6 +28,7 @@ from hpctrain.cli.main import Parser
 from hpctrain.errors import UsageError
 from hpctrain.util.atomic import write_text
 from hpctrain.util.reading import read_text
+from hpctrain.util.text import counted, format_bytes
 
 ENOUGH = 5  # runs, from which on a range is one
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
@@ -102,14 +103,32 @@ def _collectives() -> Iterator[Claim]:
     ):
         file, command = f"{operation.replace('_', '-')}-np2-mpich", f"{operation} NP=2"
         for size in sizes:
-            unit = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB" if size >= KIB else f"{size} B"
             for name, tensors in (("hpctrain", "tensors of `comm.empty`"), ("hpctrain outside", "ordinary tensors")):
-                what = f"{operation} of {unit}, {tensors}"
+                what = f"{operation} of {format_bytes(size)}, {tensors}"
                 for theirs, other in (("mpi", "MPICH, one call"), ("mpi 16 MiB", "MPICH, messages of 16 MiB")):
                     if theirs == "mpi" or size > 16 * MIB:
                         yield Claim(what, other, file, command, (name,), (theirs,), size, "rows")
                 if operation == "all_reduce" and name == "hpctrain":
                     yield Claim(what, "gloo", file, command, (name,), ("gloo",), size, "rows")
+
+
+def _torch_backend() -> Iterator[Claim]:
+    file, command = "torch-backend-np2-mpich", "torch-backend NP=2"
+    for size in (64 * KIB, MIB, 25 * MIB, 64 * MIB):
+        what = f"all_reduce of {format_bytes(size)} by torch.distributed, back end hpctrain"
+        group = "collectives/all_reduce"
+        yield Claim(what, "back end gloo", file, command, ("hpctrain",), ("gloo",), size, group)
+    for batch in (1, 4):
+        for step, kind in (("DDP", "torch DDP"), ("FSDP2", "torch FSDP2")):
+            what = f"step of {kind} on the back end hpctrain, {counted(batch, 'sequence')} per rank"
+            names, group = ((f"{step} on {end}",) for end in ("hpctrain", "gloo")), f"steps/{batch}/seconds"
+            yield Claim(what, "on gloo", file, command, *names, "", group)
+
+
+def _two_nodes() -> Iterator[Claim]:
+    for theirs, other in (("mpi", "MPICH, one call"), ("gloo", "gloo")):
+        what, file = "all_reduce of 16 MiB, 2 x 2 ranks on two nodes, 1 Gbit/s", "multinode-nodes2-np4-mpich"
+        yield Claim(what, other, file, "multinode", ("hpctrain",), (theirs,), 16 * MIB, "rows")
 
 
 def _checkpoints() -> Iterator[Claim]:
@@ -163,6 +182,8 @@ CLAIMS = (
         ("import torch", "MPI start"),
     ),
     *_checkpoints(),
+    *_torch_backend(),
+    *_two_nodes(),
 )
 
 

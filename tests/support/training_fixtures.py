@@ -89,16 +89,20 @@ class Training:
     def go(self, before: Callable[[int, torch.Tensor], Any] = lambda step, batch: None) -> Training:
         """Train; ``before`` sees each step and batch first, and may return another batch."""
         with self.run as run:
-            for step, batch in run:
-                changed = before(step, batch)
-                loss = (self.model(batch if changed is None else changed) ** 2).mean()
-                loss.backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.schedule.step()
-                run.log(loss=loss, same={"rate": self.schedule.get_last_lr()[0]})
-                self.losses.append(float(loss.detach()))
+            self.steps(run, before)
         return self
+
+    def steps(self, run: Any, before: Callable[[int, torch.Tensor], Any] = lambda step, batch: None) -> None:
+        """Make the steps of a run that has been entered."""
+        for step, batch in run:
+            changed = before(step, batch)
+            loss = (self.model(batch if changed is None else changed) ** 2).mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            run.log(loss=loss, same={"rate": self.schedule.get_last_lr()[0]})
+            self.losses.append(float(loss.detach()))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,26 @@ def test_rollbacks_without_a_checkpoint_or_too_often_are_an_error(job: Any, shar
         training.go(_poison(job, *range(6, 99)))
     job.comm.barrier()
     assert _all_finite(shared_tmp_path / "often/checkpoints/step_00000004.h5")
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_checkpoint_refused_for_nan_does_not_count_as_saved(job: Any, shared_tmp_path: Path) -> None:
+    training = Training(job, shared_tmp_path, make_batches(30), steps=30, every=10, keep=1, background=True)
+
+    def spoil(step: int, batch: torch.Tensor) -> None:
+        if step >= 19:  # from the checkpoint of step 20 on; training does not read this buffer
+            training.model[1].running_mean.fill_(NAN)
+        if step >= 20:  # the steps poll the writer process, whose error comes long before the next checkpoint
+            time.sleep(0.1)
+
+    with pytest.raises(NonFiniteError, match="the buffer 1.running_mean holds NaN"):
+        with training.run as run:
+            with pytest.raises(NonFiniteError, match="the buffer 1.running_mean holds NaN"):
+                training.steps(run, spoil)
+            run.save()
+    job.comm.barrier()
+    assert checkpoints_of(shared_tmp_path) == ["step_00000010.h5"]
+    assert receipt_of(shared_tmp_path)["attempts"][-1]["saved_step"] == 10
 
 
 @pytest.mark.ranks(2)
