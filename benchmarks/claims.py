@@ -121,8 +121,8 @@ def _torch_backend() -> Iterator[Claim]:
     for batch in (1, 4):
         for step, kind in (("DDP", "torch DDP"), ("FSDP2", "torch FSDP2")):
             what = f"step of {kind} on the back end hpctrain, {counted(batch, 'sequence')} per rank"
-            names, group = ((f"{step} on {end}",) for end in ("hpctrain", "gloo")), f"steps/{batch}/seconds"
-            yield Claim(what, "on gloo", file, command, *names, "", group)
+            ours, theirs, group = f"{step} on hpctrain", f"{step} on gloo", f"steps/{batch}/seconds"
+            yield Claim(what, "on gloo", file, command, (ours,), (theirs,), group=group)
 
 
 def _two_nodes() -> Iterator[Claim]:
