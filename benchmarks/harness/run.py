@@ -26,6 +26,8 @@ from hpctrain.util.text import parse_bytes
 
 Words = Mapping[str, str] | Sequence[str]
 
+called_as = ""  # command that runs this benchmark, if it is not called by its own name
+
 
 def make_parser(name: str, about: str | None, *, rounds: int = 0, least: int = 1, quick: bool = True) -> Parser:
     """Return a parser with the options that benchmarks have in common.
@@ -40,7 +42,7 @@ def make_parser(name: str, about: str | None, *, rounds: int = 0, least: int = 1
         return number
 
     enough.__name__ = "int"  # in messages of argparse
-    parser = Parser(prog=name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog=called_as or name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         parser.add_argument("--rounds", type=enough, default=rounds, help="timed turns of each candidate (%(default)s)")
     if quick:

@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -136,8 +136,7 @@ class _SuiteParser(Parser):
         if not self.takes_all:
             return super().parse_known_args(args, namespace)
         if {"-h", "--help"} & set(args or ()):
-            self.print_help()  # the program adds its own
-            print()
+            print(f"{self.description}\n\n{self.epilog}\n")  # the program adds its usage and options
         found, _ = super().parse_known_args([], namespace)
         found.words = list(args or ())
         return found, []
@@ -170,6 +169,8 @@ def run_benchmark(name: str, args: argparse.Namespace) -> int:
         given += ["--out", _RESULTS]
     before, sys.argv = sys.argv, [str(path), *given]
     sys.path.insert(0, str(path.parent))
+    harness: Any = import_module("harness.run")
+    harness.called_as = f"hpctrain bench {name}"
     try:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as end:
@@ -177,6 +178,7 @@ def run_benchmark(name: str, args: argparse.Namespace) -> int:
             raise
         return end.code if isinstance(end.code, int) else 0
     finally:
+        harness.called_as = ""
         sys.argv = before
         sys.path.remove(str(path.parent))
     return 0

@@ -120,3 +120,9 @@ def test_a_benchmark_explains_its_own_options(capsys: pytest.CaptureFixture[str]
         main(["bench", "ddp", "--help"])
     said = capsys.readouterr().out
     assert not end.value.code and "--warmup" in said and "srun hpctrain bench ddp" in said
+    assert said.count("usage: ") == said.count("usage: hpctrain bench ddp [-h]") == 1
+
+
+def test_an_error_in_its_options_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ddp", "--absent"]) == EXIT_USAGE
+    assert "unrecognized arguments: --absent (see hpctrain bench ddp --help)" in capsys.readouterr().err
