@@ -25,6 +25,7 @@ from hpctrain.checkpoint.format.plan import (
     WritePlan,
     WriteRequest,
     WriteShare,
+    add_newest,
     cached_plan,
     described,
 )
@@ -43,7 +44,6 @@ T = TypeVar("T")
 SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not divided over ranks, however wide the filesystem's stripes are
 BURDEN = 128 << 10  # bytes that rank 0 could write in the time in which it makes the layout of one dataset
 
-_CACHED = 8
 OFFSETS: dict[bytes, dict[str, int | None]] = {}  # by digest of the written state: its tensors' offsets in the file
 
 
@@ -118,7 +118,8 @@ class Saver:
         if not self._background:
             agreed(comm, lambda: local.check_finite())
         rng = agreed(comm, lambda: content.plain_rng(request.rng))
-        gathered = comm.all_gather_object((rng, digest in OFFSETS))
+        expected = OFFSETS.get(digest)
+        gathered = comm.all_gather_object((rng, expected is not None))
         rng_states = [state for state, _ in gathered]
         # MPI-IO calls are collective: they cannot be made while rank 0 makes the layout, and rank
         # 0 may not reach them.
@@ -133,7 +134,7 @@ class Saver:
             return self._whole_file(request.path, local, plan, rest)
 
         share, file = agreed(comm, prepare)
-        self._saving = CollectiveSave(comm, self.writer, share, file, OFFSETS[digest] if known else None)
+        self._saving = CollectiveSave(comm, self.writer, share, file, expected if known else None)
         self._written = digest, [dataset.name for dataset in plan.datasets]
 
     @on_shards
@@ -269,10 +270,7 @@ def _cache_offsets(written: tuple[bytes, list[str]], offsets: Offsets | None) ->
     if offsets is None:
         return
     digest, names = written
-    OFFSETS.pop(digest, None)
-    OFFSETS[digest] = {name: offsets[name] for name in names}
-    if len(OFFSETS) > _CACHED:
-        OFFSETS.pop(next(iter(OFFSETS)))
+    add_newest(OFFSETS, digest, {name: offsets[name] for name in names})
 
 
 def _single_communicator() -> Communicator:

@@ -136,7 +136,7 @@ class _SuiteParser(Parser):
         if not self.takes_all:
             return super().parse_known_args(args, namespace)
         if {"-h", "--help"} & set(args or ()):
-            print(f"{self.description}\n\n{self.epilog}\n")  # the program adds its usage and options
+            print(printable_lines(f"{self.description}\n\n{self.epilog}\n"))  # the program adds its usage and options
         found, _ = super().parse_known_args([], namespace)
         found.words = list(args or ())
         return found, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,18 @@ def test_plans_of_the_newest_digests_are_cached() -> None:
     for number in range(8):
         cached_plan(bytes([number]), held, 1, 0)
     assert cached_plan(b"first", held, 1, 0) is not first
+
+
+def test_threads_may_plan_at_once() -> None:
+    held = [[box_of("/model/x", (10,), "float32")]]
+
+    def body(comm: Any) -> None:
+        for number in range(2000):
+            cached_plan(bytes([comm.rank, number % 250]), held, 1, 0)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert on_threads(4, body) == [None] * 4
+    finally:
+        sys.setswitchinterval(interval)

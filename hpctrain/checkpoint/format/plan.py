@@ -11,11 +11,12 @@ conflicts. Rank 0 gets less, because it makes the layout at the same time.
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,8 @@ from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
 from hpctrain.util import atomic
 from hpctrain.util.atomic import Claim
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class WritePlan:
 
 
 _CACHED = 8
+_LOCK = threading.Lock()
 _PLANS: dict[bytes, WritePlan] = {}
 
 
@@ -160,11 +164,18 @@ def plan(held: Sequence[Sequence[Shard]], small: int, burden: int = 0) -> WriteP
 
 def cached_plan(digest: bytes, held: Sequence[Sequence[Shard]], small: int, burden: int) -> WritePlan:
     """Return ``plan`` of the boxes with this digest; those of the newest digests are cached."""
-    found = _PLANS.pop(digest, None) or plan(held, small, burden)
-    _PLANS[digest] = found
-    if len(_PLANS) > _CACHED:
-        _PLANS.pop(next(iter(_PLANS)))
+    found = _PLANS.get(digest) or plan(held, small, burden)
+    add_newest(_PLANS, digest, found)
     return found
+
+
+def add_newest(cache: dict[bytes, T], digest: bytes, value: T) -> None:
+    """Make a value the newest of a cache and remove the oldest; several threads may do so at once."""
+    with _LOCK:
+        cache.pop(digest, None)
+        cache[digest] = value
+        while len(cache) > _CACHED:
+            del cache[next(iter(cache))]
 
 
 def _collect(held: Sequence[Sequence[Shard]]) -> list[_Dataset]:
