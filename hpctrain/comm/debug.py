@@ -133,7 +133,10 @@ class MismatchDetector:
                 waited = time.monotonic() - started
                 if waited > limit:
                     break
-                time.sleep(0 if waited < 0.001 else min(waited / 10, 0.005))
+                if waited < 0.001:
+                    os.sched_yield()
+                else:
+                    time.sleep(min(waited / 10, 0.005))
         return missing
 
     def _compare(self, calls: Sequence[CollectiveRecord]) -> None:

@@ -6,6 +6,7 @@ tensor: the caller keeps that memory (``calls.GroupCalls``).
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -24,8 +25,12 @@ from hpctrain.errors import CommunicationError, DeadlineError
 
 MEETING_SECONDS = 2.0  # for ranks that have all come, before a call that cannot be given up
 SPINS = 300  # tests of a request before the core is yielded
-EAGER_SECONDS = 0.02  # how long a core is only yielded between tests; a longer wait sleeps in between
-POLL_SECONDS = 0.0001  # that sleep
+# Then it is yielded, which takes a microsecond. ``time.sleep(0)`` takes 50 to 100; it comes later: with it from the
+# start, the sleep of one rank made the other wait so long that it slept, too, and so on for many small calls. A rank
+# that waits for long sleeps, so that the threads of other ranks get its core.
+YIELD_SECONDS = 0.0005
+EAGER_SECONDS = 0.02  # how long the sleeps between tests are as short as possible
+POLL_SECONDS = 0.0001  # the later ones
 LEAVE_TAG = TAGS - 3  # of the messages by which ranks that destroy a group meet
 LEAVE_SECONDS = 5.0  # how long a rank that leaves waits for the others before it keeps the objects of MPI
 
@@ -88,7 +93,10 @@ def poll(ready: Callable[[], bool], why: Callable[[], str] = lambda: LATE) -> No
             limits.check(why())
         elif waited > timeout_seconds():
             raise DeadlineError(limits.message("an operation of MPI", why()))
-        time.sleep(0 if waited < EAGER_SECONDS else POLL_SECONDS)
+        if waited < YIELD_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(0 if waited < EAGER_SECONDS else POLL_SECONDS)
 
 
 class _Send:
