@@ -26,6 +26,7 @@ from hpctrain.comm.transport.base import Transport, Work
 from hpctrain.comm.transport.waiting import limits, timeout_seconds, waiting
 from hpctrain.errors import CommunicationError, DeadlineError, MismatchError, SettingsError
 from hpctrain.log import logger
+from hpctrain.shard import dtype_name
 
 VARIABLE = "HPCTRAIN_CHECK"
 RECORD = 4096  # bytes per rank's record
@@ -190,7 +191,7 @@ def _short(path: str) -> str:
 
 
 def _describe(number: int, operation: str, tensors: Sequence[Tensor], detail: str, site: str) -> CollectiveRecord:
-    dtype = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    dtype = ", ".join(dtype_name(tensor.dtype) for tensor in tensors)
     shape = ", ".join(str(list(tensor.shape)) for tensor in tensors)
     site = site or call_site()
     return CollectiveRecord(number, operation, detail, dtype[:_TEXT_LENGTH], shape[:_TEXT_LENGTH], site[-_TEXT_LENGTH:])

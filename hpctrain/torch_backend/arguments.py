@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.errors import CommunicationError
+from hpctrain.shard import dtype_name
 from hpctrain.torch_backend.work import NO_TIMEOUT
 
 _Op: Any = dist.ReduceOp.RedOpType  # its members have no stubs
@@ -53,7 +54,7 @@ class Reduction:
     def check(self, tensor: Tensor) -> None:
         """Raise ``CommunicationError`` if tensors of this layout and dtype have no such reduction."""
         if tensor.dtype not in self._dtypes:
-            allowed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in self._dtypes))
+            allowed = ", ".join(sorted(dtype_name(dtype) for dtype in self._dtypes))
             raise CommunicationError(f"{self} of {tensor.dtype} is not defined; it takes {allowed}")
         if tensor.layout is not torch.strided and (tensor.layout is not torch.sparse_coo or str(self) != "sum"):
             raise CommunicationError(f"{self} of {tensor.layout} is not defined; sparse_coo tensors are reduced by sum")
@@ -191,4 +192,4 @@ def check_reduction(op: Reduction, tensors: Sequence[Tensor]) -> None:
 
 def described(tensors: Sequence[Tensor]) -> str:
     """Return the dtypes of tensors as text, for operations in which shapes may differ between ranks."""
-    return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
+    return ", ".join(sorted({dtype_name(tensor.dtype) for tensor in tensors}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,6 @@ def place(shared_tmp_path: Path, comm: Any) -> Place:
         folder.mkdir()
     comm.barrier()
     return Place(folder, comm)
-
-
-_SOME = pytest.mark.ranks(2, 3)  # with one rank, "first" and "last" equal "all"
-
-
-@pytest.fixture(params=[pytest.param("first", marks=_SOME), pytest.param("last", marks=_SOME), "all"])
-def broken(request: pytest.FixtureRequest, comm: Any) -> list[int]:
-    """Return the ranks on which the fault occurs."""
-    ranks: dict[str, list[int]] = {"first": [0], "last": [comm.size - 1], "all": list(range(comm.size))}
-    return ranks[request.param]
-
-
-@pytest.fixture
-def breaking(broken: list[int], comm: Any) -> Iterator[Callable[..., list[Fault]]]:
-    """Return a function that installs a fault on those ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield lambda *what, **how: [Fault(patch, *what, **how)] if comm.rank in broken else []
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)

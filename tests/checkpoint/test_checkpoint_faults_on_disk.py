@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.fault_folder import NAME, Place, check_room, make_model, moments_of
-from support.faults import READS, WRITES, Ext4Disk, Fault, failing, half, once
+from support.faults import READS, WRITES, Ext4Disk, failing, half, once
 
 from hpctrain.checkpoint.format.direct import LEAST
 from hpctrain.checkpoint.saver import Saver
@@ -46,20 +46,6 @@ def place(disk: Ext4Disk, comm: Any) -> Place:
         folder.mkdir()
     comm.barrier()
     return Place(folder, comm, WIDTH)
-
-
-@pytest.fixture(params=["first", "last", "all"])
-def broken(request: pytest.FixtureRequest, comm: Any) -> list[int]:
-    """Return the ranks on which the fault occurs."""
-    ranks: dict[str, list[int]] = {"first": [0], "last": [comm.size - 1], "all": list(range(comm.size))}
-    return ranks[request.param]
-
-
-@pytest.fixture
-def breaking(broken: list[int], comm: Any) -> Iterator[Callable[..., list[Fault]]]:
-    """Return a function that installs a fault on those ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield lambda *what, **how: [Fault(patch, *what, **how)] if comm.rank in broken else []
 
 
 def large(act: Callable[..., Any], call: int = 1) -> Callable[..., Any]:
