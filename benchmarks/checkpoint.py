@@ -23,7 +23,7 @@ import checkpoint_background as background
 from checkpoint_candidates import Name, readers, save, writers
 from checkpoint_figures import Row, by_name, draw, earlier_targets, measure, ratio_tables, row_table, targets
 from checkpoint_state import LEAST, Setting, Work, delete, filesystem_of
-from harness.ranks import process_group, start
+from harness.ranks import process_group, refuse, start
 from harness.report import left_out_lines, mpi_name, target_table
 from harness.run import finish, main, make_parser, parse_names, parse_sizes
 from harness.turns import announce, stop
@@ -77,14 +77,19 @@ def run(args: argparse.Namespace) -> None:
 @contextmanager
 def folder_of(job: Job, asked: Path | None, results: Path) -> Iterator[Path]:
     """Provide the folder that all ranks write into: the requested one, or a temporary one next to the results."""
-    made = None
-    if job.rank == 0 and asked is None:
-        results.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix="checkpoint.tmp-", dir=results))
-    elif job.rank == 0 and asked is not None:
-        asked.mkdir(parents=True, exist_ok=True)
+    made, problem = None, ""
     try:
-        yield Path(job.comm.broadcast_object(str(made or asked)))
+        if job.rank == 0:
+            (asked or results).mkdir(parents=True, exist_ok=True)
+        if job.rank == 0 and asked is None:
+            made = Path(tempfile.mkdtemp(prefix="checkpoint.tmp-", dir=results))
+    except OSError as error:
+        problem = f"{asked or results}: files cannot be written there: {error.strerror}"
+    where, problem = job.comm.broadcast_object((str(made or asked), problem))
+    if problem:
+        refuse(problem)
+    try:
+        yield Path(where)
         job.comm.barrier()
     finally:
         if made:

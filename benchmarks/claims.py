@@ -132,6 +132,14 @@ def _two_nodes() -> Iterator[Claim]:
         yield Claim(what, other, file, "multinode", ("hpctrain",), (theirs,), 16 * MIB, "rows")
 
 
+def _reproducible() -> Iterator[Claim]:
+    for count in (1, 4):
+        for strategy in ("DDP", "ZeRO-1", "FSDP"):
+            what = f"{strategy} step with parallel.reproducible, {counted(count, 'microbatch')} per rank"
+            ours, theirs = f"{strategy}, reproducible, {count} per rank", f"{strategy}, {count} per rank"
+            yield Claim(what, "without it", "reproducible-np2-mpich", "reproducible NP=2", (ours,), (theirs,))
+
+
 def _checkpoints() -> Iterator[Claim]:
     file, command, size = "checkpoint-np2-mpich", "checkpoint SIZE=512MiB", 536862720
     for theirs in ("torch.save", "torch DCP", "raw pwrite", "raw pwrite, one file"):
@@ -185,6 +193,7 @@ CLAIMS = (
     *_checkpoints(),
     *_torch_backend(),
     *_two_nodes(),
+    *_reproducible(),
 )
 
 

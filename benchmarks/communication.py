@@ -6,7 +6,7 @@ The candidates are interleaved. A repeat begins with a barrier and consists of s
 depending on the size; its figure is the mean of them, on the slowest rank. All results are compared
 with a reference before and after, untimed. During timing, tensors are zero: their sum stays zero
 after any number of calls, so that no value overflows. Tensors also need no refill, which would
-change the contents of the caches.
+change the contents of the caches. gloo takes part in one of four rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from communication_figures import Row, by_size_and_name, draw, ratio_tables, rat
 from communication_library import lack_of_library, library_candidates
 from harness.ranks import process_group, refuse, start
 from harness.report import Target, left_out_lines, mpi_name, mpi_slug, target_table
-from harness.run import finish, main, make_parser, parse_sizes, split
+from harness.run import finish, hidden, main, make_parser, parse_sizes, split
 from harness.stats import slowest
 from harness.turns import announce, interleave, no_garbage_collection, stop
 
@@ -55,9 +55,9 @@ KNOWN = (Name.OURS, f"{Name.OURS} and an algorithm", Name.OUTSIDE, *PEERS)
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser("communication", __doc__, rounds=ROUNDS, quick=False)
-    parser.add_argument("operation", choices=[*OPERATIONS, "overlap"])
+    parser.add_argument("operation", choices=[*OPERATIONS, "overlap"], help=hidden("what to measure"))
     usual = f"{SIZES} (overlap: {OVERLAP_SIZES})"
-    parser.add_argument("--sizes", default="", help=f"bytes of the whole tensor, default: {usual}")
+    parser.add_argument("--sizes", default="", help=f"bytes of the whole tensor, in whole elements; default: {usual}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--algorithms", default="", help="of hpctrain, as in auto,window,ring; default: auto")

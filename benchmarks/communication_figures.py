@@ -169,7 +169,7 @@ def ratio_tables(figures: Figures) -> Iterator[str]:
         values = [speedup(figures, size, name, peer) for name in own for peer in peers]
         rows.append([format_bytes(size), *("" if value is None else f"{value:.2f}" for value in values)])
     if peers:
-        yield f"times faster (medians)\n{table(rows)}\n"
+        yield f"times as fast (medians)\n{table(rows)}\n"
 
 
 def row_table(figures: Figures) -> str:

@@ -214,7 +214,7 @@ def ratio_table(operation: str, figures: Figures) -> str:
     rows = [["size", *(f"gloo / {name}" for name in ratios)]]
     for size in sizes_of(figures):
         rows.append([format_bytes(size), *(f"{each[str(size)]:.2f}" for each in ratios.values())])
-    return f"{operation}: times faster (medians)\n{table(rows)}\n"
+    return f"{operation}: times as fast (medians)\n{table(rows)}\n"
 
 
 def step_lines(batch: int, step: Step) -> str:

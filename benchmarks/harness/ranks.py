@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from harness import run
 from harness.turns import stop
 
 import hpctrain
@@ -29,7 +30,8 @@ def start(name: str, *, least: int = 2, **options: Any) -> hpctrain.Job:
     job = hpctrain.init(**{"device": "cpu", **options})
     stop.install()  # again, as joining a job installs hpctrain's own handlers
     if job.size < least:
-        refuse(f"{name} needs {least} ranks or more, not {job.size}: make -C benchmarks {name} NP={least}")
+        command = f"mpiexec -n {least} {run.called_as}" if run.called_as else f"make -C benchmarks {name} NP={least}"
+        refuse(f"{name} needs {least} ranks or more, not {job.size}: {command}")
     return job
 
 
@@ -40,7 +42,9 @@ def refuse(message: str) -> NoReturn:
 
 def world(comm: Communicator) -> Any:
     """Return mpi4py's communicator of the same ranks."""
-    return comm.transport.comm  # type: ignore[attr-defined]
+    from mpi4py import MPI
+
+    return comm.transport.comm if comm.size > 1 else MPI.COMM_SELF  # type: ignore[attr-defined]
 
 
 class OnRanks:

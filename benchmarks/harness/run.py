@@ -7,9 +7,13 @@ are printed, marked as incomplete, and the exit code is 128 + the signal. No fil
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from harness.turns import Stopped, stop
 
 import hpctrain
 from hpctrain.cli.main import Parser, report
+from hpctrain.cluster.launcher import rank_from_environment
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.train.exit import in_world
 from hpctrain.util.text import parse_bytes
@@ -42,6 +47,8 @@ def make_parser(name: str, about: str | None, *, rounds: int = 0, least: int = 1
         return number
 
     enough.__name__ = "int"  # in messages of argparse
+    if called_as and about:
+        about = re.sub(r"(?m)^    (mpiexec|make|python) .*\n+", "", about)  # the verb has examples of its own
     parser = Parser(prog=called_as or name, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
         parser.add_argument("--rounds", type=enough, default=rounds, help="timed turns of each candidate (%(default)s)")
@@ -52,6 +59,11 @@ def make_parser(name: str, about: str | None, *, rounds: int = 0, least: int = 1
     parser.add_argument("--csv", action="store_true", help="print its figures as CSV")
     parser.add_argument("--out", "--results", type=Path, default=RESULTS, help="folder of the results")
     return parser
+
+
+def hidden(what: str) -> str:
+    """Return the help of an argument that ``hpctrain bench NAME`` gives itself: there, it is not shown."""
+    return argparse.SUPPRESS if called_as else what
 
 
 def parse_candidates(
@@ -111,6 +123,8 @@ def main(
     """Run a benchmark on this rank; return the exit code. An error in the input is one line."""
     try:
         args = parse(argv)
+        if rank_from_environment() == 0:
+            check_folder(args.out)
     except HpctrainError as error:
         return report(error)
     try:
@@ -123,6 +137,21 @@ def main(
             raise  # one rank of several failed: the guard ends the job
         return report(error)
     return 128 + stop.number if stop.number else code or 0
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``UsageError`` unless files can be written there: before anything is measured."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(f"--out {folder}: results cannot be written there: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            for each in missing:  # the innermost first
+                each.rmdir()
 
 
 def finish(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hpctrain.cli.main import Parser, add_action, add_verb, quantity
-from hpctrain.cluster.launcher import rank_from_environment
+from hpctrain.cluster.launcher import detect, rank_from_environment
 from hpctrain.errors import UsageError
 from hpctrain.util.text import printable_lines
 
@@ -66,6 +66,7 @@ SUITE = {
     "loader": ("loader.py", (), "samples per second of data sets (one process)"),
     "offload": ("offload.py", (), "optimizer step in host memory (one process)"),
 }
+_ALONE = "(one process)"
 _RESULTS = "bench-results"
 _CALIBRATE_EPILOG = """\
 examples:
@@ -108,9 +109,9 @@ def add_parser(subparsers: Any) -> None:
     showing = add_action(actions, "show", "print the calibration stored for this machine", _SHOW_EPILOG, _show)
     showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="show this file instead")
     for name, (_, _, what) in SUITE.items():
-        example = (
-            f"examples:\n  mpiexec -n 2 hpctrain bench {name}\n  srun hpctrain bench {name} --out results-of-today"
-        )
+        begin = ("", "") if what.endswith(_ALONE) else ("mpiexec -n 2 ", "srun ")
+        example = "examples:\n  {}hpctrain bench {name}\n  {}hpctrain bench {name} --out results-of-today"
+        example = example.format(*begin, name=name)
         one = add_action(actions, name, what, example, partial(run_benchmark, name), as_json=False)
         one.takes_all = True  # type: ignore[attr-defined]
     _add_report(actions)
@@ -160,7 +161,9 @@ def _sizes(text: str) -> list[int]:
 
 def run_benchmark(name: str, args: argparse.Namespace) -> int:
     """Run a benchmark in this process, which may be one of several ranks; return its exit code."""
-    program, first, _ = SUITE[name]
+    program, first, what = SUITE[name]
+    if what.endswith(_ALONE) and (size := detect().size or 1) > 1:
+        raise UsageError(f"{name} measures one process, not {size} ranks: hpctrain bench {name}", everywhere=True)
     path = Path(str(resources.files("hpctrain") / "benchmarks" / program)).resolve()
     if not path.is_file():
         raise UsageError(f"this installation has no benchmarks ({path}); install hpctrain again", everywhere=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -187,7 +189,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = f" (see {self.prog} --help)"
-        raise UsageError(shorten(printable(message), LINE - len("hpctrain: error: " + hint)) + hint, everywhere=True)
+        text = printable(_with_guess(message))
+        raise UsageError(shorten(text, LINE - len("hpctrain: error: " + hint)) + hint, everywhere=True)
+
+
+def _with_guess(message: str) -> str:
+    """Return argparse's message on an unknown word; if one is close, with that one instead of the list."""
+    found = re.search(r"(.*invalid choice: '(.*)') \(choose from (.*)\)$", message, re.DOTALL)
+    if found is None:
+        return message
+    close = difflib.get_close_matches(found[2][:LINE], re.findall(r"[\w.-]+", found[3]), n=1)
+    return f"{found[1]}: did you mean {close[0]}?" if close else message
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

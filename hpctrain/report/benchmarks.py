@@ -60,8 +60,8 @@ class Compared:
 
 
 def read_folder(path: Path) -> Folder:
-    """Return the results of a folder. Raises ``UsageError`` if it has none, or one that cannot be read."""
-    files = sorted(path.glob("*.json")) if path.is_dir() else []
+    """Return the results of a folder, or of one file. Raises ``UsageError`` if there are none, or one is unreadable."""
+    files = [path] if path.is_file() else sorted(path.glob("*.json"))
     figures: dict[Key, Spread] = {}
     targets: list[tuple[str, Mapping[str, Any]]] = []
     provenance: Mapping[str, Any] = {}
@@ -75,6 +75,8 @@ def read_folder(path: Path) -> Folder:
             figures |= _figures(file)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(f"cannot read {file} as the result of a benchmark: {reason(error)}") from error
+    if not figures and path.is_file():
+        raise UsageError(f"{path} is not the result of a benchmark: give a folder that hpctrain bench has written")
     if not figures:
         raise UsageError(f"{path} has no results of benchmarks: hpctrain bench all_reduce --out {path} writes one")
     return Folder(path, figures, targets, provenance)

@@ -63,8 +63,14 @@ class World:
         if rank not in (None, -1, self.rank) or size not in (None, -1, self.size):
             facts = {"rank": rank, "size": size}
             given = ", ".join(f"{name} {number}" for name, number in facts.items() if number not in (None, -1))
+            mpi = f"rank {self.rank} of {self.size}"
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                raise LaunchError(
+                    f"{where}: torchrun has started this process as rank {rank} of {size}, which is {mpi} of MPI: "
+                    f"call mpiexec -n {size} hpctrain run PROGRAM instead"
+                )
             raise LaunchError(
-                f"{where}: {given}; MPI has started this process as rank {self.rank} of {self.size}: "
+                f"{where}: {given}; MPI has started this process as {mpi}: "
                 "leave out rank and world_size, and unset RANK and WORLD_SIZE"
             )
 

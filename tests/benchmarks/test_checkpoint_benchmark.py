@@ -114,6 +114,19 @@ def test_parts_run_separately_and_wrong_values_end_the_benchmark(launch: JobStar
     assert {path for path in PROGRAM.parent.iterdir() if "tmp" in path.name} <= before, "a temporary folder stays"
 
 
+@WHOLE
+@pytest.mark.limit(200)
+def test_one_process_is_measured_and_a_bad_folder_is_one_line(launch: JobStarter, tmp_path: Path) -> None:
+    words = ["--size", "1MiB", "--rounds", "1", "--out", tmp_path]
+    done = launch(0, PROGRAM, *words, "--json", "--parts", "write,read")
+    assert done.returncode == 0, done
+    assert {row["candidate"] for row in json.loads(done.stdout)["rows"]} >= {"hpctrain", "torch DCP", "hpctrain load"}
+    (tmp_path / "file").write_text("")
+    done = launch(2, PROGRAM, *words, "--folder", tmp_path / "file")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+    assert "file: files cannot be written there: File exists" in done.stderr
+
+
 def test_files_are_identified_by_their_writers(tmp_path: Path) -> None:
     for name in ("from-4.h5", "from-1.h5", "raw", "hpctrain.h5"):
         (tmp_path / name).touch()

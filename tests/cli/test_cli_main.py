@@ -58,7 +58,8 @@ def test_version_is_printed_and_no_verb_is_an_error(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "invalid choice: 'trian': did you mean train? (see hpctrain --help)"),
+        (["xyz"], "invalid choice: 'xyz' (choose from 'train', "),
         (["train"], "CONFIG.toml is missing: the settings of the run"),
         (["train", "a.toml", "--fast"], "unrecognized arguments: --fast"),
         (["checkpoint"], "see hpctrain checkpoint --help"),

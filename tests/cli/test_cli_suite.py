@@ -89,6 +89,16 @@ def test_folders_without_results_are_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_file_is_reported_alone(folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "n1", "y", {("other", 4): (1.0, 0.9, 1.1)})
+    assert main(["bench", "report", f"{folders[0]}/x.json"]) == 0
+    said = capsys.readouterr().out
+    assert "hpctrain" in said and "other" not in said
+    (tmp_path / "z.json").write_text("{}")
+    assert main(["bench", "report", str(tmp_path / "z.json")]) == EXIT_USAGE
+    assert "z.json is not the result of a benchmark" in capsys.readouterr().err
+
+
 def test_folders_with_nothing_in_common_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         write(tmp_path / name, name, {("hpctrain", 4): (1.0, 1.0, 1.0)})
@@ -126,3 +136,33 @@ def test_a_benchmark_explains_its_own_options(capsys: pytest.CaptureFixture[str]
 def test_an_error_in_its_options_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ddp", "--absent"]) == EXIT_USAGE
     assert "unrecognized arguments: --absent (see hpctrain bench ddp --help)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ddp", "checkpoint", "offload"])
+def test_results_that_cannot_be_written_are_refused_at_the_start(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["bench", name, "--out", str(tmp_path / "file/results")]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert "results cannot be written there: Not a directory" in said and said.count("\n") == 1
+
+
+def test_a_folder_is_made_with_the_results_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a/b"
+    assert main(["bench", "all_reduce", "--out", str(out)]) == EXIT_USAGE
+    assert "all_reduce needs 2 ranks or more, not 1: mpiexec -n 2 hpctrain bench all_reduce" in capsys.readouterr().err
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["loader", "offload"])
+def test_a_benchmark_of_one_process_is_refused_on_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", name, "--help"])
+    assert "  hpctrain bench " in (said := capsys.readouterr().out) and "mpiexec" not in said
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert main(["bench", name]) == EXIT_USAGE
+    assert f"{name} measures one process, not 2 ranks: hpctrain bench {name}" in capsys.readouterr().err

@@ -259,7 +259,7 @@ def failing(launch: Any, code: str, **options: Any) -> Any:
     return result
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("code", "text"),
     [
@@ -271,6 +271,11 @@ def failing(launch: Any, code: str, **options: Any) -> Any:
         (
             "os.environ['RANK'] = '7'\ndist.init_process_group('hpctrain')",
             "environment variables: rank 7; MPI has started this process as rank",
+        ),
+        (
+            "os.environ |= {'TORCHELASTIC_RUN_ID': '1', 'RANK': '2', 'WORLD_SIZE': '3'}\n"
+            "dist.init_process_group('hpctrain')",
+            "torchrun has started this process as rank 2 of 3, which is rank",
         ),
         ("os.environ['RANK'] = 'x'\ndist.init_process_group('hpctrain')", "RANK='x' is not a number"),
     ],
