@@ -193,7 +193,7 @@ def _times(state: RunState) -> Iterator[str]:
     """Yield how the time of this start was used, and its newest checkpoint."""
     elapsed = maybe(state.attempt, "elapsed_seconds")
     saved, first = maybe(state.attempt, "saved_step"), maybe(state.attempt, "first_step") or 1
-    if elapsed:
+    if elapsed and maybe(state.attempt, "step_seconds"):  # a start of a finished run makes no steps
         names = {"start-up": "startup_seconds", "steps": "step_seconds", "checkpoints": "save_seconds"}
         shares = [f"{name} {(maybe(state.attempt, key) or 0.0) / elapsed:.0%}" for name, key in names.items()]
         yield f"of {duration(elapsed)} until the last checkpoint: {', '.join(shares)}"

@@ -56,6 +56,13 @@ def test_one_run_in_detail(
     assert sum("⠁" <= character <= "⣿" for character in said) > 20
 
 
+def test_a_start_of_a_finished_run_has_no_times_of_steps(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(status="finished", step_seconds=0.0)
+    assert "until the last checkpoint" not in "\n".join(printed(capsys, monkeypatch, 100, str(folder)))
+
+
 @pytest.mark.parametrize("width", [12, 20, 40, 80, 200])
 def test_every_width_shows_what_fits(
     make_run: MakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
