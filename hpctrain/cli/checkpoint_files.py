@@ -41,7 +41,8 @@ examples:
   hpctrain checkpoint diff before.h5 after.h5 --json
 
 Compares tensors (names, shapes, dtypes, every bit), settings, values of the training loop, and versions. The origin of
-a file (user, host, date) is shown, but does not count as a difference.
+a file (user, host, date) is shown, but does not count as a difference. max is the largest difference of two elements,
+relative the largest share of the larger one of a pair: up to 2, and near 2 where tiny values differ in sign.
 
 exit code: 0 if equal, 1 if different, 2 if a file is damaged or does not exist
 """

@@ -107,8 +107,8 @@ def judge(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
     names = ", ".join(sorted(finite)) or "no numbers"
     if not name:
         raise UsageError(
-            f"{run}: its checkpoints do not say which is the best (the run had no keep_best); name a number with by= "
-            f"or --by; they hold {names}"
+            f"{run}: its checkpoints do not say which is the best (the run had no keep_best); choose one of "
+            f"{names} by --by NAME (in Python: by=NAME)"
         )
     judged: Best = known or "lowest"
     candidates = [

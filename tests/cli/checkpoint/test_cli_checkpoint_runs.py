@@ -54,7 +54,7 @@ def test_best_follows_the_criterion_of_the_run(tmp_path: Path, capsys: pytest.Ca
 
 def test_best_without_a_criterion_is_a_user_error(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
-    with pytest.raises(UsageError, match="do not say which is the best .*--by; they hold accuracy, loss$") as caught:
+    with pytest.raises(UsageError, match="do not say which is the best .* choose one of accuracy, loss by --by NAME ") as caught:
         call("checkpoint", "best", run)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="no checkpoint holds a finite number called 'acc'; they hold accuracy, loss$"):
@@ -74,7 +74,7 @@ def test_best_of_the_library_equals_best_of_the_command(tmp_path: Path) -> None:
         checkpoint.best(run, which="high")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="is a folder that holds no checkpoint"):
         checkpoint.best(tmp_path)
-    with pytest.raises(UsageError, match="do not say which is the best .* with by= or --by; they hold accuracy, loss"):
+    with pytest.raises(UsageError, match="do not say which is the best .* choose one of accuracy, loss by --by NAME"):
         checkpoint.best(write(tmp_path / "unjudged"))
 
 
