@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -127,10 +128,10 @@ class Watchdog:
             self.failure_record = None  # another start has taken over the folder
         text = user_traceback(error) or "".join(traceback.format_exception(kind, error, trace))
         late = issubclass(kind, DeadlineError)
-        elsewhere = self._elsewhere(str(error)) if late else ""
+        others = partial(self._elsewhere, str(error)) if late else str
         code = error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
         silence = REPORT_WAIT if isinstance(error, RankFailedError) else ABORT_WAIT
-        self._end(f"{kind.__name__}: {error}{elsewhere}", text, code, stacks=late, silence=silence)
+        self._end(f"{kind.__name__}: {error}", text, code, stacks=late, silence=silence, others=others)
 
     def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the error as Python does and exit with its code, by which a job script decides whether to retry."""
@@ -160,11 +161,16 @@ class Watchdog:
         stacks: bool = False,
         silence: float = ABORT_WAIT,
         leave: Callable[[int], object] | None = None,
+        others: Callable[[], str] = str,
     ) -> None:
-        """Print once why the job ends, with the stacks of all ranks of the node if requested, and end it."""
+        """Print once why the job ends, with the stacks of all ranks of the node if requested, and end it.
+
+        ``others`` describes what other ranks do; by then, those with the same error have claimed the end, too.
+        """
         # If another thread of this rank is already ending the job, that thread reports it.
         is_first = self._ending.acquire(blocking=False)
         if is_first and (self._heartbeat is None or self._heartbeat.claim(CLAIM_WAIT)):
+            why += others()
             if stacks:
                 if self._heartbeat is not None:
                     self._heartbeat.request_stacks()
@@ -284,10 +290,10 @@ class Watchdog:
         return "".join(f"; {status}" for status in ([status for status in statuses if status.late] or statuses))
 
     def _elsewhere(self, own: str) -> str:
-        """Describe what other ranks of the node wait in, unless this rank's error names the same operation."""
+        """Describe what other ranks of the node do, unless this rank's error names the rank or the same operation."""
         statuses = self._heartbeat.read_all() if self._heartbeat is not None else []
-        others = [one for one in statuses if one.rank != self._transport.rank and one.operation]
-        found = [one for one in others if not own.startswith(one.operation)]
+        others = [one for one in statuses if not one.ending and f"rank {one.rank} " not in own]
+        found = [one for one in others if not one.operation or not own.startswith(one.operation)]
         return "".join(f"; {status}" for status in found[:MOST])
 
     def _print_stacks(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -292,3 +293,25 @@ def test_mismatched_sizes_end_within_the_timeout(launch: Any) -> None:
     job = launch(2, UNCHECKED, timeout=100)
     assert job.returncode == 0 and job.stdout.count("survived") == 2, job
     assert job.stdout.count("error") >= 4, job  # of both ranks, the second of which comes late
+
+
+ABSENT = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+from mpi4py import MPI
+dist.init_process_group("hpctrain", timeout=timedelta(seconds=60))
+if dist.get_rank() == 1:
+    MPI.COMM_SELF.recv()
+dist.group.WORLD.set_timeout(timedelta(seconds=1))
+dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.ranks(1)
+def test_the_rank_that_others_wait_for_is_named(launch: Any) -> None:
+    """The other rank whose time is over is in no collective either, but ends the job as well."""
+    job = launch(3, ABSENT, timeout=50)
+    assert job.returncode and not job.survivors, job
+    (end,) = re.findall(r"rank [02] of 3 on .* ends the job: (.*)", job.stderr)
+    assert end.startswith("DeadlineError: all_reduce has not completed within the timeout of 1 s"), end
+    assert end.endswith("; rank 1 is in no collective") and "rank 2 is" not in end and "rank 0 is" not in end, end

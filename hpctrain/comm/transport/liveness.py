@@ -30,12 +30,16 @@ STALE = 3.0  # seconds without a heartbeat after which a rank is stopped, or hol
 
 @dataclass(frozen=True)
 class HeartbeatRow:
-    """Last heartbeat of one rank: it had waited ``waited`` seconds in ``operation`` (empty if it did not wait)."""
+    """Last heartbeat of one rank: it had waited ``waited`` seconds in ``operation`` (empty if it did not wait).
+
+    ``ending``: it has claimed the end of the job.
+    """
 
     rank: int
     operation: str
     waited: float
     silent: float  # seconds since the heartbeat
+    ending: bool = False
 
     @property
     def late(self) -> bool:
@@ -85,10 +89,11 @@ class Heartbeat:
     def read_all(self) -> list[HeartbeatRow]:
         """Return the last heartbeats of this node's ranks, in rank order."""
         now, found = time.monotonic_ns(), []
-        for rank, record in zip(self._ranks, self._records):
+        for index, (rank, record) in enumerate(zip(self._ranks, self._records)):
             beat, since = _BEAT.unpack_from(record, _BEAT_AT)
             operation = bytes(record[_NAME:]).partition(b"\0")[0].decode(errors="replace")
-            found.append(HeartbeatRow(rank, operation, (beat - since) / 1e9, (now - beat) / 1e9))
+            ending = self._get(index, _CLAIM) != 0
+            found.append(HeartbeatRow(rank, operation, (beat - since) / 1e9, (now - beat) / 1e9, ending))
         return found
 
     def request_stacks(self) -> None:

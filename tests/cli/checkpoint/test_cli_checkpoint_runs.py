@@ -54,7 +54,7 @@ def test_best_follows_the_criterion_of_the_run(tmp_path: Path, capsys: pytest.Ca
 
 def test_best_without_a_criterion_is_a_user_error(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
-    with pytest.raises(UsageError, match="do not say which is the best .* choose one of accuracy, loss by --by NAME ") as caught:
+    with pytest.raises(UsageError, match="the best .* choose one of accuracy, loss by --by NAME ") as caught:
         call("checkpoint", "best", run)
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
     with pytest.raises(UsageError, match="no checkpoint holds a finite number called 'acc'; they hold accuracy, loss$"):
