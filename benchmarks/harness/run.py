@@ -123,7 +123,7 @@ def main(
     """Run a benchmark on this rank; return the exit code. An error in the input is one line."""
     try:
         args = parse(argv)
-        if rank_from_environment() == 0:
+        if hasattr(args, "out") and rank_from_environment() == 0:
             check_folder(args.out)
     except HpctrainError as error:
         return report(error)
