@@ -44,7 +44,7 @@ def world(comm: Communicator) -> Any:
     """Return mpi4py's communicator of the same ranks."""
     from mpi4py import MPI
 
-    return comm.transport.comm if comm.size > 1 else MPI.COMM_SELF  # type: ignore[attr-defined]
+    return getattr(comm.transport, "comm", MPI.COMM_SELF)  # one process without a launcher has no world
 
 
 class OnRanks:
