@@ -115,7 +115,7 @@ def _collectives() -> Iterator[Claim]:
 
 def _torch_backend() -> Iterator[Claim]:
     file, command = "torch-backend-np2-mpich", "torch-backend NP=2"
-    for size in (64 * KIB, MIB, 25 * MIB, 64 * MIB):
+    for size in (4, 64 * KIB, MIB, 25 * MIB, 64 * MIB):
         what = f"all_reduce of {format_bytes(size)} by torch.distributed, back end hpctrain"
         group = "collectives/all_reduce"
         yield Claim(what, "back end gloo", file, command, ("hpctrain",), ("gloo",), size, group, since=WAITS)

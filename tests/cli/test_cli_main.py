@@ -59,7 +59,7 @@ def test_version_is_printed_and_no_verb_is_an_error(capsys: pytest.CaptureFixtur
     "words, said",
     [
         (["trian"], "invalid choice: 'trian': did you mean train? (see hpctrain --help)"),
-        (["xyz"], "invalid choice: 'xyz' (choose from 'train', "),
+        (["xyz"], "invalid choice: 'xyz' (choose from "),
         (["train"], "CONFIG.toml is missing: the settings of the run"),
         (["train", "a.toml", "--fast"], "unrecognized arguments: --fast"),
         (["checkpoint"], "see hpctrain checkpoint --help"),
